@@ -1,0 +1,31 @@
+"""What capture hands to the compiler: one functional ATen graph with its facts.
+
+Comes in from `capture/`, goes to `graph/` passes and `lower/`. Placeholders and nodes carry fake tensors,
+SymInts or plain ints in `meta["val"]`; the only mutation left in the graph is a trailing `aten.copy_`
+into a placeholder. This file must not know who captured the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.fx
+
+GraphKind = Literal["inference", "forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph to compile.
+
+    name: unique within the process, such as "inference_0" or "backward_3"; used for debug folders.
+    static_inputs: positions of placeholders whose storage never moves (parameters, buffers).
+    donated_inputs: positions of placeholders that nobody reads after the call (saved tensors of a backward).
+    """
+
+    graph: torch.fx.GraphModule
+    name: str
+    kind: GraphKind
+    static_inputs: tuple[int, ...] = ()
+    donated_inputs: tuple[int, ...] = ()

@@ -1,0 +1,329 @@
+"""The wrapper IR: one program is a typed list of frozen instructions that know nothing of any target.
+
+Comes from `wrapper/build.py` (a Plan becomes instructions), is rewritten by `wrapper/passes.py`, checked by
+`wrapper/verify.py`, printed and read back by `wrapper/text.py`, and handed to one of the targets. The meaning of
+every instruction is written where it is defined. No field holds a string of any programming language.
+
+Names: every tensor and every integer symbol of a program has one unique name; a name is defined once and never
+redefined. Sizes, strides and offsets are in elements, `nbytes` fields are in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from plait.ir.dtypes import DType
+from plait.ir.sizes import Size
+
+
+# ---------------------------------------------------------------------------------------------- operands
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor by its name, as an operand of an extern call or of Return."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """A constant operand that is no tensor and no size.
+
+    kind says how `text` reads: 'none', 'bool', 'float' (float.hex or inf/nan), 'str', 'complex', 'dtype' (DType name),
+    'device' ('cpu', 'cuda:0'), 'layout', 'memory_format'. Integers are Sizes and need no Literal.
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A list operand (tensors, sizes, optional tensors, floats...)."""
+
+    items: tuple[Operand, ...]
+
+
+# An int or an Expr is an integer operand (SymInt or int in the schema).
+Operand = Ref | Literal | ListOf | Size
+
+
+# ---------------------------------------------------------------------------------------------- signature
+@dataclass(frozen=True, slots=True)
+class TensorInput:
+    """A tensor argument. shape and strides are what was promised at compile time; symbols in them are defined by
+    `Symbol(..., SizeOf(...))` instructions, never implicitly. device: 'cpu' or 'cuda:N'."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolInput:
+    """A Python int argument that defines the symbol of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueInput:
+    """An argument that is neither tensor nor int (None, float, generator...). It may be passed on to extern calls by Ref."""
+
+    name: str
+
+
+Input = TensorInput | SymbolInput | OpaqueInput
+
+
+# ---------------------------------------------------------------------------------------------- instructions
+@dataclass(frozen=True, slots=True)
+class SizeOf:
+    """Element `dim` of a tensor's sizes (kind='size'), of its strides ('stride'), or its storage offset ('offset', dim 0)."""
+
+    tensor: str
+    kind: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemOf:
+    """The value of a one-element tensor as an integer (bool reads 0 or 1)."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """Defines integer `name`. value: read from a tensor, or an expression over symbols defined before."""
+
+    name: str
+    value: SizeOf | ItemOf | Size
+
+
+@dataclass(frozen=True, slots=True)
+class AssertScalar:
+    """The call fails with `message` (RuntimeError) unless expr != 0. Never dropped by any target."""
+
+    expr: Size
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssertSizeStride:
+    """The call fails unless tensor has exactly these sizes and strides (strides of dimensions of size 1 are free)."""
+
+    tensor: str
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AssertAlignment:
+    """The call fails unless the data pointer of tensor is a multiple of nbytes."""
+
+    tensor: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinite:
+    """The call fails, naming `origin`, if tensor holds a NaN or an infinity. Non-float tensors pass."""
+
+    tensor: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Checks a block of nbytes bytes, aligned to 64, out of the process-wide pool until the call ends.
+    A program has at most one arena per device; two threads in one program hold two blocks."""
+
+    name: str
+    nbytes: Size
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Defines tensor `name` in an arena at byte `offset`. It never leaves the call and is never handed to an op that may keep
+    or alias its arguments."""
+
+    name: str
+    arena: str
+    offset: Size
+    dtype: DType
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alloc:
+    """Defines tensor `name` with uninitialised memory of its own from the device's allocator. Outputs are made so."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Defines tensor `name` on the memory of `old`, an Alloc'ed tensor that dies here (old counts as freed).
+    The memory of old must be at least as large; contents are undefined unless a kernel that runs elementwise in place reads old first:
+    then the Reuse stands before that Launch, which still names `old` among its args."""
+
+    name: str
+    old: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """The tensor is not used after this: an owned reference is dropped, an arena range becomes free."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Names memory that already exists; copies nothing.
+    Element (i0, i1, ...) is at base's first element + offset + sum(ik * strides[k]), in elements of `dtype`
+    (of base's element size if the sizes differ: offset is then given in elements of the new dtype).
+    Keeps base's storage alive where base is a tensor of its own. `relative=False`: offset counts from the start of base's storage instead."""
+
+    name: str
+    base: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size
+    relative: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Defines tensor `name` as constant number `index` of the program's table of tensors (weights, folded values)."""
+
+    name: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class DefineKernel:
+    """Declares kernel `name` with n_args buffer arguments and n_sizes integer arguments; its code is in the program's kernel table."""
+
+    name: str
+    n_args: int
+    n_sizes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Runs a kernel on the data pointers of `args` and the values of `sizes`.
+
+    outs: the subset of args that it writes. work_ns: estimated nanoseconds on one core, an expression (decides parallelism and whether the GIL
+    is released). parallel: the kernel may be split over threads. barrier: it must not start before all earlier launches of its region ended
+    on every thread (False only where no data flows between them)."""
+
+    kernel: str
+    args: tuple[str, ...]
+    sizes: tuple[Size, ...]
+    outs: tuple[str, ...]
+    work_ns: Size
+    parallel: bool = True
+    barrier: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CallExtern:
+    """Calls a PyTorch operator through the dispatcher and names its tensor results.
+
+    op: 'namespace::name.overload' (overload may be empty: 'aten::mm'). Positional args in schema order, then kwargs by name; missing ones take the
+    schema's default. outs: one name per result, None for one that nobody uses; for an op that returns a single TensorList the names are its elements.
+    An int result defines a symbol of that name. into: names of existing tensors that receive the results (`out=` variants: then `op` is the out overload, the
+    tensors stand in kwargs too and outs is empty)."""
+
+    op: str
+    args: tuple[Operand, ...]
+    kwargs: tuple[tuple[str, Operand], ...]
+    outs: tuple[str | None, ...]
+    into: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallPython:
+    """Calls Python object number `index` of the program's table of callables (higher-order ops, Python custom ops) with the GIL held.
+    Results are named as in CallExtern."""
+
+    index: int
+    label: str
+    args: tuple[Operand, ...]
+    kwargs: tuple[tuple[str, Operand], ...]
+    outs: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """dst.copy_(src): same number of elements, broadcasting and dtype conversion as ATen's copy_. Used for mutated inputs; bumps the
+    version counter of dst when `bump`."""
+
+    dst: str
+    src: str
+    bump: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BumpVersion:
+    """A kernel wrote into input `tensor` in place: its autograd version counter goes up by one."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Sets every element of tensor to the Literal or Size value."""
+
+    tensor: str
+    value: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """For readers only: source lines ('model.py:31') and ATen ops of what follows."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Ends the program. A Ref is a tensor, a Size an int, Literal('none') is None."""
+
+    values: tuple[Operand, ...]
+
+
+Instr = (
+    Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc | Reuse | Free | View | Constant
+    | DefineKernel | Launch | CallExtern | CallPython | Copy | BumpVersion | Fill | Note | Return
+)  # fmt: skip
+INSTRUCTIONS: tuple[type, ...] = (
+    Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc, Reuse, Free, View, Constant,
+    DefineKernel, Launch, CallExtern, CallPython, Copy, BumpVersion, Fill, Note, Return,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WrapperProgram:
+    """A whole program: its signature and its instructions. Constants and callables are tables held beside it (they are no data);
+    n_constants and n_callables are their lengths."""
+
+    name: str
+    inputs: tuple[Input, ...]
+    body: tuple[Instr, ...]
+    n_constants: int = 0
+    n_callables: int = 0
+    origins: tuple[tuple[str, str], ...] = field(default=())  # kernel name -> source lines and ATen ops

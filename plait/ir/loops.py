@@ -1,0 +1,370 @@
+"""Loop bodies and loops: what each buffer's elements are, as immutable interned data.
+
+A body is a DAG of `Node`s over loop variables; a loop says which buffer the body defines. Loads carry LOGICAL multi-dimensional indices,
+so a producer is inlined by substituting its variables; strides enter only in the emitters. Comes from `plait/ir/record.py`,
+is fused by `plait/schedule`, printed by `plait/ir/text.py`, run slowly by `plait/ir/interp.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from plait.ir.dtypes import DType, b1
+from plait.ir.ops import OPS
+from plait.ir.sizes import Atom, Expr, Size, substitute, symbol
+
+Const = bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Element index[0], index[1], ... of buffer `buf`.
+
+    index: over loop variables, size symbols and positional Arg symbols `$0, $1, ...`: `$k` is the value of the load's k-th argument node (i64,
+    promised to lie in range wherever the mask holds). masked: the last argument node is a b1 mask; where it is false
+    nothing is read and the value is 0 (False)."""
+
+    buf: str
+    index: tuple[Size, ...]
+    masked: bool = False
+
+
+Attr = Const | Load | Size | str | None
+
+
+class Node:
+    """One scalar operation; interned: equal nodes are the same object. op: a name of ops.OPS or ops.SPECIAL."""
+
+    __slots__ = ("op", "args", "attr", "dtype", "_hash", "__weakref__")
+
+    def __init__(self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int) -> None:
+        self.op, self.args, self.attr, self.dtype, self._hash = op, args, attr, dtype, hashed
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Node)
+            and self._hash == other._hash
+            and self.op == other.op
+            and self.dtype == other.dtype
+            and type(self.attr) is type(other.attr)
+            and (self.attr == other.attr or self.attr != self.attr)
+            and str(self.attr) == str(other.attr)
+            and self.args == other.args
+        )
+
+    def __repr__(self) -> str:
+        from_attr = "" if self.attr is None else f"[{self.attr}]"
+        return f"{self.op}{from_attr}({', '.join(map(repr, self.args))}):{self.dtype}"
+
+
+_nodes: dict[object, Node] = {}
+
+
+def forget() -> None:
+    """Drops the intern table (see sizes.forget)."""
+    _nodes.clear()
+
+
+def node(op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType | None = None) -> Node:
+    """The interned node. dtype may be left out where the op table decides it. Raises TypeError where the table forbids it."""
+    if dtype is None:
+        dtype = OPS[op].dtype(*(a.dtype for a in args))
+    # repr keeps 0.0, -0.0, False and 0 apart, which compare equal in Python.
+    key = (op, args, repr(attr) if isinstance(attr, (bool, int, float)) else attr, dtype)
+    found = _nodes.get(key)
+    if found is None:
+        found = _nodes[key] = Node(op, args, attr, dtype, hash(key))
+    return found
+
+
+def const(value: Const, dtype: DType) -> Node:
+    """A constant of that dtype. Ints become floats for float dtypes; floats are rounded by the emitter."""
+    if dtype.is_float:
+        value = float(value)
+    elif dtype == b1:
+        value = bool(value)
+    else:
+        value = int(value)
+    return node("const", (), value, dtype)
+
+
+def cast(x: Node, dtype: DType) -> Node:
+    """x in another dtype (x itself if it has it already)."""
+    return x if x.dtype == dtype else node("cast", (x,), None, dtype)
+
+
+def arg_symbol(k: int, size: Size | None = None) -> Expr:
+    """The symbol `$k` in a Load or index attribute: the value of argument node k. size: it is in [0, size) if given."""
+    return symbol(f"${k}", extent=size) if size is not None else symbol(f"${k}", lo=float("-inf"))
+
+
+def is_arg(a: Atom) -> bool:
+    """Whether a symbol stands for an argument node."""
+    return a.name.startswith("$")
+
+
+def walk(roots: tuple[Node, ...] | list[Node]) -> Iterator[Node]:
+    """All nodes below roots, arguments before users, each once, in a deterministic order."""
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        n, done = stack.pop()
+        if done:
+            yield n
+            continue
+        if n in seen:
+            continue
+        seen.add(n)
+        stack.append((n, True))
+        stack.extend((a, False) for a in reversed(n.args) if a not in seen)
+
+
+def index_exprs(n: Node) -> tuple[Size, ...]:
+    """The integer expressions in a node's attribute."""
+    if n.op == "load":
+        assert isinstance(n.attr, Load)
+        return n.attr.index
+    if n.op == "index":
+        assert isinstance(n.attr, (int, Expr))
+        return (n.attr,)
+    return ()
+
+
+def rewrite(root: Node, fn: Callable[[Node, tuple[Node, ...]], Node], memo: dict[Node, Node] | None = None) -> Node:
+    """Rebuilds a DAG bottom-up: fn(old node, new args) -> new node. memo is shared between calls that rewrite alike."""
+    memo = {} if memo is None else memo
+    for n in walk((root,)):
+        if n not in memo:
+            memo[n] = fn(n, tuple(memo[a] for a in n.args))
+    return memo[root]
+
+
+def with_args(n: Node, args: tuple[Node, ...]) -> Node:
+    """n on other arguments."""
+    return n if args == n.args else node(n.op, args, n.attr, n.dtype)
+
+
+def substitute_vars(root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node] | None = None) -> Node:
+    """root with loop variables replaced by expressions (which hold no Arg symbols; see inline for those that do)."""
+
+    def fn(n: Node, args: tuple[Node, ...]) -> Node:
+        if n.op == "load":
+            assert isinstance(n.attr, Load)
+            index = tuple(substitute(e, env) for e in n.attr.index)
+            return node("load", args, Load(n.attr.buf, index, n.attr.masked), n.dtype)
+        if n.op == "index":
+            assert isinstance(n.attr, (int, Expr))
+            value = substitute(n.attr, env)
+            return const(value, n.dtype) if isinstance(value, int) else node("index", args, value, n.dtype)
+        return with_args(n, args)
+
+    return rewrite(root, fn, memo)
+
+
+def loop_vars(prefix: str, sizes: tuple[Size, ...]) -> tuple[Expr, ...]:
+    """Fresh loop variables prefix0, prefix1, ... with 0 <= var < size."""
+    return tuple(symbol(f"{prefix}{k}", extent=s) for k, s in enumerate(sizes))
+
+
+# ---------------------------------------------------------------------------------------------- buffers
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor in memory. strides: in elements; fixed=False means that the scheduler may still choose the layout.
+    offset: of its first element from what the pointer argument points at (always 0 except for inputs seen as views: 0 there too)."""
+
+    name: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    device: str = "cpu"
+    fixed: bool = False
+
+
+# ---------------------------------------------------------------------------------------------- loops
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """out[index] = body for every point of vars. index None: out[i0, i1, ...], vars have the extents of out's shape, in order.
+
+    Otherwise the loop writes a part of out only (one piece of a concatenation, a slice): several Pointwise of one `out` with disjoint
+    indices define it together, and it cannot be inlined."""
+
+    out: str
+    vars: tuple[Expr, ...]
+    body: Node
+    index: tuple[Size, ...] | None = None
+    origin: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """outs[m][vars] = (m-th result of) kind over all rvars of body. vars are i0.., rvars r0...
+
+    One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced axes are NOT kept in outs; a keepdim result is a view.
+    body's dtype is the accumulation dtype; outs have that dtype (i64 for arg reductions, b1 for any/all)."""
+
+    outs: tuple[str | None, ...]
+    vars: tuple[Expr, ...]
+    rvars: tuple[Expr, ...]
+    kind: str
+    body: Node
+    origin: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """out[index] (mode)= body for every point of vars, in row-major order of vars where points collide.
+
+    out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies, reuses its memory). index: over vars and Arg symbols, whose
+    values are `index_args`. mode: 'store', 'add', 'mul', 'min', 'max'. mask: a b1 node or None: points to leave out."""
+
+    out: str
+    base: str
+    vars: tuple[Expr, ...]
+    index: tuple[Size, ...]
+    index_args: tuple[Node, ...]
+    body: Node
+    mode: str
+    mask: Node | None = None
+    origin: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: 'sum', 'prod', 'max', 'min', 'logaddexp'.
+    outs: (values,) or, for max and min, (values, positions i64 as PyTorch's cummax: the last of equal ones)."""
+
+    outs: tuple[str | None, ...]
+    vars: tuple[Expr, ...]
+    axis: int
+    kind: str
+    body: Node
+    origin: tuple[str, ...] = ()
+
+
+Loop = Pointwise | Reduction | Scatter | Scan
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArg:
+    """A strided tensor operand of an extern: buffer `buf` seen with this shape, strides and element offset (dtype None: the buffer's)."""
+
+    buf: str
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size
+    dtype: DType | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A constant operand; kind and text as in wrapper.instructions.Literal."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ListArg:
+    """A list operand."""
+
+    items: tuple[ExternArg, ...]
+
+
+ExternArg = TensorArg | Scalar | ListArg | Size
+
+
+@dataclass(frozen=True, slots=True)
+class Extern:
+    """A call of an ATen (or custom) op: outs[k] is its k-th tensor result (None: unused), with exactly the strides that its Buffer says.
+
+    symbols: names of integer results by position (result k defines that symbol) where a result is an int.
+    aliases: names of buffers that a result may share memory with (views made by an op: then the result keeps them alive).
+    mutates: buffers it writes in place. effectful: must run even if unused, and in program order with other effectful calls.
+    may_keep: it may keep or alias its arguments, so these must not live in an arena. callable_index: >= 0 means Python callable of that number.
+    fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice (mm, convolution, SDPA).
+    out_variant: the result may be computed into memory that plait provides, through op `out_op` with these kwarg names."""
+
+    outs: tuple[str | None, ...]
+    op: str
+    args: tuple[ExternArg, ...]
+    kwargs: tuple[tuple[str, ExternArg], ...] = ()
+    symbols: tuple[tuple[int, str], ...] = ()
+    aliases: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
+    effectful: bool = False
+    may_keep: bool = True
+    callable_index: int = -1
+    fallback: bool = True
+    out_op: str = ""
+    out_names: tuple[str, ...] = ()
+    flops: Size = 0
+    origin: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Buffer `out` is memory of buffer `base`, seen with out's shape, strides, dtype and this element offset (as_strided, view as another dtype).
+    relative=False: offset counts from the start of base's storage."""
+
+    out: str
+    base: str
+    offset: Size
+    relative: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Symbol `name` is the value of one-element buffer `buf`, an integer (or bool)."""
+
+    name: str
+    buf: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assert:
+    """The call fails with message unless expr != 0."""
+
+    expr: Size
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mutate:
+    """Input buffer `target` takes the value of buffer `source` (same shape; the trailing copy_ of a functional graph).
+    Happens after everything else that reads the old value of target."""
+
+    target: str
+    source: str
+
+
+Op = Pointwise | Reduction | Scatter | Scan | Extern | Alias | Item | Assert | Mutate
+
+
+@dataclass(frozen=True)
+class LoopProgram:
+    """A lowered graph: what `lower` gives to `schedule`.
+
+    inputs: in calling order; each is a buffer name, ('sym', name) for an int, or None for an opaque or unused input.
+    buffers: every buffer by name (inputs and constants too). constants: buffer names in the order of the table of tensors.
+    ops: in an order that respects the program. outputs: what the program returns, in order.
+    symbols: every size symbol that appears, and where it can be read: (buffer, 'size'|'stride'|'offset', dim) or None for an int input / Item."""
+
+    inputs: tuple[str | tuple[str, str] | None, ...]
+    buffers: Mapping[str, Buffer]
+    constants: tuple[str, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[TensorArg | Scalar | Size, ...]
+    symbols: Mapping[str, tuple[str, str, int] | None]
+
+
+IDENTITY: dict[str, str] = {
+    "sum": "0", "prod": "1", "max": "-inf or the least integer", "min": "+inf or the greatest integer", "any": "False", "all": "True",
+    "xor": "0", "argmax": "position 0 of an -inf", "argmin": "position 0 of an +inf", "welford": "mean 0, m2 0, count 0",
+}  # fmt: skip
+

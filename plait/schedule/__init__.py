@@ -1,0 +1,1 @@
+"""From loops to kernels: dependences, inlining, fusion, order, memory."""

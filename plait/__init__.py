@@ -1,0 +1,68 @@
+"""plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
+
+The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `explain`,
+`backend` (what torch.compile calls), `list_modes`, `list_options`, `Config` and the errors.
+Importing this package alone loads nothing but itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from plait.capture.backend import backend as backend
+    from plait.capture.export import compile as compile
+    from plait.config import Config as Config
+    from plait.config import list_modes as list_modes
+    from plait.config import list_options as list_options
+    from plait.errors import InputError as InputError
+    from plait.errors import InternalError as InternalError
+    from plait.errors import PlaitError as PlaitError
+    from plait.errors import Unsupported as Unsupported
+    from plait.errors import UserError as UserError
+    from plait.tools.explain import explain as explain
+
+_HOME = {
+    "backend": "plait.capture.backend",
+    "compile": "plait.capture.export",
+    "Config": "plait.config",
+    "list_modes": "plait.config",
+    "list_options": "plait.config",
+    "InputError": "plait.errors",
+    "InternalError": "plait.errors",
+    "PlaitError": "plait.errors",
+    "Unsupported": "plait.errors",
+    "UserError": "plait.errors",
+    "explain": "plait.tools.explain",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+class _Package(ModuleType):
+    """The public function `compile` has the name of the pipeline's module: importing that module must not hide it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "compile" and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

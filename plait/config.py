@@ -1,0 +1,185 @@
+"""The configuration of one compilation: one frozen dataclass, one row a flag.
+
+A row holds type, default, environment name, documentation and whether the flag is part of cache keys; options,
+environment, docs and keys are all derived from the rows. Values come from the environment first and then from
+`options={...}` and `mode=...` of torch.compile. Nothing else in plait reads the environment for settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import NoneType
+from typing import Any
+
+from plait.errors import UserError
+
+
+def flag(
+    default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()
+) -> Any:
+    """One row of the table. env: environment variable, "" for PLAIT_<NAME>. in_key: the flag changes what is built."""
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "env": env, "in_key": in_key, "choices": choices}
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All flags. Build one with `Config.from_env()` and refine it with `with_options`."""
+
+    # -- looking inside
+    debug: int = flag(
+        0, doc="0 silent, 1 stages and times, 2 kernels, 3 fusion reasons, 4 generated source, 5 IR after every pass",
+        in_key=False, choices=(0, 1, 2, 3, 4, 5),
+    )  # fmt: skip
+    debug_dir: str = flag(
+        "", doc="folder for one debug folder a graph; '' writes none unless debug >= 4 (then plait_debug)", in_key=False
+    )
+    verify: bool = flag(False, doc="check the IR between passes (also on when debug >= 1)", in_key=False)
+    record_function: bool = flag(False, doc="show every kernel as a range of torch.profiler")
+    # -- where and with what
+    cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
+    wrapper: str = flag(
+        "native", doc="what runs the program: the native executor or generated Python", choices=("native", "python")
+    )
+    isa: str = flag(
+        "auto", doc="vector instructions of CPU kernels", choices=("auto", "avx512", "avx2", "portable")
+    )
+    cpp_compiler: str = flag("", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++")
+    opt_level: int = flag(2, doc="-O level for kernels", choices=(0, 1, 2, 3))
+    threads: int | None = flag(None, doc="threads of a parallel region; None follows torch.get_num_threads()")
+    min_parallel_bytes: int = flag(
+        131072, doc="bytes of memory traffic below which a kernel runs on the calling thread alone"
+    )
+    # -- what the compiler does
+    fusion: bool = flag(True, doc="fuse loops")
+    max_recompute: int = flag(
+        8, doc="arithmetic operations that may be repeated for each extra reader when a producer is inlined"
+    )
+    max_fusion_reads: int = flag(16, doc="buffers that one kernel may read before fusion stops")
+    small_matmul_flops: int = flag(
+        65536, doc="matrix products of at most this many flops become loops of ours, fused with their neighbours"
+    )
+    memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str] | None = None) -> Config:
+        """The defaults, overridden by the environment. Raises UserError for a value that does not parse."""
+        env = os.environ if environ is None else environ
+        found: dict[str, Any] = {}
+        for row in _rows():
+            text = env.get(row.env)
+            if text is not None:
+                found[row.name] = row.parse(text)
+        return Config(**found) if found else _DEFAULT
+
+    def with_options(
+        self, options: Mapping[str, Any] | None = None, mode: str | None = None
+    ) -> Config:
+        """This configuration with a mode's settings and then the options on top.
+
+        Raises UserError for an unknown mode or option, listing the known ones, and for a value of a wrong type.
+        """
+        changes: dict[str, Any] = {}
+        if mode is not None:
+            if mode not in MODES:
+                raise UserError(f"unknown mode {mode!r}", hint=f"one of {', '.join(MODES)}")
+            changes.update(MODES[mode])
+        rows = {row.name: row for row in _rows()}
+        for name, value in (options or {}).items():
+            if name not in rows:
+                raise UserError(
+                    f"unknown option {name!r} for backend 'plait'", hint=f"one of {', '.join(rows)}"
+                )
+            changes[name] = rows[name].check(value, f"option {name!r}")
+        return dataclasses.replace(self, **changes) if changes else self
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the IR is checked between passes."""
+        return self.verify or self.debug >= 1
+
+    def key(self) -> tuple[tuple[str, Any], ...]:
+        """(name, value) of every flag that changes what is built, in order of declaration."""
+        return tuple((row.name, getattr(self, row.name)) for row in _rows() if row.in_key)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {},  # on a CPU the default wrapper has no overhead left to reduce
+    "max-autotune": {"opt_level": 3},
+    "max-autotune-no-cudagraphs": {"opt_level": 3},
+}
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One flag as data. types: the types that a value may have."""
+
+    name: str
+    default: Any
+    types: tuple[type, ...]
+    env: str
+    doc: str
+    in_key: bool
+    choices: tuple[Any, ...]
+
+    def check(self, value: Any, what: str) -> Any:
+        """value itself if the flag may hold it, else UserError. A bool is not taken for an int."""
+        if type(value) not in self.types:
+            names = " or ".join("None" if t is NoneType else t.__name__ for t in self.types)
+            raise UserError(
+                f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.doc
+            )
+        if self.choices and value not in self.choices:
+            known = ", ".join(repr(c) for c in self.choices)
+            raise UserError(f"{what} is {value!r}", hint=f"one of {known}")
+        return value
+
+    def parse(self, text: str) -> Any:
+        """The value that an environment variable spells."""
+        what = f"environment variable {self.env}"
+        if NoneType in self.types and text.lower() in ("", "none"):
+            return None
+        if bool in self.types:
+            if text.lower() not in _TRUE + _FALSE:
+                raise UserError(f"{what} is {text!r}", hint="0 or 1")
+            return text.lower() in _TRUE
+        if int in self.types:
+            try:
+                return self.check(int(text), what)
+            except ValueError:
+                raise UserError(f"{what} is {text!r}, not an integer", hint=self.doc) from None
+        return self.check(text, what)
+
+
+@lru_cache(maxsize=1)
+def _rows() -> tuple[Row, ...]:
+    hints = typing.get_type_hints(Config)
+    rows = []
+    for f in dataclasses.fields(Config):
+        types = typing.get_args(hints[f.name]) or (hints[f.name],)
+        m = f.metadata
+        env = m["env"] or f"PLAIT_{f.name.upper()}"
+        rows.append(Row(f.name, f.default, types, env, m["doc"], m["in_key"], m["choices"]))
+    return tuple(rows)
+
+
+_DEFAULT = Config()
+
+
+def list_modes() -> list[str]:
+    """The modes that `torch.compile(mode=...)` and `plait.compile(mode=...)` take."""
+    return list(MODES)
+
+
+def list_options() -> dict[str, str]:
+    """Every option with its default, environment variable and meaning."""
+    return {row.name: f"{row.doc} (default {row.default!r}, {row.env})" for row in _rows()}

@@ -1,0 +1,53 @@
+"""Every error that plait raises: three kinds, each saying what, where and what to try.
+
+`UserError` is a mistake of the caller, `Unsupported` is something that plait cannot do, `InternalError` is a bug of
+plait's own. A refusal in the middle of the compiler (a fusion that is not legal) is a value, never an exception.
+This file imports nothing; how errors pass through torch.compile unwrapped is known to `compat.py`.
+"""
+
+from __future__ import annotations
+
+
+class PlaitError(Exception):
+    """Base of all errors of plait.
+
+    what: one sentence. where: the user's "file:line", or "" if no line is to blame. hint: what to try.
+    """
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what = what
+        self.where = where
+        self.hint = hint
+        lines = [what]
+        if where:
+            lines.append(f"  at {where}")
+        if hint:
+            lines.append(f"  try: {hint}")
+        super().__init__("\n".join(lines))
+
+
+class UserError(PlaitError):
+    """The caller's mistake: a wrong option, a wrong input, a call that contradicts what was compiled."""
+
+
+class InputError(UserError):
+    """A compiled function was called with inputs that differ from those that it was compiled for."""
+
+
+class Unsupported(PlaitError):
+    """A correct program that plait cannot compile."""
+
+
+class ToolchainError(Unsupported):
+    """The machine's compiler is missing or refused a kernel."""
+
+
+class InternalError(PlaitError):
+    """A bug in plait. The message names the pass and the object that broke a rule."""
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(
+            f"bug in plait: {what}",
+            where=where,
+            hint=hint or "report it with the folder that PLAIT_DEBUG_DIR=plait_debug writes",
+        )

@@ -1,0 +1,111 @@
+"""The runner of the pipeline: times each step, prints it, writes its dumps, and calls the stage's verifier.
+
+One `PassLog` serves one graph. Lines go to standard error when `Config.debug` reaches their level, and otherwise to the
+Python logger "plait", which PyTorch's own logging switches on: TORCH_LOGS=plait for level 1, +plait for all.
+Dumps go to one folder a graph, <debug_dir>/<graph name>/, and to torch's structured trace when TORCH_TRACE is set.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from plait.config import Config
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger("plait")
+
+STAGES, KERNELS, REASONS, SOURCE, IR = 1, 2, 3, 4, 5
+"""The debug ladder: the level at which each sort of line is printed."""
+
+
+class PassLog:
+    """Runs the steps of one compilation. verifiers: step name -> check of that step's result, run if cfg.verifies."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        name: str,
+        verifiers: Mapping[str, Callable[[Any], object]] | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self.name = name
+        self.verifiers = verifiers or {}
+        self.times_ms: dict[str, float] = {}
+        self._depth = 0
+        self._folder: Path | None = None
+        root = cfg.debug_dir or ("plait_debug" if cfg.debug >= SOURCE else "")
+        if root:
+            self._folder = Path(root).expanduser() / name
+
+    def __call__(self, step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """fn(*args, **kwargs), timed as `step` and then verified. Errors pass through untouched."""
+        self._depth += 1
+        start = time.perf_counter()
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        took = (time.perf_counter() - start) * 1e3
+        self.times_ms[step] = self.times_ms.get(step, 0.0) + took
+        if self.shows(STAGES):
+            self.note(STAGES, f"{self.name}: {'  ' * self._depth}{step} {took:.1f} ms")
+        verifier = self.verifiers.get(step)
+        if verifier is not None and self.cfg.verifies:
+            verifier(result)
+        return result
+
+    def shows(self, level: int) -> bool:
+        """Whether a line of this level would be seen; ask before building a text that is costly."""
+        return self.cfg.debug >= level or logger.isEnabledFor(_logging_level(level))
+
+    def note(self, level: int, text: str) -> None:
+        """Prints text (one or more lines) at a level of the debug ladder."""
+        if self.cfg.debug >= level:
+            print(f"[plait] {text}", file=sys.stderr)
+        else:
+            logger.log(_logging_level(level), "%s", text, stacklevel=2)
+
+    @property
+    def folder(self) -> Path | None:
+        """This graph's debug folder, made on first use; None if no dumps are wanted."""
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder
+
+    def dump(self, filename: str, text: str | Callable[[], str]) -> None:
+        """Writes a file into the debug folder, if there is one. A callable is only called if somebody wants the text."""
+        tracing = _tracing()
+        folder = self.folder
+        if folder is None and not tracing:
+            return
+        content = text if isinstance(text, str) else text()
+        if folder is not None:
+            (folder / filename).write_text(content)
+        if tracing:
+            _trace(f"plait_{self.name}_{filename}", content)
+
+
+def _logging_level(level: int) -> int:
+    return logging.INFO if level <= STAGES else logging.DEBUG
+
+
+def _tracing() -> bool:
+    trace_log = logging.getLogger("torch.__trace")
+    return bool(trace_log.handlers) and trace_log.isEnabledFor(logging.DEBUG)
+
+
+def _trace(name: str, content: str) -> None:
+    from torch._logging._internal import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: content,
+    )

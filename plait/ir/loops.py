@@ -353,14 +353,17 @@ class LoopProgram:
     inputs: in calling order; each is a buffer name, ('sym', name) for an int, or None for an opaque or unused input.
     buffers: every buffer by name (inputs and constants too). constants: buffer names in the order of the table of tensors.
     ops: in an order that respects the program. outputs: what the program returns, in order.
-    symbols: every size symbol that appears, and where it can be read: (buffer, 'size'|'stride'|'offset', dim) or None for an int input / Item."""
+    symbols: every size symbol that appears, in an order of definition, and where its value comes from: (buffer, 'size'|'stride'|'offset', dim), an
+    expression over symbols before it, or None for an int input or an Item.
+    donated: inputs whose memory nobody reads after the call."""
 
     inputs: tuple[str | tuple[str, str] | None, ...]
     buffers: Mapping[str, Buffer]
     constants: tuple[str, ...]
     ops: tuple[Op, ...]
     outputs: tuple[TensorArg | Scalar | Size, ...]
-    symbols: Mapping[str, tuple[str, str, int] | None]
+    symbols: Mapping[str, tuple[str, str, int] | Size | None]
+    donated: tuple[str, ...] = ()
 
 
 IDENTITY: dict[str, str] = {

@@ -1,0 +1,241 @@
+"""The lowering machine: walks an ATen graph and calls one rule per op; rules record loops or extern calls.
+
+Comes in: `graph/captured.Captured` after clean-up passes. Goes out: `ir/loops.LoopProgram`, nothing fused. A tensor value is a `View`: a buffer and
+a map from its logical indices to the buffer's; view ops build new Views and record nothing. A rule that raises, and an op without a
+rule, becomes a counted extern call (`lower/extern.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import DType
+from plait.ir.loops import (
+    Alias, Assert, Buffer, Item, Mutate, Node, Op, Pointwise, Reduction, TensorArg, loop_vars,
+)  # fmt: skip
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.dtypes import from_torch
+from plait.lower.symbols import to_size
+
+Index = Sequence[Size]
+Body = Callable[[Recorder, tuple[Expr, ...]], Node]
+ReduceBody = Callable[[Recorder, tuple[Expr, ...], tuple[Expr, ...]], Node]
+
+
+class NoRule(Exception):
+    """A rule declines this use of its op (dtype, layout, argument); the op becomes an extern call. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor value: element (vars...) is element (index...) of buffer buf. vars have the extents of shape.
+
+    Views of one buffer share its memory. dtype is the buffer's."""
+
+    buf: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    vars: tuple[Expr, ...]
+    index: tuple[Size, ...]
+
+    def at(self, point: Index) -> tuple[Size, ...]:
+        """The buffer's index for logical index `point`."""
+        env = {v.symbol: e for v, e in zip(self.vars, point, strict=True) if v.symbol is not None}
+        return tuple(sz.substitute(e, env) for e in self.index)
+
+    def load(self, ops: Recorder, point: Index) -> Node:
+        """Records the load of element `point`."""
+        return ops.load(self.buf, self.at(point), self.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the buffer itself and not a proper view."""
+        return self.index == self.vars
+
+    def remap(self, shape: tuple[Size, ...], fn: Callable[[tuple[Expr, ...]], Index]) -> View:
+        """A view of this view: its element v is element fn(v) of self."""
+        vars_ = loop_vars("v", shape)
+        return View(self.buf, self.dtype, shape, vars_, self.at(fn(vars_)))
+
+
+Value = View | Size | float | bool | str | None | tuple[Any, ...] | list[Any] | object
+Rule = Callable[..., Any]
+RULES: dict[object, Rule] = {}
+
+
+def lower(*ops: object) -> Callable[[Rule], Rule]:
+    """Registers a rule for OpOverloads (or HOPs). It is called as rule(ctx, *args, **kwargs) with Views for tensors and Sizes for SymInts and ints
+    (other arguments as they are), and returns a View, a Size, None, or a tuple of these for several results. It raises NoRule to decline."""
+
+    def register(rule: Rule) -> Rule:
+        for op in ops:
+            if op in RULES:
+                raise ValueError(f"two rules for {op}")
+            RULES[op] = rule
+        return rule
+
+    return register
+
+
+class Lowering:
+    """The state of lowering one graph, handed to every rule as `ctx`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.buffers: dict[str, Buffer] = {}
+        self.ops: list[Op] = []
+        self.constants: list[str] = []
+        self.constant_tensors: list[torch.Tensor] = []
+        self.callables: list[object] = []
+        self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
+        self.fallback_reasons: dict[str, str] = {}
+        self.node: torch.fx.Node | None = None
+        self.origin: tuple[str, ...] = ()
+
+    # ---- facts about the node being lowered
+    def out_meta(self, k: int | None = None) -> torch.Tensor:
+        """The fake tensor of the current node's result (of its k-th result)."""
+        assert self.node is not None
+        val = self.node.meta["val"]
+        out = val if k is None else val[k]
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def out_shape(self, k: int | None = None) -> tuple[Size, ...]:
+        """Sizes of the current node's (k-th) result."""
+        return tuple(to_size(s) for s in self.out_meta(k).shape)
+
+    def out_dtype(self, k: int | None = None) -> DType:
+        """Element type of the current node's (k-th) result."""
+        return from_torch(self.out_meta(k).dtype)
+
+    # ---- buffers
+    def new_buffer(
+        self, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...] | None = None, fixed: bool = False
+    ) -> str:
+        """Declares a buffer. Its strides are row-major unless given."""
+        name = f"buf{len(self.buffers)}"
+        self.buffers[name] = Buffer(name, dtype, shape, strides or sz.contiguous_strides(shape), fixed=fixed)
+        return name
+
+    def whole(self, buf: str) -> View:
+        """The View of all of a buffer."""
+        b = self.buffers[buf]
+        vars_ = loop_vars("v", b.shape)
+        return View(buf, b.dtype, b.shape, vars_, vars_)
+
+    def fix_layout(self, buf: str) -> None:
+        """From now on the scheduler must keep this buffer's strides."""
+        if not self.buffers[buf].fixed:
+            self.buffers[buf] = replace(self.buffers[buf], fixed=True)
+
+    # ---- recording
+    def pointwise(self, shape: tuple[Size, ...], dtype: DType, body: Body, strides: tuple[Size, ...] | None = None) -> View:
+        """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise)."""
+        vars_ = loop_vars("i", shape)
+        value = body(Recorder(), vars_)
+        if value.dtype != dtype:
+            raise TypeError(f"the body gives {value.dtype}, not {dtype}")
+        buf = self.new_buffer(dtype, shape, strides)
+        self.ops.append(Pointwise(buf, vars_, value, origin=self.origin))
+        return self.whole(buf)
+
+    def reduction(
+        self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody, outs: Sequence[bool] = (True,)
+    ) -> tuple[View | None, ...]:
+        """New tensors of shape `shape`: body(ops, i, r) combined by `kind` over all r of rshape. outs: which results are wanted (welford has 3).
+
+        The result dtype is the body's, i64 for argmax and argmin."""
+        vars_, rvars = loop_vars("i", shape), loop_vars("r", rshape)
+        value = body(Recorder(), vars_, rvars)
+        from plait.ir.dtypes import i64
+
+        dtype = i64 if kind in ("argmax", "argmin") else value.dtype
+        names = tuple(self.new_buffer(dtype, shape) if want else None for want in outs)
+        self.ops.append(Reduction(names, vars_, rvars, kind, value, origin=self.origin))
+        return tuple(None if n is None else self.whole(n) for n in names)
+
+    def reduce(self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody) -> View:
+        """A reduction with one result."""
+        (out,) = self.reduction(shape, rshape, kind, body)
+        assert out is not None
+        return out
+
+    def copy(self, x: View, strides: tuple[Size, ...] | None = None, fixed: bool = False) -> View:
+        """x in a buffer of its own."""
+        out = self.pointwise(x.shape, x.dtype, lambda ops, i: x.load(ops, i), strides)
+        if fixed:
+            self.fix_layout(out.buf)
+        return out
+
+    # ---- strided memory, for extern operands, outputs and as_strided
+    def strided(self, x: View) -> TensorArg | None:
+        """x as strides and an offset into its buffer (whose layout is fixed by this), or None where no strides describe it."""
+        b = self.buffers[x.buf]
+        flat = sz.total(sz.mul(e, s) for e, s in zip(x.index, b.strides, strict=True))
+        strides: list[Size] = []
+        rest = flat
+        for v in x.vars:
+            atom = v.symbol
+            assert atom is not None
+            k = sz.coefficient(flat, atom)
+            if k is None:
+                return None
+            strides.append(k)
+            rest = sz.add(rest, sz.mul(sz.mul(v, k), -1))
+        if any(v.symbol in sz.free_symbols(rest) for v in x.vars):
+            return None
+        # A dimension of size 1 has a variable that is always 0: give it a stride that keeps contiguity checks happy.
+        for d in range(len(strides) - 1, -1, -1):
+            if x.shape[d] == 1:
+                strides[d] = sz.mul(x.shape[d + 1], strides[d + 1]) if d + 1 < len(strides) else 1
+        self.fix_layout(x.buf)
+        return TensorArg(x.buf, x.shape, tuple(strides), rest)
+
+    def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None) -> TensorArg:
+        """x as an extern operand: its own memory where strides describe it (and equal `strides` if given), else a copy."""
+        found = self.strided(x)
+        if found is not None and (strides is None or _same_layout(x.shape, found.strides, strides)):
+            return found
+        made = self.strided(self.copy(x, strides, fixed=True))
+        assert made is not None
+        return made
+
+    def alias(self, x: View, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...], offset: Size, relative: bool = True) -> View:
+        """Memory of x seen in another way (as_strided, another dtype). offset: from x's buffer's first element (or its storage's start)."""
+        self.fix_layout(x.buf)
+        out = self.new_buffer(dtype, shape, strides, fixed=True)
+        self.ops.append(Alias(out, x.buf, offset, relative))
+        return self.whole(out)
+
+    # ---- integers
+    def item(self, x: View, name: str) -> Size:
+        """The value of one-element x as symbol `name` (which the ShapeEnv made)."""
+        arg = self.tensor_arg(x)
+        base = x.buf if x.is_whole else self.copy(x).buf
+        assert arg is not None
+        self.fix_layout(base)
+        self.ops.append(Item(name, base))
+        self.symbols[name] = None
+        return sz.symbol(name, lo=float("-inf"))
+
+    def assert_true(self, expr: Size, message: str) -> None:
+        """A run-time assertion."""
+        if not (isinstance(expr, int) and expr):
+            self.ops.append(Assert(expr, message))
+
+    def mutate(self, target: str, source: View) -> None:
+        """Input buffer `target` takes the value of source (dtype and shape already agree)."""
+        buf = source.buf if source.is_whole and source.buf not in self.constants else self.copy(source).buf
+        self.ops.append(Mutate(target, buf))
+
+
+def _same_layout(shape: tuple[Size, ...], a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
+    return all(s == 1 or x == y for s, x, y in zip(shape, a, b, strict=True))

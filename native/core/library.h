@@ -1,0 +1,30 @@
+// native/core/library.h: a kernel library (a shared object without dependencies) and its entry points.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace plait {
+
+// Returns 0, or k > 0 when run-time check k of the kernel failed.
+using KernelFn = int64_t (*)(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms);
+
+// Loads a shared object and hands it the table of math functions (plait_init). Closed by the destructor.
+class Library {
+ public:
+  Library(const std::string& path, std::vector<void*> math_table);  // throws LoadError
+  ~Library();
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  KernelFn kernel(const std::string& name) const;  // throws LoadError
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  void* handle_ = nullptr;
+  std::vector<void*> math_table_;  // the library keeps a pointer to it
+};
+
+}  // namespace plait

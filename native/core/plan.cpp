@@ -1,0 +1,326 @@
+// native/core/plan.cpp: plan bytes -> Plan.
+//
+// Layout, little-endian: 8 bytes magic "PLAITNPL", u32 version, u32 crc32 of the payload, u64 payload bytes; then the payload:
+// i64 number of words, the words (i64), the bytes of all strings (UTF-8). The words are, in order:
+//   strings:  n, then (offset, length) each
+//   program:  name string, n_constants, n_callables
+//   exprs:    n, then (op, a, b) each
+//   symbols:  n, then name each
+//   slots:    n, then (name, dtype) each
+//   inputs:   n, then (kind, id) each; a tensor goes on with dtype, rank, sizes, strides, device
+//   kernels:  n, then (name, n_args, n_sizes) each
+//   body:     n, then (opcode, words of this instruction, fields) each
+// Every count and id is checked as it is read, so that no byte string can make the reader leave its bounds.
+#include "plan.h"
+
+#include <array>
+#include <cstring>
+
+namespace plait {
+namespace {
+
+constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'N', 'P', 'L'};
+constexpr size_t kHeaderBytes = 24;
+constexpr int64_t kMaxRank = 64;
+constexpr int kMaxNesting = 8;
+constexpr std::array<int64_t, 17> kElementSize = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16, 1};
+constexpr std::array<const char*, 18> kDTypeName = {"b1", "u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", "c32", "c64", "c128", "opaque", "any"};
+
+uint32_t crc32(std::span<const std::byte> bytes) {
+  static const std::array<uint32_t, 256> table = [] {
+    std::array<uint32_t, 256> t{};
+    for (uint32_t i = 0; i < 256; ++i) {
+      uint32_t c = i;
+      for (int k = 0; k < 8; ++k) c = (c & 1) ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+      t[i] = c;
+    }
+    return t;
+  }();
+  uint32_t crc = 0xFFFFFFFFu;
+  for (std::byte b : bytes) crc = table[(crc ^ static_cast<uint8_t>(b)) & 0xFF] ^ (crc >> 8);
+  return crc ^ 0xFFFFFFFFu;
+}
+
+[[noreturn]] void fail(const std::string& what) { throw PlanError("damaged plan: " + what); }
+
+class Reader {
+ public:
+  Reader(std::span<const std::byte> payload) {
+    if (payload.size() < 8) fail("no room for the word count");
+    int64_t n = 0;
+    std::memcpy(&n, payload.data(), 8);
+    if (n < 0 || static_cast<uint64_t>(n) > (payload.size() - 8) / 8) fail("word count out of range");
+    words_.resize(static_cast<size_t>(n));
+    std::memcpy(words_.data(), payload.data() + 8, words_.size() * 8);
+    text_ = payload.subspan(8 + words_.size() * 8);
+  }
+
+  int64_t word() {
+    if (at_ >= words_.size()) fail("it ends too early");
+    return words_[at_++];
+  }
+  // A number in [lo, hi).
+  int32_t id(int64_t lo, int64_t hi, const char* what) {
+    const int64_t w = word();
+    if (w < lo || w >= hi) fail(std::string(what) + " " + std::to_string(w) + " is out of range");
+    return static_cast<int32_t>(w);
+  }
+  // A count of things that take at least one word each.
+  size_t count() {
+    const int64_t n = word();
+    if (n < 0 || static_cast<uint64_t>(n) > words_.size() - at_) fail("a count is out of range");
+    return static_cast<size_t>(n);
+  }
+  bool flag() { return id(0, 2, "flag") != 0; }
+  std::string string() { return strings_[static_cast<size_t>(id(0, static_cast<int64_t>(strings_.size()), "string"))]; }
+  size_t position() const { return at_; }
+  bool done() const { return at_ == words_.size(); }
+
+  void read_strings() {
+    const size_t n = count();
+    strings_.reserve(n);
+    for (size_t i = 0; i < n; ++i) {
+      const int64_t offset = word(), length = word();
+      if (offset < 0 || length < 0 || static_cast<uint64_t>(offset) > text_.size() || static_cast<uint64_t>(length) > text_.size() - static_cast<uint64_t>(offset))
+        fail("a string lies outside the text");
+      strings_.emplace_back(reinterpret_cast<const char*>(text_.data()) + offset, static_cast<size_t>(length));
+    }
+  }
+
+ private:
+  std::vector<int64_t> words_;
+  std::span<const std::byte> text_;
+  std::vector<std::string> strings_;
+  size_t at_ = 0;
+};
+
+class Parser {
+ public:
+  Parser(std::span<const std::byte> payload) : in_(payload) {}
+
+  Plan parse() {
+    in_.read_strings();
+    plan_.name = in_.string();
+    plan_.n_constants = in_.id(0, INT32_MAX, "number of constants");
+    plan_.n_callables = in_.id(0, INT32_MAX, "number of callables");
+    parse_exprs();
+    for (size_t n = symbols_after_exprs_; n > 0; --n) plan_.symbols.push_back(in_.string());
+    for (size_t n = in_.count(); n > 0; --n) {
+      std::string name = in_.string();
+      plan_.slots.push_back({std::move(name), dtype()});
+    }
+    for (size_t n = in_.count(); n > 0; --n) plan_.inputs.push_back(input());
+    for (size_t n = in_.count(); n > 0; --n) {
+      std::string name = in_.string();
+      const int32_t n_args = in_.id(0, INT32_MAX, "kernel argument count");
+      plan_.kernels.push_back({std::move(name), n_args, in_.id(0, INT32_MAX, "kernel size count")});
+    }
+    for (size_t n = in_.count(); n > 0; --n) {
+      const int32_t opcode = in_.id(0, static_cast<int64_t>(std::variant_size_v<Instr>), "opcode");
+      const int64_t length = in_.word();
+      const size_t start = in_.position();
+      plan_.body.push_back(instr(opcode));
+      if (length != static_cast<int64_t>(in_.position() - start)) fail("an instruction has a wrong length");
+    }
+    if (!in_.done()) fail("words are left over");
+    return std::move(plan_);
+  }
+
+ private:
+  void parse_exprs() {
+    const size_t n = in_.count();
+    plan_.exprs.reserve(n);
+    std::vector<int64_t> symbol_uses;
+    for (size_t i = 0; i < n; ++i) {
+      ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12, "expression operator"))};
+      e.a = in_.word();
+      e.b = in_.word();
+      const int64_t limit = static_cast<int64_t>(i);
+      if (e.op == ExprNode::Op::symbol) {
+        symbol_uses.push_back(e.a);
+      } else if (e.op != ExprNode::Op::constant && (e.a < 0 || e.a >= limit || e.b < 0 || e.b >= limit)) {
+        fail("an expression refers to a later one");
+      }
+      plan_.exprs.push_back(e);
+    }
+    symbols_after_exprs_ = in_.count();
+    for (int64_t s : symbol_uses)
+      if (s < 0 || s >= static_cast<int64_t>(symbols_after_exprs_)) fail("an expression names a symbol that does not exist");
+  }
+
+  SlotId slot() { return in_.id(0, static_cast<int64_t>(plan_.slots.size()), "slot"); }
+  ExprId expr() { return in_.id(0, static_cast<int64_t>(plan_.exprs.size()), "expression"); }
+  int32_t symbol() { return in_.id(0, static_cast<int64_t>(plan_.symbols.size()), "symbol"); }
+  DType dtype() { return static_cast<DType>(in_.id(0, static_cast<int64_t>(kDTypeName.size()), "dtype")); }
+  double real() {
+    const int64_t bits = in_.word();
+    double value = 0;
+    std::memcpy(&value, &bits, 8);
+    return value;
+  }
+
+  Shape shape() {
+    Shape s;
+    const int32_t rank = in_.id(0, kMaxRank + 1, "rank");
+    for (int32_t i = 0; i < rank; ++i) s.sizes.push_back(expr());
+    for (int32_t i = 0; i < rank; ++i) s.strides.push_back(expr());
+    return s;
+  }
+  std::vector<SlotId> slots() {
+    std::vector<SlotId> out(in_.count());
+    for (SlotId& s : out) s = slot();
+    return out;
+  }
+
+  Input input() {
+    Input i{static_cast<Input::Kind>(in_.id(0, 3, "input kind")), 0};
+    i.id = i.kind == Input::Kind::symbol ? symbol() : slot();
+    if (i.kind != Input::Kind::tensor) return i;
+    i.dtype = dtype();
+    i.shape = shape();
+    i.device = in_.string();
+    return i;
+  }
+
+  Operand operand(int depth = 0) {
+    if (depth > kMaxNesting) fail("operands are nested too deeply");
+    Operand o{static_cast<Operand::Kind>(in_.id(0, 12, "operand kind"))};
+    switch (o.kind) {
+      case Operand::Kind::ref: o.id = slot(); break;
+      case Operand::Kind::size: o.id = expr(); break;
+      case Operand::Kind::none: break;
+      case Operand::Kind::boolean: o.id = in_.flag(); break;
+      case Operand::Kind::real: o.re = real(); break;
+      case Operand::Kind::complex: o.re = real(); o.im = real(); break;
+      case Operand::Kind::dtype: o.id = static_cast<int32_t>(dtype()); break;
+      case Operand::Kind::string:
+      case Operand::Kind::device:
+      case Operand::Kind::layout:
+      case Operand::Kind::memory_format: o.text = in_.string(); break;
+      case Operand::Kind::list:
+        for (size_t n = in_.count(); n > 0; --n) o.items.push_back(operand(depth + 1));
+        break;
+    }
+    return o;
+  }
+  std::vector<Operand> operands() {
+    std::vector<Operand> out;
+    for (size_t n = in_.count(); n > 0; --n) out.push_back(operand());
+    return out;
+  }
+  std::vector<KeywordOperand> keywords() {
+    std::vector<KeywordOperand> out;
+    for (size_t n = in_.count(); n > 0; --n) {
+      std::string name = in_.string();
+      out.push_back({std::move(name), operand()});
+    }
+    return out;
+  }
+  std::vector<Result> results() {
+    std::vector<Result> out;
+    for (size_t n = in_.count(); n > 0; --n) {
+      Result r{static_cast<Result::Kind>(in_.id(0, 3, "result kind")), kNone};
+      if (r.kind == Result::Kind::tensor) r.id = slot();
+      if (r.kind == Result::Kind::symbol) r.id = symbol();
+      out.push_back(r);
+    }
+    return out;
+  }
+
+  // Braced initialisers are evaluated left to right, so the fields stand in the order of the words.
+  Instr instr(int32_t opcode) {
+    switch (opcode) {
+      case 0: {
+        Symbol s{symbol(), static_cast<Symbol::Source>(in_.id(0, 5, "symbol source"))};
+        if (s.source == Symbol::Source::expr) {
+          s.expr = expr();
+        } else {
+          s.tensor = slot();
+          s.dim = in_.id(0, kMaxRank, "dimension");
+        }
+        return s;
+      }
+      case 1: return AssertScalar{expr(), in_.string()};
+      case 2: return AssertSizeStride{slot(), shape()};
+      case 3: return AssertAlignment{slot(), in_.word()};
+      case 4: return CheckFinite{slot(), in_.string()};
+      case 5: return Arena{slot(), expr(), in_.string()};
+      case 6: return Place{slot(), slot(), expr(), shape()};
+      case 7: return Alloc{slot(), shape(), in_.string()};
+      case 8: return Reuse{slot(), slot(), shape()};
+      case 9: return Free{slot()};
+      case 10: return View{slot(), slot(), shape(), expr(), in_.flag()};
+      case 11: return Constant{slot(), in_.id(0, plan_.n_constants, "constant")};
+      case 12: return launch();
+      case 13: return CallExtern{in_.string(), in_.string(), operands(), keywords(), results(), slots()};
+      case 14: return CallPython{in_.id(0, plan_.n_callables, "callable"), in_.string(), operands(), keywords(), results()};
+      case 15: return Copy{slot(), slot(), in_.flag()};
+      case 16: return BumpVersion{slot()};
+      case 17: return Fill{slot(), operand()};
+      default: return Return{operands()};
+    }
+  }
+
+  Launch launch() {
+    Launch l{in_.id(0, static_cast<int64_t>(plan_.kernels.size()), "kernel"), slots(), {}, {}, 0, true, true};
+    for (size_t n = in_.count(); n > 0; --n) l.sizes.push_back(expr());
+    l.outs = slots();
+    l.work_ns = expr();
+    l.parallel = in_.flag();
+    l.barrier = in_.flag();
+    return l;
+  }
+
+  Reader in_;
+  Plan plan_;
+  size_t symbols_after_exprs_ = 0;
+};
+
+}  // namespace
+
+int64_t element_size(DType dtype) { return dtype == DType::kAny ? 0 : kElementSize[static_cast<size_t>(dtype)]; }
+const char* dtype_name(DType dtype) { return kDTypeName[static_cast<size_t>(dtype)]; }
+
+Plan read_plan(std::span<const std::byte> bytes) {
+  if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0) fail("it does not start with the magic bytes");
+  uint32_t version = 0, crc = 0;
+  uint64_t length = 0;
+  std::memcpy(&version, bytes.data() + 8, 4);
+  std::memcpy(&crc, bytes.data() + 12, 4);
+  std::memcpy(&length, bytes.data() + 16, 8);
+  if (version != kPlanVersion) throw PlanError("plan of version " + std::to_string(version) + ", this build reads version " + std::to_string(kPlanVersion));
+  const auto payload = bytes.subspan(kHeaderBytes);
+  if (length != payload.size()) fail("it has " + std::to_string(payload.size()) + " bytes of payload and promises " + std::to_string(length));
+  if (crc != crc32(payload)) fail("the checksum is wrong");
+  Plan plan = Parser(payload).parse();
+  verify(plan);
+  return plan;
+}
+
+bool evaluate(const ExprNode& node, const int64_t* values, int64_t& out) {
+  using Op = ExprNode::Op;
+  if (node.op == Op::constant) return out = node.a, true;
+  if (node.op == Op::symbol) return false;  // read from where the symbol is defined, never computed
+  const int64_t a = values[node.a], b = values[node.b];
+  switch (node.op) {
+    case Op::add: return !__builtin_add_overflow(a, b, &out);
+    case Op::mul: return !__builtin_mul_overflow(a, b, &out);
+    case Op::floordiv:
+      if (b <= 0) return false;
+      out = a / b - (a % b < 0);
+      return true;
+    case Op::mod:
+      if (b <= 0) return false;
+      out = a % b + (a % b < 0 ? b : 0);
+      return true;
+    case Op::min: return out = a < b ? a : b, true;
+    case Op::max: return out = a > b ? a : b, true;
+    case Op::eq: return out = a == b, true;
+    case Op::ne: return out = a != b, true;
+    case Op::lt: return out = a < b, true;
+    case Op::le: return out = a <= b, true;
+    default: return false;
+  }
+}
+
+}  // namespace plait

@@ -1,0 +1,270 @@
+// native/core/verify.cpp: the rules of a Plan that hold beyond its bytes.
+//
+// Every slot and symbol is defined once and before its uses, nothing is used after it was freed, ranks agree, kernels get
+// as many arguments as they declare, constant sizes are not negative and constant ranges stay inside their memory.
+#include <algorithm>
+#include <climits>
+#include <optional>
+
+#include "plan.h"
+
+namespace plait {
+namespace {
+
+constexpr int64_t kMaxBytes = int64_t{1} << 48;
+
+class Verifier {
+ public:
+  explicit Verifier(const Plan& plan) : plan_(plan), slots_(plan.slots.size()), symbol_ready_(plan.symbols.size(), INT_MAX) {}
+
+  void run() {
+    if (plan_.body.empty() || !std::holds_alternative<Return>(plan_.body.back())) fail("it does not end with Return");
+    find_symbols();
+    find_constants();
+    for (const Input& i : plan_.inputs) input(i);
+    for (at_ = 0; at_ < static_cast<int>(plan_.body.size()); ++at_)
+      std::visit([this](const auto& i) { check(i); }, plan_.body[static_cast<size_t>(at_)]);
+  }
+
+ private:
+  enum class Kind { undefined, tensor, opaque, arena, freed };
+  struct State {
+    Kind kind = Kind::undefined;
+    std::optional<int64_t> bytes;  // of the memory that the slot may reach, where that is a constant
+    int64_t start = 0;             // of the slot inside it
+    bool owned = false;            // may be reused: an Alloc or a Reuse
+  };
+
+  [[noreturn]] void fail(const std::string& what) const {
+    throw PlanError("damaged plan: " + (at_ < 0 ? std::string() : "instruction " + std::to_string(at_) + ": ") + what);
+  }
+  std::string name(SlotId s) const { return "'" + plan_.slots[static_cast<size_t>(s)].name + "'"; }
+
+  // Positions where symbols get their value; an expression is ready once all of its symbols are.
+  void find_symbols() {
+    const auto define = [this](int32_t symbol, int position) {
+      int& ready = symbol_ready_[static_cast<size_t>(symbol)];
+      if (ready != INT_MAX) fail("symbol '" + plan_.symbols[static_cast<size_t>(symbol)] + "' is defined twice");
+      ready = position;
+    };
+    for (const Input& i : plan_.inputs)
+      if (i.kind == Input::Kind::symbol) define(i.id, 0);
+    int position = 0;
+    for (const Instr& i : plan_.body) {
+      ++position;
+      if (const auto* s = std::get_if<Symbol>(&i)) define(s->symbol, position);
+      const std::vector<Result>* outs = nullptr;
+      if (const auto* e = std::get_if<CallExtern>(&i)) outs = &e->outs;
+      if (const auto* e = std::get_if<CallPython>(&i)) outs = &e->outs;
+      if (!outs) continue;
+      for (const Result& r : *outs)
+        if (r.kind == Result::Kind::symbol) define(r.id, position);
+    }
+    expr_ready_.reserve(plan_.exprs.size());
+    for (const ExprNode& e : plan_.exprs) {
+      if (e.op == ExprNode::Op::constant) expr_ready_.push_back(0);
+      else if (e.op == ExprNode::Op::symbol) expr_ready_.push_back(symbol_ready_[static_cast<size_t>(e.a)]);
+      else expr_ready_.push_back(std::max(expr_ready_[static_cast<size_t>(e.a)], expr_ready_[static_cast<size_t>(e.b)]));
+    }
+  }
+
+  void find_constants() {
+    std::vector<int64_t> values(plan_.exprs.size());
+    constant_.resize(plan_.exprs.size());
+    for (size_t i = 0; i < plan_.exprs.size(); ++i) {
+      const ExprNode& e = plan_.exprs[i];
+      const bool leaf = e.op == ExprNode::Op::constant;
+      if (e.op == ExprNode::Op::symbol || (!leaf && (!constant_[static_cast<size_t>(e.a)] || !constant_[static_cast<size_t>(e.b)]))) continue;
+      if (!evaluate(e, values.data(), values[i])) fail("a constant expression overflows or divides by zero");
+      constant_[i] = values[i];
+    }
+  }
+
+  void use(ExprId e) const {
+    if (expr_ready_[static_cast<size_t>(e)] > at_) fail("an expression uses a symbol before it is defined");
+  }
+  const std::optional<int64_t>& constant(ExprId e) const { return constant_[static_cast<size_t>(e)]; }
+
+  State& tensor(SlotId s) {
+    State& state = slots_[static_cast<size_t>(s)];
+    if (state.kind == Kind::freed) fail(name(s) + " is used after it was freed");
+    if (state.kind != Kind::tensor) fail(name(s) + " is no tensor here");
+    return state;
+  }
+  State& define(SlotId s, Kind kind) {
+    State& state = slots_[static_cast<size_t>(s)];
+    if (state.kind != Kind::undefined) fail(name(s) + " is defined twice");
+    state.kind = kind;
+    return state;
+  }
+  int64_t item(SlotId s) const {
+    const int64_t size = element_size(plan_.slots[static_cast<size_t>(s)].dtype);
+    if (size == 0) fail(name(s) + " has no element type");
+    return size;
+  }
+
+  // Bytes from the first to past the last element where that is a constant (0 for an empty tensor). Negative sizes fail.
+  std::optional<int64_t> extent(const Shape& shape, int64_t element) {
+    int64_t span = 1;
+    bool known = true, empty = false;
+    for (size_t d = 0; d < shape.sizes.size(); ++d) {
+      use(shape.sizes[d]);
+      use(shape.strides[d]);
+      const auto& size = constant(shape.sizes[d]);
+      const auto& stride = constant(shape.strides[d]);
+      if (size && *size < 0) fail("a size is negative");
+      if (stride && *stride < 0) fail("a stride is negative");
+      if (size && *size == 0) empty = true;
+      int64_t step = 0;
+      if (!size || !stride) known = false;
+      else if (*size > 0 && (__builtin_mul_overflow(*size - 1, *stride, &step) || __builtin_add_overflow(span, step, &span) || span > kMaxBytes))
+        fail("a tensor is too large");
+    }
+    if (empty) return 0;
+    if (!known) return std::nullopt;
+    return span * element;
+  }
+
+  void input(const Input& i) {
+    if (i.kind == Input::Kind::symbol) return;
+    define(i.id, i.kind == Input::Kind::tensor ? Kind::tensor : Kind::opaque);
+    if (i.kind != Input::Kind::tensor) return;
+    if (i.dtype != plan_.slots[static_cast<size_t>(i.id)].dtype || i.dtype == DType::kAny) fail("input " + name(i.id) + " has two element types");
+    for (const auto* ids : {&i.shape.sizes, &i.shape.strides})  // symbols of a signature are defined by the body: only constants are checked
+      for (ExprId e : *ids)
+        if (const auto& value = constant(e); value && *value < 0) fail("input " + name(i.id) + " has a negative size or stride");
+  }
+
+  // A slot of known memory: [start, start + extent) has to lie in the memory.
+  void inside(State& state, const Shape& shape, SlotId s) {
+    const auto span = extent(shape, item(s));
+    if (state.start < 0 || (state.bytes && span && (state.start > *state.bytes || *span > *state.bytes - state.start)))
+      fail(name(s) + " reaches beyond its memory");
+  }
+
+  void check(const Symbol& i) {
+    if (i.source == Symbol::Source::expr) use(i.expr);
+    else tensor(i.tensor);
+  }
+  void check(const AssertScalar& i) { use(i.expr); }
+  void check(const AssertSizeStride& i) {
+    tensor(i.tensor);
+    extent(i.shape, 1);
+  }
+  void check(const AssertAlignment& i) {
+    tensor(i.tensor);
+    if (i.nbytes < 1) fail("an alignment is not positive");
+  }
+  void check(const CheckFinite& i) { tensor(i.tensor); }
+  void check(const Arena& i) {
+    use(i.nbytes);
+    const auto& bytes = constant(i.nbytes);
+    if (bytes && (*bytes < 0 || *bytes > kMaxBytes)) fail("an arena of " + std::to_string(*bytes) + " bytes");
+    if (has_arena_) fail("a second arena");
+    has_arena_ = true;
+    define(i.slot, Kind::arena).bytes = bytes;
+  }
+  void check(const Place& i) {
+    const State& arena = slots_[static_cast<size_t>(i.arena)];
+    if (arena.kind != Kind::arena) fail(name(i.arena) + " is no arena");
+    use(i.offset);
+    State& state = define(i.slot, Kind::tensor);
+    if (const auto& offset = constant(i.offset)) {
+      if (*offset < 0 || *offset > kMaxBytes || *offset % item(i.slot) != 0) fail(name(i.slot) + " has a wrong offset");
+      state.start = *offset;
+      state.bytes = arena.bytes;
+    }
+    inside(state, i.shape, i.slot);
+  }
+  void check(const Alloc& i) {
+    State& state = define(i.slot, Kind::tensor);
+    state.bytes = extent(i.shape, item(i.slot));
+    state.owned = true;
+  }
+  void check(const Reuse& i) {
+    State& old = tensor(i.old);
+    if (!old.owned) fail(name(i.old) + " was not allocated by this program");
+    State& state = define(i.slot, Kind::tensor);
+    state.bytes = old.bytes;
+    state.owned = true;
+    inside(state, i.shape, i.slot);
+    old.owned = false;
+  }
+  void check(const Free& i) {
+    tensor(i.slot);
+    slots_[static_cast<size_t>(i.slot)].kind = Kind::freed;
+  }
+  void check(const View& i) {
+    const State base = tensor(i.base);
+    use(i.offset);
+    State& state = define(i.slot, Kind::tensor);
+    const auto& offset = constant(i.offset);
+    int64_t delta = 0;
+    if (offset && base.bytes) {
+      if (__builtin_mul_overflow(*offset, item(i.slot), &delta)) fail(name(i.slot) + " has a wrong offset");
+      state.start = i.relative ? base.start + delta : delta;
+      state.bytes = base.bytes;
+    }
+    inside(state, i.shape, i.slot);
+  }
+  void check(const Constant& i) { define(i.slot, Kind::tensor); }
+  void check(const Launch& i) {
+    const Kernel& k = plan_.kernels[static_cast<size_t>(i.kernel)];
+    if (static_cast<size_t>(k.n_args) != i.args.size() || static_cast<size_t>(k.n_sizes) != i.sizes.size())
+      fail("kernel '" + k.name + "' gets a wrong number of arguments");
+    for (SlotId s : i.args) tensor(s);
+    for (SlotId s : i.outs) tensor(s);
+    for (ExprId e : i.sizes) use(e);
+    use(i.work_ns);
+  }
+  void check(const CallExtern& i) {
+    for (const Operand& o : i.args) operand(o);
+    for (const KeywordOperand& o : i.kwargs) operand(o.value);
+    for (SlotId s : i.into) tensor(s);
+    results(i.outs);
+  }
+  void check(const CallPython& i) {
+    for (const Operand& o : i.args) operand(o);
+    for (const KeywordOperand& o : i.kwargs) operand(o.value);
+    results(i.outs);
+  }
+  void check(const Copy& i) {
+    tensor(i.dst);
+    tensor(i.src);
+  }
+  void check(const BumpVersion& i) { tensor(i.tensor); }
+  void check(const Fill& i) {
+    tensor(i.tensor);
+    operand(i.value);
+  }
+  void check(const Return& i) {
+    if (at_ + 1 != static_cast<int>(plan_.body.size())) fail("Return is not the last instruction");
+    for (const Operand& o : i.values) {
+      if (o.kind == Operand::Kind::list) fail("a list is returned");
+      operand(o);
+    }
+  }
+
+  void operand(const Operand& o) {
+    if (o.kind == Operand::Kind::ref && slots_[static_cast<size_t>(o.id)].kind != Kind::opaque) tensor(o.id);
+    if (o.kind == Operand::Kind::size) use(o.id);
+    for (const Operand& item : o.items) operand(item);
+  }
+  void results(const std::vector<Result>& outs) {
+    for (const Result& r : outs)
+      if (r.kind == Result::Kind::tensor) define(r.id, Kind::tensor);
+  }
+
+  const Plan& plan_;
+  std::vector<State> slots_;
+  std::vector<int> symbol_ready_, expr_ready_;
+  std::vector<std::optional<int64_t>> constant_;
+  bool has_arena_ = false;
+  int at_ = -1;
+};
+
+}  // namespace
+
+void verify(const Plan& plan) { Verifier(plan).run(); }
+
+}  // namespace plait

@@ -1,0 +1,287 @@
+"""The border to ShapeEnv and the only file of plait that meets SymPy.
+
+Comes in: ints, SymInts, SymBools and SymFloats from `meta["val"]`. Goes out: our own integer expressions
+(`to_size`), with the ranges that the ShapeEnv knows, or a float64 node of a loop body
+(`to_scalar_node`). An expression that has no counterpart raises `Unsupported`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+from torch.utils._sympy import functions as sf
+
+from plait.errors import Unsupported
+from plait.ir import sizes as sz
+from plait.ir.dtypes import f64
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Size
+
+SymScalar = bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat
+_Memo = dict[sympy.Basic, Size]
+
+# One table a ShapeEnv: a symbol keeps the range that it had when it was first met, so that two graphs of one
+# ShapeEnv (forward and backward) and two expressions of one graph name the same atom.
+_memos: WeakKeyDictionary[object, _Memo] = WeakKeyDictionary()
+
+_FAR = 2**62  # ranges this wide say nothing
+
+
+def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
+    """The Size of an int, a SymInt or a SymBool (0 or 1).
+
+    shape_env: needed only for a bare SymPy expression. Raises Unsupported for what sizes cannot express."""
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, (torch.SymInt, torch.SymBool)):
+        node = value.node
+        if node.is_nested_int():
+            raise Unsupported(f"the ragged size {value} of a nested tensor")
+        shape_env, expr = node.shape_env, node.expr
+    elif isinstance(value, sympy.Basic):
+        expr = value
+    else:
+        raise Unsupported(f"{value!r} is not an integer size")
+    memo = _memos.get(shape_env)
+    if memo is None:
+        memo = _memos[shape_env] = {}
+    return _size(expr, memo, shape_env)
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether value is a SymInt, SymBool or SymFloat."""
+    return isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat))
+
+
+def _size(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
+    found = memo.get(e)
+    if found is None:
+        found = memo[e] = _convert(e, memo, env)
+    return found
+
+
+def _convert(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
+    if isinstance(e, sympy.Symbol):
+        return _symbol(e, env)
+    if isinstance(e, sympy.Integer):
+        return int(e)
+    if e is sympy.true or e is sympy.false:
+        return int(bool(e))
+    rule = _RULES.get(type(e))
+    if rule is not None:
+        return rule(e, lambda a: _size(a, memo, env))
+    raise Unsupported(f"a size that is {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
+
+
+def _symbol(s: sympy.Symbol, env: Any) -> Size:
+    lo, hi = -sz._INF, sz._INF
+    found = env.var_to_range.get(s) if env is not None else None
+    if found is not None:
+        lo, hi = _bound(found.lower, -1), _bound(found.upper, 1)
+    if env is not None and s in env.size_like:
+        lo = max(lo, 0)
+    elif s.is_nonnegative:
+        lo = max(lo, 0)
+    return sz.symbol(s.name, lo=lo, hi=hi)
+
+
+def _bound(value: Any, side: int) -> float:
+    if not isinstance(value, sympy.Integer) or abs(int(value)) >= _FAR:
+        return side * sz._INF
+    return int(value)
+
+
+Sub = Callable[[Any], Size]
+
+
+def _mul(e: Any, sub: Sub) -> Size:
+    out: Size = 1
+    den = 1
+    for a in e.args:
+        if isinstance(a, sympy.Rational) and not isinstance(a, sympy.Integer):
+            out, den = sz.mul(out, int(a.p)), den * int(a.q)
+        else:
+            out = sz.mul(out, sub(a))
+    return out if den == 1 else sz.floordiv(out, den)  # a size is integral, so this division is exact
+
+
+def _pow(e: Any, sub: Sub) -> Size:
+    base, exponent = e.args
+    if not isinstance(exponent, sympy.Integer) or int(exponent) < 0:
+        raise Unsupported(f"a size that is {e}")
+    return sz.product([sub(base)] * int(exponent))
+
+
+def _floordiv(e: Any, sub: Sub) -> Size:
+    return _divide(sub(e.args[0]), sub(e.args[1]))
+
+
+def _divide(a: Size, b: Size) -> Size:
+    if sz.bounds(b)[1] < 0:
+        a, b = sz.mul(a, -1), sz.mul(b, -1)
+    return sz.floordiv(a, b)
+
+
+def _mod(e: Any, sub: Sub) -> Size:
+    a, b = sub(e.args[0]), sub(e.args[1])
+    if sz.bounds(b)[1] < 0:  # the sign of Python's remainder is the divisor's
+        return sz.mul(sz.mod(sz.mul(a, -1), sz.mul(b, -1)), -1)
+    return sz.mod(a, b)
+
+
+def _modular_indexing(e: Any, sub: Sub) -> Size:
+    a, b, m = (sub(x) for x in e.args)
+    return sz.mod(sz.floordiv(a, b), m)
+
+
+def _where(e: Any, sub: Sub) -> Size:
+    c, a, b = (sub(x) for x in e.args)
+    return sz.add(b, sz.mul(c, sz.add(a, sz.mul(b, -1))))
+
+
+def _piecewise(e: Any, sub: Sub) -> Size:
+    out: Size = 0
+    for value, cond in reversed(e.args):
+        v, c = sub(value), sub(cond)
+        out = v if c == 1 else sz.add(out, sz.mul(c, sz.add(v, sz.mul(out, -1))))
+    return out
+
+
+def _compare(op: str, swap: bool) -> Callable[[Any, Sub], Size]:
+    def rule(e: Any, sub: Sub) -> Size:
+        a, b = sub(e.args[0]), sub(e.args[1])
+        return sz.compare(op, b, a) if swap else sz.compare(op, a, b)
+
+    return rule
+
+
+def _from_float(mode: str) -> Callable[[Any, Sub], Size]:
+    """Integers out of a float expression that is exactly p/q of integer sizes."""
+
+    def rule(e: Any, sub: Sub) -> Size:
+        p, q = _fraction(e.args[0], sub)
+        if mode == "ceil":
+            return sz.ceildiv(p, q)
+        if mode == "trunc" and sz.bounds(p)[0] < 0:
+            raise Unsupported(f"a size that is {e}")
+        return sz.floordiv(p, q)
+
+    return rule
+
+
+def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
+    """e == p / q in exact arithmetic, q > 0."""
+    if isinstance(e, sf.IntTrueDiv | sf.FloatTrueDiv):
+        (p1, q1), (p2, q2) = (_fraction(a, sub) for a in e.args)
+        return sz.mul(p1, q2), sz.mul(q1, p2)
+    if isinstance(e, sf.ToFloat):
+        return sub(e.args[0]), 1
+    if isinstance(e, sympy.Float | sympy.Rational):
+        exact = Fraction(float(e))
+        return exact.numerator, exact.denominator
+    if isinstance(e, sympy.Mul):
+        ps, qs = zip(*(_fraction(a, sub) for a in e.args), strict=True)
+        return sz.product(ps), sz.product(qs)
+    if isinstance(e, sympy.Add):
+        parts = [_fraction(a, sub) for a in e.args]
+        den = sz.product(q for _, q in parts)
+        return sz.total(sz.mul(p, sz.floordiv(den, q)) for p, q in parts), den
+    if e.is_integer:
+        return sub(e), 1
+    raise Unsupported(f"a size made from the float {e}")
+
+
+def _bool_not(e: Any, sub: Sub) -> Size:
+    return sz.add(1, sz.mul(sub(e.args[0]), -1))
+
+
+_RULES: dict[type, Callable[[Any, Sub], Size]] = {
+    sympy.Add: lambda e, sub: sz.total(sub(a) for a in e.args),
+    sympy.Mul: _mul,
+    sympy.Pow: _pow,
+    sf.PowByNatural: _pow,
+    sf.FloorDiv: _floordiv,
+    sf.CleanDiv: _floordiv,
+    sf.CeilDiv: lambda e, sub: sz.ceildiv(sub(e.args[0]), sub(e.args[1])),
+    sf.Mod: _mod,
+    sf.PythonMod: _mod,
+    sympy.Mod: _mod,
+    sf.ModularIndexing: _modular_indexing,
+    sf.Max: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
+    sf.Min: lambda e, sub: reduce(sz.smin, map(sub, e.args)),
+    sympy.Max: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
+    sympy.Min: lambda e, sub: reduce(sz.smin, map(sub, e.args)),
+    sympy.Abs: lambda e, sub: sz.smax(sub(e.args[0]), sz.mul(sub(e.args[0]), -1)),
+    sf.Where: _where,
+    sympy.Piecewise: _piecewise,
+    sf.Identity: lambda e, sub: sub(e.args[0]),
+    sf.LShift: lambda e, sub: sz.mul(sub(e.args[0]), 2 ** int(e.args[1])),
+    sf.RShift: lambda e, sub: sz.floordiv(sub(e.args[0]), 2 ** int(e.args[1])),
+    sf.CeilToInt: _from_float("ceil"),
+    sf.FloorToInt: _from_float("floor"),
+    sf.TruncToInt: _from_float("trunc"),
+    sympy.floor: _from_float("floor"),
+    sympy.ceiling: _from_float("ceil"),
+    sympy.Eq: _compare("eq", False),
+    sympy.Ne: _compare("ne", False),
+    sympy.Lt: _compare("lt", False),
+    sympy.Le: _compare("le", False),
+    sympy.Gt: _compare("lt", True),
+    sympy.Ge: _compare("le", True),
+    sympy.And: lambda e, sub: sz.product(sub(a) for a in e.args),
+    sympy.Or: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
+    sympy.Not: _bool_not,
+}
+
+
+# ---------------------------------------------------------------------------------------------- floats
+Floats = Mapping[str, Callable[[Recorder], Node]]
+
+_FLOAT_UNARY = {
+    sf.OpaqueUnaryFn_sqrt: "sqrt", sf.OpaqueUnaryFn_exp: "exp", sf.OpaqueUnaryFn_log: "log",
+    sf.OpaqueUnaryFn_log2: "log2", sf.OpaqueUnaryFn_sin: "sin", sf.OpaqueUnaryFn_cos: "cos",
+    sf.OpaqueUnaryFn_tan: "tan", sf.OpaqueUnaryFn_asin: "asin", sf.OpaqueUnaryFn_acos: "acos",
+    sf.OpaqueUnaryFn_atan: "atan", sf.OpaqueUnaryFn_sinh: "sinh", sf.OpaqueUnaryFn_cosh: "cosh",
+    sf.OpaqueUnaryFn_tanh: "tanh", sf.OpaqueUnaryFn_asinh: "asinh", sf.TruncToFloat: "trunc",
+    sympy.Abs: "abs",
+}  # fmt: skip
+_FLOAT_BINARY = {
+    sympy.Add: "add", sympy.Mul: "mul", sf.IntTrueDiv: "truediv", sf.FloatTrueDiv: "truediv",
+    sf.FloatPow: "pow", sympy.Pow: "pow", sf.Max: "max", sf.Min: "min", sympy.Max: "max", sympy.Min: "min",
+}  # fmt: skip
+
+
+def to_scalar_node(ops: Recorder, value: SymScalar, floats: Floats | None = None) -> Node:
+    """value as an f64 node. floats: how to read float symbols that are values of tensors (`x.item()`).
+
+    Raises Unsupported for what loop bodies cannot express."""
+    if isinstance(value, (bool, int, float)):
+        return ops.const(float(value), f64)
+    if isinstance(value, (torch.SymInt, torch.SymBool)):
+        return ops.cast(ops.index(to_size(value)), f64)
+    node = value.node
+    return _float_node(ops, node.expr, node.shape_env, floats or {})
+
+
+def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
+    if isinstance(e, sympy.Number):
+        return ops.const(float(e), f64)
+    if isinstance(e, sympy.Symbol) and e.name in floats:
+        return ops.cast(floats[e.name](ops), f64)
+    if isinstance(e, sf.ToFloat):
+        return _float_node(ops, e.args[0], env, floats)
+    if e.is_integer and all(s.name not in floats for s in e.free_symbols):
+        return ops.cast(ops.index(to_size(e, env)), f64)
+    if type(e) in _FLOAT_UNARY:
+        return ops.op(_FLOAT_UNARY[type(e)], _float_node(ops, e.args[0], env, floats))
+    if type(e) in _FLOAT_BINARY:
+        args = [_float_node(ops, a, env, floats) for a in e.args]
+        return reduce(lambda a, b: ops.op(_FLOAT_BINARY[type(e)], a, b), args)
+    raise Unsupported(f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function")

@@ -245,7 +245,7 @@ class CallExtern:
 
     op: 'namespace::name.overload' (overload may be empty: 'aten::mm'). Positional args in schema order, then kwargs by name; missing ones take the
     schema's default. outs: one name per result, None for one that nobody uses; for an op that returns a single TensorList the names are its elements.
-    An int result defines a symbol of that name. into: names of existing tensors that receive the results (`out=` variants: then `op` is the out overload, the
+    An int result defines a symbol of that name. may_keep: the op may keep or alias its arguments, so none of them lies in an arena. into: names of existing tensors that receive the results (`out=` variants: then `op` is the out overload, the
     tensors stand in kwargs too and outs is empty)."""
 
     op: str
@@ -253,6 +253,7 @@ class CallExtern:
     kwargs: tuple[tuple[str, Operand], ...]
     outs: tuple[str | None, ...]
     into: tuple[str, ...] = ()
+    may_keep: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,338 @@
+"""A Plan becomes a program of typed instructions.
+
+In: `schedule.plan.Plan` (kernels and calls in order, memory decided). Out: a `WrapperProgram` that names every tensor
+and symbol once, with the memory, the views of extern operands and the ends of lives spelled out. Decides nothing that
+costs time: fusion, order and memory are the scheduler's. Symbols are defined as soon as what they come from exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from plait.errors import InternalError
+from plait.ir.dtypes import DType
+from plait.ir.loops import (
+    Alias,
+    Assert,
+    Buffer,
+    Extern,
+    ExternArg,
+    Item,
+    ListArg,
+    Mutate,
+    Scalar,
+    TensorArg,
+)
+from plait.ir.sizes import Expr, Size, free_symbols
+from plait.schedule.plan import Kernel, Plan, Step
+from plait.wrapper.instructions import (
+    Alloc,
+    Arena,
+    AssertScalar,
+    BumpVersion,
+    CallExtern,
+    CallPython,
+    Constant,
+    Copy,
+    DefineKernel,
+    Input,
+    Instr,
+    ItemOf,
+    Launch,
+    ListOf,
+    Literal,
+    Note,
+    OpaqueInput,
+    Operand,
+    Place,
+    Ref,
+    Return,
+    Reuse,
+    SizeOf,
+    Symbol,
+    SymbolInput,
+    TensorInput,
+    View,
+    WrapperProgram,
+)
+from plait.wrapper.passes import place_frees
+
+ARENA = "arena"
+
+
+def build(plan: Plan, name: str) -> WrapperProgram:
+    """The program of a plan, tensors freed after their last use.
+
+    Raises InternalError if the plan contradicts itself.
+    """
+    b = _Builder(plan)
+    for k, entry in enumerate(plan.program.inputs):
+        b.add_input(k, entry)
+    b.define_symbols()
+    b.define_tables()
+    for step in plan.steps:
+        b.add_step(step)
+        b.define_symbols()
+    b.add_return()
+    callables = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
+    origins = [
+        (s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin
+    ]
+    program = WrapperProgram(
+        name=name,
+        inputs=tuple(b.inputs),
+        body=tuple(b.body),
+        n_constants=len(plan.program.constants),
+        n_callables=max([0, *callables]),
+        origins=tuple(origins),
+    )
+    return place_frees(program)
+
+
+class _Builder:
+    """The instructions so far and what they defined.
+    how: name -> 'input', 'constant', 'place', 'alloc', 'result', 'view' or 'symbol'."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.inputs: list[Input] = []
+        self.body: list[Instr] = []
+        self.how: dict[str, str] = {}
+        self.pending = dict(plan.program.symbols)
+        self.views: dict[TensorArg, str] = {}
+
+    # ---- signature, symbols, tables
+    def add_input(self, k: int, entry: str | tuple[str, str] | None) -> None:
+        if entry is None:
+            self.inputs.append(OpaqueInput(self.fresh(f"opaque{k}")))
+        elif isinstance(entry, tuple):
+            self.inputs.append(SymbolInput(entry[1]))
+            self.pending.pop(entry[1], None)
+            self.how[entry[1]] = "symbol"
+        else:
+            b = self.plan.program.buffers[entry]
+            self.inputs.append(TensorInput(b.name, b.dtype, b.shape, b.strides, b.device))
+            self.how[entry] = "input"
+
+    def define_symbols(self) -> None:
+        """Defines every symbol whose source exists by now, in the order of the program's table."""
+        for name, source in list(self.pending.items()):
+            if isinstance(source, tuple):
+                ready = source[0] in self.how
+            elif source is None:
+                ready = False  # an Item or an extern call brings it
+            else:
+                ready = all(a.name in self.how for a in free_symbols(source))
+            if ready:
+                value = SizeOf(*source) if isinstance(source, tuple) else source
+                assert value is not None
+                self.define_symbol(name, value)
+
+    def define_symbol(self, name: str, value: SizeOf | ItemOf | Size) -> None:
+        self.body.append(Symbol(name, value))
+        self.bring_symbol(name)
+
+    def bring_symbol(self, name: str) -> None:
+        self.pending.pop(name, None)
+        self.how[name] = "symbol"
+
+    def define_tables(self) -> None:
+        for k, name in enumerate(self.plan.program.constants):
+            self.body.append(Constant(name, k))
+            self.how[name] = "constant"
+        for s in self.plan.steps:
+            if isinstance(s, Kernel):
+                self.body.append(DefineKernel(s.name, len(s.args), len(s.sizes)))
+        memory = self.plan.memory
+        if memory.offsets:
+            if not all(a.name in self.how for a in free_symbols(memory.arena_nbytes)):
+                raise InternalError(
+                    f"the arena's size {memory.arena_nbytes} is not known when the program starts"
+                )
+            self.body.append(Arena(ARENA, memory.arena_nbytes))
+
+    # ---- steps
+    def add_step(self, step: Step) -> None:
+        match step:
+            case Kernel():
+                self.note(step.origin)
+                self.launch(step)
+            case Extern():
+                self.note(step.origin)
+                self.call(step)
+            case Alias(out, base, offset, relative):
+                self.view(self.buffer(out), base, offset, relative)
+            case Item(name, buf):
+                self.define_symbol(name, ItemOf(buf))
+            case Assert(expr, message):
+                self.body.append(AssertScalar(expr, message))
+            case Mutate(target, source):
+                self.mutate(target, source)
+            case _:
+                assert_never(step)
+
+    def note(self, origin: tuple[str, ...]) -> None:
+        if origin:
+            self.body.append(Note("; ".join(origin)))
+
+    def launch(self, k: Kernel) -> None:
+        for out in k.outs:
+            if out not in self.how:
+                self.make(self.buffer(out))
+        self.body.append(
+            Launch(
+                kernel=k.name,
+                args=tuple(b.name for b in k.args),
+                sizes=k.sizes,
+                outs=k.outs,
+                work_ns=k.work_ns,
+                parallel=not k.sequential,
+            )
+        )
+
+    def call(self, e: Extern) -> None:
+        args = tuple(self.operand(a) for a in e.args)
+        kwargs = tuple((k, self.operand(a)) for k, a in e.kwargs)
+        into = self.call_into(e)
+        if into:
+            given = tuple((k, Ref(n)) for k, n in zip(e.out_names, into, strict=True))
+            self.body.append(
+                CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep)
+            )
+            return
+        outs = list(e.outs)
+        for k, symbol in e.symbols:
+            outs.extend([None] * (k + 1 - len(outs)))
+            outs[k] = symbol
+            self.bring_symbol(symbol)
+        for name in e.outs:
+            if name is not None:
+                self.how[name] = "result"
+        if e.callable_index >= 0:
+            self.body.append(CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
+        else:
+            self.body.append(CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep))
+
+    def call_into(self, e: Extern) -> tuple[str, ...]:
+        """Memory for all results, if the plan has a place for each and the op can write there; else ()."""
+        memory = self.plan.memory
+        names = [
+            n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)
+        ]
+        if not e.out_op or not names or len(names) != len(e.outs) or len(names) != len(e.out_names):
+            return ()
+        for n in names:
+            self.make(self.buffer(n))
+        return tuple(names)
+
+    def mutate(self, target: str, source: str) -> None:
+        if source == target or self.plan.memory.in_place.get(source) == target:
+            self.body.append(BumpVersion(target))
+        else:
+            self.body.append(Copy(target, source))
+
+    # ---- memory
+    def make(self, b: Buffer) -> None:
+        """Defines a buffer that a kernel or an `out=` call is about to fill, where the memory plan wants it."""
+        memory = self.plan.memory
+        old = memory.in_place.get(b.name)
+        if old is not None:
+            self.take_over(b, old)
+        elif b.name in memory.offsets:
+            self.place(b, memory.offsets[b.name])
+        else:
+            self.body.append(Alloc(b.name, b.dtype, b.shape, b.strides, b.device))
+            self.how[b.name] = "alloc"
+
+    def take_over(self, b: Buffer, old: str) -> None:
+        """b on the memory of `old`, which the next instruction reads for the last time."""
+        origin = self.how.get(old)
+        if origin == "alloc":
+            self.body.append(Reuse(b.name, old, b.dtype, b.shape, b.strides))
+            self.how[b.name] = "alloc"
+        elif origin == "place":
+            self.place(b, self.plan.memory.offsets[self.placed(old)])
+        elif origin is None:
+            raise InternalError(f"{b.name} takes over {old}, which does not exist yet")
+        else:  # memory that is not ours to hand on by itself: an input, an extern's result
+            self.view(b, old, 0, True)
+
+    def placed(self, name: str) -> str:
+        """The buffer whose offset `name` has, through any chain of takeovers."""
+        memory = self.plan.memory
+        while name not in memory.offsets:
+            name = memory.in_place[name]
+        return name
+
+    def place(self, b: Buffer, offset: Size) -> None:
+        self.body.append(Place(b.name, ARENA, offset, b.dtype, b.shape, b.strides))
+        self.how[b.name] = "place"
+
+    def view(self, b: Buffer, base: str, offset: Size, relative: bool) -> None:
+        self.body.append(View(b.name, base, b.dtype, b.shape, b.strides, offset, relative))
+        self.how[b.name] = "view"
+
+    # ---- operands
+    def operand(self, a: ExternArg) -> Operand:
+        match a:
+            case TensorArg():
+                return Ref(self.tensor(a, exact=False))
+            case Scalar(kind, text):
+                return Literal(kind, text)
+            case ListArg(items):
+                return ListOf(tuple(self.operand(item) for item in items))
+            case int() | Expr():
+                return a
+            case _:
+                assert_never(a)
+
+    def tensor(self, a: TensorArg, exact: bool) -> str:
+        """The name of a strided operand: the buffer itself, or a View that all equal operands share."""
+        b = self.buffer(a.buf)
+        dtype: DType = a.dtype or b.dtype
+        if dtype == b.dtype and a.offset == 0 and a.shape == b.shape:
+            # Nothing reads the stride of a dimension of size 1, but callers may compare an output's.
+            dims = zip(a.shape, a.strides, b.strides, strict=True)
+            if all(x == y or (s == 1 and not exact) for s, x, y in dims):
+                return a.buf
+        found = self.views.get(a)
+        if found is None:
+            found = self.views[a] = self.fresh("view", numbered=True)
+            self.body.append(View(found, a.buf, dtype, a.shape, a.strides, a.offset))
+            self.how[found] = "view"
+        return found
+
+    def add_return(self) -> None:
+        self.check_symbols()
+        values: list[Operand] = []
+        for out in self.plan.program.outputs:
+            if isinstance(out, TensorArg):
+                values.append(Ref(self.tensor(out, exact=True)))
+            else:
+                values.append(self.operand(out))
+        self.body.append(Return(tuple(values)))
+
+    def check_symbols(self) -> None:
+        """Symbols that the table has but nothing defines are wrong only where something needs them: verify tells."""
+        cyclic = [n for n, source in self.pending.items() if source is not None]
+        if cyclic:
+            raise InternalError(f"the sources of symbols {', '.join(cyclic)} never come to exist")
+
+    # ---- names
+    def buffer(self, name: str) -> Buffer:
+        found = self.plan.buffers.get(name) or self.plan.program.buffers.get(name)
+        if found is None:
+            raise InternalError(f"the plan names buffer {name} but does not describe it")
+        return found
+
+    def fresh(self, stem: str, numbered: bool = False) -> str:
+        taken: Iterable[str] = (
+            self.how.keys() | self.plan.program.buffers.keys() | self.pending.keys()
+        )
+        k = len(self.views)
+        name = f"{stem}{k}" if numbered else stem
+        while name in taken:
+            k += 1
+            name = f"{stem}{k}"
+        return name

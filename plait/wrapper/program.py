@@ -1,0 +1,57 @@
+"""What a compilation returns: the callable program, and the record of how it came about.
+
+The pipeline (`plait/compile.py`) fills a `CompileRecord` for every graph and hands it to `observe`; `tools/explain.py`
+listens by setting `observers` around a compile. Nothing on the path of a call reads any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from plait.schedule.plan import Plan
+from plait.wrapper.instructions import WrapperProgram
+
+
+@dataclass(frozen=True)
+class CompileRecord:
+    """How one graph was compiled.
+
+    kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python').
+    aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline -> milliseconds.
+    kernel_source: the text that the toolchain saw. cache_hit: the kernel library was found on disk (None: no kernels).
+    fallback_reasons: op without a lowering rule, or whose rule declined -> why.
+    """
+
+    name: str
+    kind: str
+    target: str
+    plan: Plan
+    wrapper: WrapperProgram
+    aten_ops: int = 0
+    times_ms: Mapping[str, float] = field(default_factory=dict)
+    kernel_source: str = ""
+    cache_hit: bool | None = None
+    fallback_reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled graph. call(*inputs) -> tuple of outputs; boxed(list of inputs) -> tuple, which empties the list first
+    and lets inputs die after their last use. Inputs stand in the order of record.wrapper.inputs."""
+
+    call: Callable[..., tuple[object, ...]]
+    boxed: Callable[[list[object]], tuple[object, ...]]
+    record: CompileRecord
+
+
+Observer = Callable[[CompileRecord], None]
+observers: ContextVar[tuple[Observer, ...]] = ContextVar("plait_compile_observers", default=())
+"""Who wants to know of every graph that this thread compiles."""
+
+
+def observe(record: CompileRecord) -> None:
+    """Shows a finished compilation to everyone who listens."""
+    for observer in observers.get():
+        observer(record)

@@ -1,7 +1,7 @@
 """plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
 
 The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `explain`,
-`backend` (what torch.compile calls), `list_modes`, `list_options`, `Config` and the errors.
+`plait_backend` (what torch.compile calls), `list_modes`, `list_options`, `Config` and the errors.
 Importing this package alone loads nothing but itself.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from plait.capture.backend import backend as backend
+    from plait.capture.backend import plait_backend as plait_backend
     from plait.capture.export import compile as compile
     from plait.config import Config as Config
     from plait.config import list_modes as list_modes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from plait.tools.explain import explain as explain
 
 _HOME = {
-    "backend": "plait.capture.backend",
+    "plait_backend": "plait.capture.backend",
     "compile": "plait.capture.export",
     "Config": "plait.config",
     "list_modes": "plait.config",

@@ -38,34 +38,50 @@ class Config:
         in_key=False, choices=(0, 1, 2, 3, 4, 5),
     )  # fmt: skip
     debug_dir: str = flag(
-        "", doc="folder for one debug folder a graph; '' writes none unless debug >= 4 (then plait_debug)", in_key=False
+        "",
+        doc="folder for one debug folder a graph; '' writes none unless debug >= 4 (then plait_debug)",
+        in_key=False,
     )
-    verify: bool = flag(False, doc="check the IR between passes (also on when debug >= 1)", in_key=False)
+    verify: bool = flag(
+        False, doc="check the IR between passes (also on when debug >= 1)", in_key=False
+    )
     record_function: bool = flag(False, doc="show every kernel as a range of torch.profiler")
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
     wrapper: str = flag(
-        "native", doc="what runs the program: the native executor or generated Python", choices=("native", "python")
+        "native",
+        doc="what runs the program: the native executor or generated Python",
+        choices=("native", "python"),
     )
     isa: str = flag(
-        "auto", doc="vector instructions of CPU kernels", choices=("auto", "avx512", "avx2", "portable")
+        "auto",
+        doc="vector instructions of CPU kernels",
+        choices=("auto", "avx512", "avx2", "portable"),
     )
-    cpp_compiler: str = flag("", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++")
+    cpp_compiler: str = flag(
+        "", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++"
+    )
     opt_level: int = flag(2, doc="-O level for kernels", choices=(0, 1, 2, 3))
-    threads: int | None = flag(None, doc="threads of a parallel region; None follows torch.get_num_threads()")
+    threads: int | None = flag(
+        None, doc="threads of a parallel region; None follows torch.get_num_threads()"
+    )
     min_parallel_bytes: int = flag(
         131072, doc="bytes of memory traffic below which a kernel runs on the calling thread alone"
     )
     # -- what the compiler does
     fusion: bool = flag(True, doc="fuse loops")
     max_recompute: int = flag(
-        8, doc="arithmetic operations that may be repeated for each extra reader when a producer is inlined"
+        8,
+        doc="arithmetic operations that may be repeated for each extra reader when a producer is inlined",
     )
     max_fusion_reads: int = flag(16, doc="buffers that one kernel may read before fusion stops")
     small_matmul_flops: int = flag(
-        65536, doc="matrix products of at most this many flops become loops of ours, fused with their neighbours"
+        65536,
+        doc="matrix products of at most this many flops become loops of ours, fused with their neighbours",
     )
-    memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
+    memory_planning: bool = flag(
+        True, doc="place intermediates in a pooled arena and reuse dying buffers"
+    )
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Config:

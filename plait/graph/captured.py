@@ -22,6 +22,7 @@ class Captured:
     name: unique within the process, such as "inference_0" or "backward_3"; used for debug folders.
     static_inputs: positions of placeholders whose storage never moves (parameters, buffers).
     donated_inputs: positions of placeholders that nobody reads after the call (saved tensors of a backward).
+    bumped_inputs: positions of mutated placeholders whose autograd version the program itself must bump, once a call.
     """
 
     graph: torch.fx.GraphModule
@@ -29,3 +30,4 @@ class Captured:
     kind: GraphKind
     static_inputs: tuple[int, ...] = ()
     donated_inputs: tuple[int, ...] = ()
+    bumped_inputs: tuple[int, ...] = ()

@@ -1,0 +1,1 @@
+"""FX to FX passes, each a file. The ordered list of passes is data: `plait.graph.clean.PASSES`."""

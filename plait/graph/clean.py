@@ -1,0 +1,38 @@
+"""The clean-up of a captured graph: an ordered list of passes, each of which edits the graph in place.
+
+Comes in from capture, goes to lower. A pass returns how many nodes it changed. Order matters only where a comment
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import GraphModule
+
+from plait.graph.captured import Captured
+from plait.graph.constants import fold_constants
+from plait.graph.cse import merge_common
+from plait.graph.dead import drop_dead
+from plait.graph.noop import drop_noops
+from plait.graph.random import replace_random
+
+Pass = Callable[[GraphModule], int]
+
+PASSES: tuple[tuple[str, Pass], ...] = (
+    ("replace random", replace_random),  # before CSE: two equal random calls are two draws
+    ("drop dead", drop_dead),  # early: the other passes are linear in what is left
+    ("drop no-ops", drop_noops),
+    ("fold constants", fold_constants),
+    ("merge common", merge_common),
+    ("drop dead again", drop_dead),  # after folding and merging: arguments lose their users
+)
+
+
+def clean_graph(captured: Captured) -> Captured:
+    """Runs PASSES over the graph in place and returns the same object."""
+    for _, run in PASSES:
+        run(captured.graph)
+    captured.graph.graph.lint()
+    captured.graph.recompile()
+    return captured

@@ -1,0 +1,76 @@
+"""Constant folding: small results of constants alone are computed once, while compiling.
+
+Only tensors that live in the module (`get_attr`) count as constants: `full` and `arange` stay, because they cost
+nothing inside a kernel. Results of more than MAX_NUMEL elements stay too, for memory's sake.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from plait.graph.edit import aten, escaping, is_pure, replace, value_of
+
+MAX_NUMEL = 4096
+
+_FRESH_COPIES = frozenset({aten.lift_fresh_copy.default, aten.lift_fresh.default})
+
+
+def fold_constants(gm: GraphModule) -> int:
+    """Folds in place; returns how many nodes were folded."""
+    graph = gm.graph
+    constants = {
+        node: getattr(gm, node.target)
+        for node in graph.nodes
+        if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor)
+    }
+    if not constants:
+        return 0
+    visible = escaping(graph)
+    folded = 0
+    for node in list(graph.nodes):
+        if not _foldable(node, constants) or node in visible:
+            continue  # an output must be new memory at every call
+        value = _evaluate(node, constants)
+        if not isinstance(value, torch.Tensor):
+            continue
+        name = f"_folded_{folded}"
+        while hasattr(gm, name):
+            name += "_"
+        gm.register_buffer(name, value, persistent=False)
+        with graph.inserting_before(node):
+            new = graph.get_attr(name)
+        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
+        constants[new] = value
+        replace(node, new)
+        folded += 1
+    return folded
+
+
+def _foldable(node: Node, constants: dict[Node, torch.Tensor]) -> bool:
+    inputs = node.all_input_nodes
+    if not inputs or any(i not in constants for i in inputs):
+        return False
+    if node.target not in _FRESH_COPIES and not is_pure(node):
+        return False
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    numel = value.numel()
+    return isinstance(numel, int) and numel <= MAX_NUMEL
+
+
+def _evaluate(node: Node, constants: dict[Node, torch.Tensor]) -> Any:
+    """The real result; new memory even where the operator is a view, so that constants never alias."""
+    assert callable(node.target)
+    args = torch.fx.node.map_arg(node.args, constants.__getitem__)
+    kwargs = torch.fx.node.map_arg(node.kwargs, constants.__getitem__)
+    with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes():
+        result = node.target(*args, **kwargs)
+        value = value_of(node)
+        if not isinstance(result, torch.Tensor):
+            return result
+        out = torch.empty_strided(value.shape, value.stride(), dtype=result.dtype)
+        return out.copy_(result)

@@ -1,0 +1,76 @@
+"""Common subexpressions: of two pure nodes with equal targets and arguments, the later one goes.
+
+Used on joint graphs before they are partitioned and as a pass on every graph. Random, mutating and effectful nodes
+stay, and two results that the caller could tell apart by writing into one of them are never merged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from plait.graph.edit import base_of, escaping, is_pure, is_view, replace
+
+
+def merge_common(gm: GraphModule) -> int:
+    """Merges equal nodes; returns how many went. Nodes under different checkpoint regions are not merged."""
+    seen: dict[Any, Node] = {}
+    kept_memory = escaping(gm.graph)
+    merged = 0
+    for node in list(gm.graph.nodes):
+        if not is_pure(node):
+            continue
+        key = _key(node)
+        if key is None:
+            continue
+        first = seen.setdefault(key, node)
+        if first is node:
+            continue
+        if node in kept_memory and first in kept_memory:
+            continue  # both outputs are visible: eager gives them memory of their own
+        if is_view(node) and _is_output(node) and _is_output(first):
+            continue
+        if node in kept_memory:
+            kept_memory.add(base_of(first))
+        replace(node, first)
+        merged += 1
+    return merged
+
+
+def _is_output(node: Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _key(node: Node) -> Any:
+    """What must be equal for two nodes to be equal; None if some argument has no such key."""
+    args = _freeze(node.args)
+    kwargs = _freeze(node.kwargs)
+    if args is None or kwargs is None:
+        return None
+    region = (node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+    return node.target, args, kwargs, region
+
+
+def _freeze(value: Any) -> Any:
+    """A hashable form in which 1, 1.0 and True differ, as do 0.0 and -0.0; None if there is none."""
+    if isinstance(value, Node):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = tuple(_freeze(v) for v in value)
+        return None if any(i is None for i in items) else (type(value).__name__, items)
+    if isinstance(value, dict):
+        items = tuple((k, _freeze(v)) for k, v in value.items())
+        return None if any(i[1] is None for i in items) else ("dict", items)
+    if isinstance(value, slice):
+        return _freeze((value.start, value.stop, value.step))
+    if isinstance(value, float):
+        return ("float", value.hex())
+    if isinstance(value, complex):
+        return ("complex", value.real.hex(), value.imag.hex())
+    if value is None or isinstance(
+        value, (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    ):
+        return (type(value).__name__, value)
+    return None

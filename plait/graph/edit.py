@@ -1,0 +1,121 @@
+"""What the FX passes share: which nodes are views, which storage escapes, and replacing a node.
+
+A pass changes an `fx.Graph` in place. All facts here are read off operator schemas and `meta["val"]`, so that an
+operator nobody thought of is treated with care rather than wrongly.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+# Views in all but their schema: the result may be the argument's memory.
+_HIDDEN_VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.contiguous.default,
+        aten.lift_fresh.default,
+    }
+)
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result may share the memory of its first argument."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return target in _HIDDEN_VIEWS or (
+        not target._schema.is_mutable
+        and any(r.alias_info is not None for r in target._schema.returns)
+    )
+
+
+def base_of(node: Node) -> Node:
+    """The node whose memory this one may share: follows views to their source."""
+    while node.op == "call_function" and is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def output_of(graph: Graph) -> Node:
+    """The output node."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def escaping(graph: Graph) -> set[Node]:
+    """Nodes whose memory the caller may see: bases of outputs, placeholders and constants."""
+    found = {base_of(node) for node in output_of(graph).all_input_nodes}
+    found.update(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    return found
+
+
+def is_pure(node: Node) -> bool:
+    """Whether calling the node twice with equal arguments gives equal values and does nothing else.
+
+    Random operators, mutating ones, uninitialised memory and higher-order operators are not pure.
+    """
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, OpOverload):
+        return (
+            not target._schema.is_mutable
+            and torch.Tag.nondeterministic_seeded not in target.tags
+            and target not in _UNINITIALISED
+            and not node.is_impure()
+        )
+    return not isinstance(target, HigherOrderOperator) and not node.is_impure()
+
+
+_UNINITIALISED = frozenset(
+    getattr(packet, overload)
+    for packet in (
+        aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.empty_permuted,
+    )
+    for overload in packet.overloads()
+)  # fmt: skip
+
+
+def value_of(node: Node) -> Any:
+    """The fake tensor, SymInt or plain value of a node, or None if it has none."""
+    return node.meta.get("val")
+
+
+def same_layout(a: Any, b: Any) -> bool:
+    """Whether two fake tensors have equal dtype, device, sizes, strides and offset, known statically."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    if a.dtype != b.dtype or a.device != b.device or a.layout != b.layout or a.dim() != b.dim():
+        return False
+    if a.layout != torch.strided:
+        return False
+    return all(
+        same_size(x, y)
+        for x, y in zip(
+            (*a.shape, *a.stride(), a.storage_offset()),
+            (*b.shape, *b.stride(), b.storage_offset()),
+            strict=True,
+        )
+    )
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal by their expressions alone: asks no guard of the ShapeEnv."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return bool(a.node.expr == b.node.expr)
+    return False
+
+
+def replace(node: Node, value: Node) -> None:
+    """All users of node take value instead; node is erased."""
+    node.replace_all_uses_with(value, propagate_meta=False)
+    node.graph.erase_node(node)

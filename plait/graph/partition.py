@@ -1,0 +1,24 @@
+"""Splits a joint graph into forward and backward: our random operators, our CSE, then torch's min-cut.
+
+Random operators are replaced before the split, so that a value recomputed in the backward pass comes from the seed
+that the forward pass saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule
+
+from plait import compat
+from plait.graph.cse import merge_common
+from plait.graph.random import replace_random
+
+
+def partition(
+    joint: GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """The partition function that AOTAutograd is given; kwargs are whatever its version passes on."""
+    replace_random(joint)
+    merge_common(joint)
+    return compat.min_cut_partition(joint, joint_inputs, **kwargs)

@@ -1,1 +1,48 @@
-"""From loops to kernels: dependences, inlining, fusion, order, memory."""
+"""From loops to kernels: dependences, inlining, fusion, order, memory.
+
+Comes in: a LoopProgram. Goes out: a Plan. `schedule` is the list of steps; each step takes and gives data that can be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
+
+from plait.config import Config
+from plait.ir.loops import LoopProgram
+from plait.schedule.deps import Bodies, drop_dead
+from plait.schedule.finish import finish
+from plait.schedule.form import form
+from plait.schedule.order import order
+from plait.schedule.plan import Plan
+from plait.schedule.scatter import split_scatters
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Log(Protocol):
+    """Runs one named step (plait.log.PassLog does)."""
+
+    def __call__(self, step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """fn(*args, **kwargs)."""
+        ...
+
+
+class _Quiet:
+    def __call__(self, step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return fn(*args, **kwargs)
+
+
+def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
+    """The plan of a program. log: runs and times each step."""
+    log = log or _Quiet()
+    bodies = Bodies()
+    loops = log("drop dead loops", drop_dead, program, bodies)
+    loops = log("split scatters", split_scatters, loops)
+    draft = log("form kernels", form, loops, bodies)
+    ordered = log("order", order, draft)
+    return log("finish", finish, draft, ordered)
+
+
+__all__ = ["Log", "Plan", "schedule"]

@@ -1,0 +1,309 @@
+"""Who reads and writes what: the dependences between the ops of a LoopProgram.
+
+Comes in: ops in program order, which gives meaning to buffers that are written more than once (pieces, updates in place, mutated
+inputs). Goes out: for every op the ops that must run before it. Buffers that share memory (Alias, results of view-like externs) count as one.
+`Bodies` remembers what was found out about loop bodies; it is made once a program and handed around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from plait.ir.loops import (
+    Alias,
+    Assert,
+    Buffer,
+    Extern,
+    ExternArg,
+    Item,
+    ListArg,
+    Load,
+    Loop,
+    LoopProgram,
+    Mutate,
+    Node,
+    Op,
+    Pointwise,
+    Reduction,
+    Scan,
+    Scatter,
+    TensorArg,
+    index_exprs,
+    is_arg,
+    walk,
+)
+from plait.ir.ops import OPS
+from plait.ir.sizes import Expr, Size, free_symbols
+
+LOOPS = (Pointwise, Reduction, Scatter, Scan)
+
+
+def is_loop(op: object) -> bool:
+    """Whether an op is computed by our own kernels."""
+    return isinstance(op, LOOPS)
+
+
+# Cycles of an element of the nodes that are no rows of OPS.
+_SPECIAL_COST = {"cast": 0.5, "load": 0.5, "index": 0.5, "bounded": 1.0, "bitcast": 0.0, "const": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a body does at one point. loads: its load nodes, each once. cost: cycles of its arithmetic, loads left out.
+    checks: it holds a run-time bounds check. size: number of nodes."""
+
+    loads: tuple[Node, ...]
+    cost: float
+    checks: bool
+    size: int
+
+
+class Bodies:
+    """Facts of bodies, each body walked once."""
+
+    def __init__(self) -> None:
+        self._facts: dict[tuple[Node, ...], Facts] = {}
+
+    def of(self, roots: tuple[Node, ...]) -> Facts:
+        """Facts of the nodes below roots taken together."""
+        found = self._facts.get(roots)
+        if found is None:
+            found = self._facts[roots] = _facts(roots)
+        return found
+
+
+def _facts(roots: tuple[Node, ...]) -> Facts:
+    loads: list[Node] = []
+    cost = 0.0
+    checks = False
+    size = 0
+    for n in walk(roots):
+        size += 1
+        if n.op == "load":
+            loads.append(n)
+            continue
+        checks = checks or n.op == "bounded"
+        row = OPS.get(n.op)
+        cost += row.cost if row is not None else _SPECIAL_COST.get(n.op, 0.0)
+    return Facts(tuple(loads), cost, checks, size)
+
+
+def roots(loop: Loop) -> tuple[Node, ...]:
+    """Every expression that a loop evaluates."""
+    if isinstance(loop, Scatter):
+        extra = () if loop.mask is None else (loop.mask,)
+        return (loop.body, *loop.index_args, *extra)
+    return (loop.body,)
+
+
+def load_of(n: Node) -> Load:
+    """The attribute of a load node."""
+    assert isinstance(n.attr, Load)
+    return n.attr
+
+
+def loop_outs(loop: Loop) -> tuple[str, ...]:
+    """The buffers that a loop writes."""
+    if isinstance(loop, (Pointwise, Scatter)):
+        return (loop.out,)
+    return tuple(o for o in loop.outs if o is not None)
+
+
+def space(loop: Loop) -> tuple[Expr, ...]:
+    """All variables of a loop, reduced ones last."""
+    return loop.vars + loop.rvars if isinstance(loop, Reduction) else loop.vars
+
+
+def extent(v: Expr) -> Size:
+    """The number of values of a loop variable."""
+    assert v.symbol is not None and v.symbol.extent is not None
+    return v.symbol.extent
+
+
+def tensor_args(args: Iterable[ExternArg]) -> Iterable[TensorArg]:
+    """The tensors among operands, those in lists included."""
+    for a in args:
+        if isinstance(a, TensorArg):
+            yield a
+        elif isinstance(a, ListArg):
+            yield from tensor_args(a.items)
+
+
+def extern_reads(op: Extern) -> tuple[str, ...]:
+    """The buffers that an extern is given, each once."""
+    operands = (*op.args, *(v for _, v in op.kwargs))
+    return tuple(dict.fromkeys(a.buf for a in tensor_args(operands)))
+
+
+def reads(op: Op, bodies: Bodies) -> tuple[str, ...]:
+    """The buffers whose contents an op needs, each once."""
+    if isinstance(op, (Pointwise, Reduction, Scan)):
+        return tuple(dict.fromkeys(load_of(n).buf for n in bodies.of(roots(op)).loads))
+    if isinstance(op, Scatter):
+        loaded = (load_of(n).buf for n in bodies.of(roots(op)).loads)
+        return tuple(dict.fromkeys((op.base, *loaded)))
+    if isinstance(op, Extern):
+        return tuple(dict.fromkeys((*extern_reads(op), *op.mutates)))
+    if isinstance(op, Alias):
+        return (op.base,)
+    if isinstance(op, Item):
+        return (op.buf,)
+    if isinstance(op, Mutate):
+        return (op.source,)
+    return ()
+
+
+def defines(op: Op) -> tuple[str, ...]:
+    """The buffers that come into being (or get a part of their contents) by an op."""
+    if isinstance(op, (Pointwise, Reduction, Scan, Scatter)):
+        return loop_outs(op)
+    if isinstance(op, Extern):
+        return tuple(o for o in op.outs if o is not None)
+    return (op.out,) if isinstance(op, Alias) else ()
+
+
+def updates(op: Op) -> tuple[str, ...]:
+    """The buffers that an op changes in place."""
+    if isinstance(op, Extern):
+        return op.mutates
+    if isinstance(op, Mutate):
+        return (op.target,)
+    return (op.out,) if isinstance(op, Scatter) and op.base == op.out else ()
+
+
+def output_buffers(program: LoopProgram) -> tuple[str, ...]:
+    """The buffers that the program returns, each once."""
+    return tuple(dict.fromkeys(o.buf for o in program.outputs if isinstance(o, TensorArg)))
+
+
+def memory_roots(ops: Sequence[Op]) -> dict[str, str]:
+    """For every buffer that may share memory with another one, the name that stands for that memory."""
+    root: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while name in root:
+            name = root[name]
+        return name
+
+    for op in ops:
+        bases: tuple[str, ...] = ()
+        if isinstance(op, Alias):
+            bases = (op.base,)
+        elif isinstance(op, Extern):
+            bases = op.aliases
+        for out in defines(op) if bases else ():
+            for base in bases:
+                a, b = find(out), find(base)
+                if a != b:
+                    root[a] = b
+    return {name: find(name) for name in root}
+
+
+def op_symbols(op: Op, bodies: Bodies, buffers: Mapping[str, Buffer]) -> set[str]:
+    """The size symbols that must be known before an op can run."""
+    exprs: list[Size] = []
+    for name in defines(op):
+        exprs += (*buffers[name].shape, *buffers[name].strides)
+    if isinstance(op, (Pointwise, Reduction, Scan, Scatter)):
+        exprs += (extent(v) for v in space(op))
+        for n in walk(roots(op)):
+            exprs += index_exprs(n)
+        if isinstance(op, (Pointwise, Scatter)):
+            exprs += op.index or ()
+    elif isinstance(op, Extern):
+        exprs += _scalar_sizes((*op.args, *(v for _, v in op.kwargs)))
+    elif isinstance(op, Alias):
+        exprs.append(op.offset)
+    elif isinstance(op, Assert):
+        exprs.append(op.expr)
+    return {a.name for e in exprs for a in free_symbols(e) if a.extent is None and not is_arg(a)}
+
+
+def _scalar_sizes(args: Iterable[ExternArg]) -> Iterable[Size]:
+    for a in args:
+        if isinstance(a, (int, Expr)):
+            yield a
+        elif isinstance(a, ListArg):
+            yield from _scalar_sizes(a.items)
+        elif isinstance(a, TensorArg):
+            yield from (*a.shape, *a.strides, a.offset)
+
+
+def preds(program: LoopProgram, bodies: Bodies) -> list[set[int]]:
+    """For every op the ops that must run before it (not all of the indirect ones)."""
+    ops = program.ops
+    memory = memory_roots(ops)
+    definer: dict[str, int] = {}
+    writers: dict[str, list[int]] = {}
+    readers: dict[str, list[int]] = {}
+    out: list[set[int]] = []
+    effect = -1
+    for k, op in enumerate(ops):
+        need: set[int] = set()
+        for name in reads(op, bodies):
+            root = memory.get(name, name)
+            need.update(writers.get(root, ()))
+            if name in definer:
+                need.add(definer[name])
+            readers.setdefault(root, []).append(k)
+        changed = updates(op)
+        for name in changed:
+            root = memory.get(name, name)
+            need.update(writers.get(root, ()))
+            need.update(readers.get(root, ()))
+            writers[root] = [k]
+            readers[root] = []
+        for name in defines(op):
+            if name not in changed:
+                definer[name] = k
+                writers.setdefault(memory.get(name, name), []).append(k)
+        if isinstance(op, Extern) and op.effectful:
+            if effect >= 0:
+                need.add(effect)
+            effect = k
+        need.discard(k)
+        out.append(need)
+    _add_symbol_preds(program, bodies, out)
+    return out
+
+
+def _add_symbol_preds(program: LoopProgram, bodies: Bodies, out: list[set[int]]) -> None:
+    """Adds what comes from integers that are read out of tensors at run time, and from assertions on them."""
+    known_at: dict[str, list[int]] = {}
+    for k, op in enumerate(program.ops):
+        if isinstance(op, Item):
+            known_at[op.name] = [k]
+        elif isinstance(op, Extern):
+            known_at.update((name, [k]) for _, name in op.symbols)
+    if not known_at:
+        return
+    for k, op in enumerate(program.ops):
+        used = sorted(op_symbols(op, bodies, program.buffers) & known_at.keys())
+        for name in used:
+            out[k].update(p for p in known_at[name] if p < k)
+            if isinstance(op, Assert):
+                known_at[name].append(k)
+
+
+def drop_dead(program: LoopProgram, bodies: Bodies) -> LoopProgram:
+    """The program without loops, views and effect-free calls whose results nobody uses; unused results of other ops become None."""
+    needed = set(output_buffers(program))
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if isinstance(op, (Item, Assert, Mutate)):
+            live = True
+        elif isinstance(op, Extern):
+            live = op.effectful or bool(op.mutates) or bool(op.symbols)
+        else:
+            live = False
+        if not live and needed.isdisjoint(defines(op)):
+            continue
+        if isinstance(op, (Extern, Reduction, Scan)):
+            outs = tuple(o if o in needed else None for o in op.outs)
+            op = op if outs == op.outs else replace(op, outs=outs)
+        needed.update(reads(op, bodies))
+        if isinstance(op, Mutate):
+            needed.add(op.target)
+        kept.append(op)
+    return replace(program, ops=tuple(reversed(kept)))

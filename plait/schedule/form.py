@@ -1,0 +1,80 @@
+"""The draft of a plan: which loops run together, and what must come before what.
+
+A unit is what the order is made of: one group of loops, or one op that is no loop. `form` starts with a group a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.ir.loops import Loop, LoopProgram, Op, Pointwise, Reduction, Scan, Scatter
+from plait.schedule.deps import Bodies, defines, preds, reads, updates
+from plait.schedule.group import Group, new_group
+from plait.schedule.plan import Refusal
+
+
+@dataclass(slots=True)
+class Draft:
+    """A program cut into groups. preds: of every op. groups: in program order of their first loops. refusals: why loops stayed apart."""
+
+    program: LoopProgram
+    bodies: Bodies
+    preds: list[set[int]]
+    groups: list[Group]
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A step in the making. item: a group, or an op that is no loop. ops: places in the program. preds: units that come before it.
+    reads, writes: buffers (an update is a write)."""
+
+    item: Group | Op
+    ops: tuple[int, ...]
+    preds: frozenset[int]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def as_loop(op: Op) -> Loop | None:
+    """op if it is a loop."""
+    return op if isinstance(op, (Pointwise, Reduction, Scatter, Scan)) else None
+
+
+def form(program: LoopProgram, bodies: Bodies) -> Draft:
+    """A group for every loop."""
+    groups = []
+    for k, op in enumerate(program.ops):
+        loop = as_loop(op)
+        if loop is not None:
+            groups.append(new_group(k, loop))
+    return Draft(program, bodies, preds(program, bodies), groups)
+
+
+def units(draft: Draft) -> list[Unit]:
+    """The units of a draft in the order of their first ops, which need not be an order that works once groups are fused."""
+    ops = draft.program.ops
+    items: list[tuple[int, Group | Op, tuple[int, ...]]] = [
+        (g.members[0].op, g, tuple(g.ops)) for g in draft.groups
+    ]
+    items += [(k, op, (k,)) for k, op in enumerate(ops) if as_loop(op) is None]
+    items.sort(key=lambda t: t[0])
+    unit_of = {k: u for u, (_, _, members) in enumerate(items) for k in members}
+    out = []
+    for u, (_, item, members) in enumerate(items):
+        before = {unit_of[p] for k in members for p in draft.preds[k]} - {u}
+        read, written = _access([ops[k] for k in members], draft.bodies)
+        out.append(Unit(item, members, frozenset(before), read, written))
+    return out
+
+
+def _access(ops: Sequence[Op], bodies: Bodies) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    read: dict[str, None] = {}
+    written: dict[str, None] = {}
+    for op in ops:
+        for name in reads(op, bodies):
+            if name not in written:
+                read[name] = None
+        written.update(dict.fromkeys((*defines(op), *updates(op))))
+    return tuple(read), tuple(written)

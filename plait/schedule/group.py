@@ -1,0 +1,181 @@
+"""Groups: kernels in the making.
+
+A group is one iteration space and the loops that run in it, each with a map from its own variables to the group's. Fusing two groups
+joins their members and composes the maps; bodies are rewritten once, when `statements` turns the finished group into the statements of
+a Kernel. Members stay in program order, so a value is always there before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from plait.ir.dtypes import i64
+from plait.ir.loops import (
+    Load,
+    Loop,
+    Node,
+    Pointwise,
+    Reduction,
+    Scan,
+    Scatter,
+    const,
+    index_exprs,
+    node,
+    rewrite,
+    with_args,
+)
+from plait.ir.sizes import Atom, Expr, Size, substitute
+from plait.schedule.deps import load_of, loop_outs
+from plait.schedule.plan import Reduce, Stmt, Store
+
+Index = tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A loop in a group. op: its place in the program. env: its variables in terms of the group's (those that keep their name are left out).
+    full: it runs at every point of vars x rvars, otherwise once a point of vars."""
+
+    op: int
+    loop: Loop
+    env: Mapping[Atom, Size] = field(default_factory=dict)
+    full: bool = False
+
+    def at(self, index: Iterable[Size]) -> Index:
+        """An index of the loop in terms of the group's variables."""
+        return tuple(substitute(e, self.env) for e in index)
+
+
+@dataclass(slots=True)
+class Group:
+    """One kernel in the making. name: of its first result, for messages. reads, writes: buffers, in order of first use."""
+
+    name: str
+    vars: tuple[Expr, ...]
+    rvars: tuple[Expr, ...]
+    members: list[Member]
+
+    @property
+    def ops(self) -> list[int]:
+        """The ops in it, in program order."""
+        return [m.op for m in self.members]
+
+
+def new_group(op: int, loop: Loop) -> Group:
+    """A loop by itself."""
+    outs = loop_outs(loop)
+    name = outs[0]
+    if isinstance(loop, Reduction):
+        return Group(name, loop.vars, loop.rvars, [Member(op, loop)])
+    if isinstance(loop, Scan):
+        outer = loop.vars[: loop.axis] + loop.vars[loop.axis + 1 :]
+        return Group(name, outer, (loop.vars[loop.axis],), [Member(op, loop, full=True)])
+    return Group(name, loop.vars, (), [Member(op, loop)])
+
+
+def store_index(loop: Pointwise | Scatter) -> Index:
+    """Where a loop writes, over its own variables."""
+    return loop.vars if loop.index is None else loop.index
+
+
+class _Body:
+    """Rewrites bodies of members into the group's variables, with loads of values that the group itself made replaced by their nodes."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, tuple[Index, Node]] = {}
+        self._memo: dict[int, dict[Node, Node]] = {}
+
+    def start(self, member: Member) -> None:
+        """Later calls rewrite bodies of this member."""
+        self.member = member
+        self.memo: dict[Node, Node] = {}
+
+    def __call__(self, root: Node) -> Node:
+        return rewrite(root, self._node, self.memo)
+
+    def _node(self, n: Node, args: tuple[Node, ...]) -> Node:
+        env = self.member.env
+        if n.op == "load":
+            load = load_of(n)
+            index = self.member.at(load.index) if env else load.index
+            made = self.made.get(load.buf)
+            if made is None:
+                if index == load.index:
+                    return with_args(n, args)
+                return node("load", args, Load(load.buf, index, load.masked), n.dtype)
+            assert made[0] == index, f"{load.buf} is stored at {made[0]} and loaded at {index}"
+            value = made[1]
+            if load.masked:
+                return node("where", (args[-1], value, const(0, value.dtype)))
+            return value
+        if n.op == "index" and env:
+            (value_at,) = self.member.at(index_exprs(n))
+            if isinstance(value_at, int):
+                return const(value_at, n.dtype)
+            return node("index", args, value_at, n.dtype)
+        return with_args(n, args)
+
+
+def statements(group: Group) -> list[Stmt]:
+    """The statements of all members, in program order."""
+    out: list[Stmt] = []
+    body = _Body()
+    for m in group.members:
+        body.start(m)
+        loop = m.loop
+        if isinstance(loop, Pointwise):
+            value = body(loop.body)
+            index = m.at(store_index(loop))
+            out.append(Store(loop.out, index, value, m.full))
+            if loop.index is None:
+                body.made[loop.out] = (index, value)
+        elif isinstance(loop, Reduction):
+            out += _reduction(m, loop, body)
+        elif isinstance(loop, Scan):
+            out += _scan(m, loop, body)
+        else:
+            mask = None if loop.mask is None else body(loop.mask)
+            args = tuple(body(a) for a in loop.index_args)
+            index = m.at(loop.index)
+            out.append(Store(loop.out, index, body(loop.body), m.full, loop.mode, args, mask))
+    return out
+
+
+def _reduction(m: Member, loop: Reduction, body: _Body) -> list[Stmt]:
+    value = body(loop.body)
+    name = loop_outs(loop)[0]
+    index = m.at(loop.vars)
+    out: list[Stmt] = [Reduce(name, loop.kind, value)]
+    parts = (".mean", ".m2", ".count") if loop.kind == "welford" else ("",)
+    dtype = i64 if loop.kind in ("argmax", "argmin") else value.dtype
+    for buf, part in zip(loop.outs, parts, strict=True):
+        if buf is not None:
+            acc = node("acc", (), name + part, dtype)
+            out.append(Store(buf, index, acc, False))
+            body.made[buf] = (index, acc)
+    return out
+
+
+def _scan(m: Member, loop: Scan, body: _Body) -> list[Stmt]:
+    value = body(loop.body)
+    index = m.at(loop.vars)
+    name = loop_outs(loop)[0]
+    acc = node("acc", (), name, value.dtype)
+    out: list[Stmt] = [Reduce(name, loop.kind, value, running=True)]
+    results = [acc]
+    if len(loop.outs) == 2:
+        # The position of the last element that equals the running extreme: the greatest one so far.
+        beats = node("ge" if loop.kind == "max" else "le", (value, acc))
+        if value.dtype.is_float:
+            beats = node("or", (beats, node("isnan", (value,))))
+        at = index[loop.axis]
+        here = const(at, i64) if isinstance(at, int) else node("index", (), at, i64)
+        position = node("where", (beats, here, const(-1, i64)))
+        out.append(Reduce(name + ".at", "max", position, running=True))
+        results.append(node("acc", (), name + ".at", i64))
+    for buf, result in zip(loop.outs, results, strict=True):
+        if buf is not None:
+            out.append(Store(buf, index, result, True))
+            body.made[buf] = (index, result)
+    return out

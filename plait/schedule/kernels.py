@@ -1,0 +1,140 @@
+"""From finished groups to Kernels: arguments, size symbols and names.
+
+Equal kernels (up to the names of buffers) get equal content hashes; a name is telling and unique in its program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+
+from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
+from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol
+from plait.schedule.deps import extent, load_of
+from plait.schedule.plan import Kernel, Reduce, Stmt, Store
+
+
+def stmt_roots(s: Stmt) -> tuple[Node, ...]:
+    """Every expression that a statement evaluates."""
+    if isinstance(s, Reduce):
+        return (s.value,)
+    extra = () if s.mask is None else (s.mask,)
+    return (s.value, *s.index_args, *extra)
+
+
+def all_nodes(stmts: Sequence[Stmt]) -> list[Node]:
+    """All nodes of statements, each once, arguments first."""
+    return list(walk(tuple(r for s in stmts for r in stmt_roots(s))))
+
+
+def make_kernel(
+    name: str,
+    vars_: tuple[Expr, ...],
+    rvars: tuple[Expr, ...],
+    stmts: Sequence[Stmt],
+    buffers: Mapping[str, Buffer],
+    origin: tuple[str, ...],
+    work_ns: Size,
+) -> Kernel:
+    """A Kernel with its arguments and size symbols found in the statements: loaded buffers first, then stored ones."""
+    nodes = all_nodes(stmts)
+    loaded = [load_of(n).buf for n in nodes if n.op == "load"]
+    stored = [s.buf for s in stmts if isinstance(s, Store)]
+    args = tuple(buffers[b] for b in dict.fromkeys((*loaded, *stored)))
+    outs = tuple(dict.fromkeys(stored))
+    sequential = any(isinstance(s, Store) and _collides(s) for s in stmts)
+    sizes = size_symbols(vars_ + rvars, stmts, nodes, args)
+    return Kernel(name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin)
+
+
+def _collides(s: Store) -> bool:
+    """Whether two points may store to one element."""
+    return bool(s.index_args) or s.mode != "store"
+
+
+def size_symbols(
+    vars_: tuple[Expr, ...], stmts: Sequence[Stmt], nodes: Sequence[Node], args: Sequence[Buffer]
+) -> tuple[Expr, ...]:
+    """The size symbols of a kernel, by name."""
+    exprs: list[Size] = [extent(v) for v in vars_]
+    for n in nodes:
+        exprs += index_exprs(n)
+        if n.op == "bounded" and isinstance(n.attr, (int, Expr)):
+            exprs.append(n.attr)
+    for s in stmts:
+        if isinstance(s, Store):
+            exprs += s.index
+    for b in args:
+        exprs += (*b.shape, *b.strides)
+    loop = {v.symbol for v in vars_}
+    found: dict[str, Atom] = {}
+    for e in exprs:
+        if not isinstance(e, int):
+            found.update((a.name, a) for a in free_symbols(e) if a not in loop and not is_arg(a))
+    return tuple(symbol(a.name, a.lo, a.hi, a.extent) for _, a in sorted(found.items()))
+
+
+_WORD = re.compile(r"[a-z][a-z0-9_]*")
+_MAX_WORDS = 4
+
+
+def origin_words(origins: Sequence[tuple[str, ...]]) -> list[str]:
+    """Names of ATen ops found in the origins of loops ('model.py:31', 'aten.softmax.int'), each once."""
+    words: dict[str, None] = {}
+    for origin in origins:
+        for text in origin:
+            parts = text.split(".")
+            if len(parts) >= 2 and ":" not in text and "/" not in text:
+                word = parts[1].strip("_").lower()
+                if _WORD.fullmatch(word):
+                    words[word] = None
+    return list(words)
+
+
+class Names:
+    """Gives out kernel names that are unique in a program."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, int] = {}
+
+    def new(self, words: Sequence[str], content: str) -> str:
+        """plait_<words>_<hash of content>, with a number behind it where that is taken."""
+        digest = hashlib.sha256(content.encode()).hexdigest()[:6]
+        base = "_".join(("plait", *words[:_MAX_WORDS], digest))
+        n = self._used[base] = self._used.get(base, 0) + 1
+        return base if n == 1 else f"{base}_{n}"
+
+
+def content_text(
+    vars_: tuple[Expr, ...], rvars: tuple[Expr, ...], stmts: Sequence[Stmt], args: Sequence[Buffer]
+) -> str:
+    """Everything that decides a kernel's code, with buffers and results of reductions named by position."""
+    bufs = {b.name: f"b{k}" for k, b in enumerate(args)}
+    accs = {s.name: f"a{k}" for k, s in enumerate(s for s in stmts if isinstance(s, Reduce))}
+    lines = [f"{v}<{extent(v)}" for v in vars_] + [f"r {v}<{extent(v)}" for v in rvars]
+    lines += [f"{b.dtype} {b.shape} {b.strides}" for b in args]
+    number: dict[Node, int] = {}
+    for n in all_nodes(stmts):
+        number[n] = len(number)
+        operands = " ".join(str(number[a]) for a in n.args)
+        lines.append(f"{n.op} {_attr_text(n, bufs, accs)} {n.dtype} {operands}")
+    for s in stmts:
+        if isinstance(s, Reduce):
+            lines.append(f"reduce {s.kind} {number[s.value]} {s.running}")
+        else:
+            rest = [number[a] for a in s.index_args]
+            mask = None if s.mask is None else number[s.mask]
+            lines.append(
+                f"{s.mode} {bufs[s.buf]} {s.index} {number[s.value]} {s.full} {rest} {mask}"
+            )
+    return "\n".join(lines)
+
+
+def _attr_text(n: Node, bufs: Mapping[str, str], accs: Mapping[str, str]) -> str:
+    if isinstance(n.attr, Load):
+        return f"{bufs[n.attr.buf]}{n.attr.index}{n.attr.masked}"
+    if n.op == "acc":
+        name, _, part = str(n.attr).partition(".")
+        return f"{accs.get(str(n.attr), accs.get(name))}.{part}"
+    return repr(n.attr)

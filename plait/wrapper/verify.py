@@ -1,0 +1,374 @@
+"""What a legal wrapper program is, written down and checked; run after every pass in tests and when debugging.
+
+Every name is defined once and before its uses, freed at most once and never used after that (aliases included); every
+output is live, every symbol bound; arena ranges of live tensors are apart, and nothing in an arena outlives the call.
+Errors are InternalError and name the pass, the instruction and the rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from plait.errors import InternalError
+from plait.ir import sizes as sz
+from plait.ir.sizes import Expr, Size
+from plait.wrapper.instructions import (
+    Alloc,
+    Arena,
+    AssertAlignment,
+    AssertScalar,
+    AssertSizeStride,
+    BumpVersion,
+    CallExtern,
+    CallPython,
+    CheckFinite,
+    Constant,
+    Copy,
+    DefineKernel,
+    Fill,
+    Free,
+    Instr,
+    Launch,
+    Literal,
+    OpaqueInput,
+    Place,
+    Ref,
+    Return,
+    Reuse,
+    Symbol,
+    SymbolInput,
+    TensorInput,
+    View,
+    WrapperProgram,
+)
+from plait.wrapper.walk import defined, operands, refs, sizes, symbols, used
+
+LITERALS = frozenset(
+    {"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"}
+)
+
+
+def verify(program: WrapperProgram, after: str = "build") -> None:
+    """Raises InternalError where the program breaks a rule. after: the pass to blame."""
+    _Verifier(program, after).run()
+
+
+def verify_kept(before: WrapperProgram, now: WrapperProgram, after: str) -> None:
+    """Raises InternalError if a pass dropped, doubled or invented an assert, a launch, a call or another effect."""
+    was, has = _effects(before), _effects(now)
+    if was != has:
+        lost = [str(e) for e in was if was[e] > has[e]]
+        new = [str(e) for e in has if has[e] > was[e]]
+        raise InternalError(
+            f"after {after}: effects changed: lost {lost or 'none'}, new {new or 'none'}"
+        )
+    if before.inputs != now.inputs:
+        raise InternalError(f"after {after}: the signature changed")
+
+
+def _effects(p: WrapperProgram) -> Counter[tuple[str, ...]]:
+    out: Counter[tuple[str, ...]] = Counter()
+    for i in p.body:
+        match i:
+            case AssertScalar():
+                out["AssertScalar", i.message] += 1
+            case AssertSizeStride() | AssertAlignment() | CheckFinite() | BumpVersion() | Fill():
+                out[type(i).__name__, i.tensor] += 1
+            case Launch():
+                out["Launch", i.kernel] += 1
+            case CallExtern():
+                out["CallExtern", i.op] += 1
+            case CallPython():
+                out["CallPython", i.label] += 1
+            case Copy():
+                out["Copy", i.dst, i.src] += 1
+            case _:
+                pass
+    return out
+
+
+class _Verifier:
+    """One walk over a program. kind: name -> 'tensor', 'place', 'alloc', 'constant', 'arena', 'symbol', 'opaque' or
+    'result' (of a call: a tensor or a symbol)."""
+
+    def __init__(self, program: WrapperProgram, after: str) -> None:
+        self.p, self.after = program, after
+        self.kind: dict[str, str] = {}
+        self.base: dict[str, str] = {}
+        self.freed: dict[str, int] = {}
+        self.spent: dict[str, str] = {}  # taken over by Reuse -> the new name
+        self.kernels: dict[str, DefineKernel] = {}
+        self.placed: dict[str, Place] = {}
+        self.ranges: dict[str, Ranges] = {}
+        self.samples = _samples(program)
+        self.arenas: dict[str, Arena] = {}
+        self.at = -1
+        self.uses = self._uses()
+
+    def run(self) -> None:
+        for entry in self.p.inputs:
+            kinds = {TensorInput: "tensor", SymbolInput: "symbol", OpaqueInput: "opaque"}
+            self.define(entry.name, kinds[type(entry)])
+            if isinstance(entry, TensorInput):
+                self.ranks(entry.shape, entry.strides)
+        if not self.p.body or not isinstance(self.p.body[-1], Return):
+            self.fail("the last instruction is no Return")
+        for i in self.p.body:
+            self.at += 1
+            self.instruction(i)
+
+    def fail(self, what: str) -> NoReturn:
+        where = "signature" if self.at < 0 else f"instruction {self.at}, {self.p.body[self.at]}"
+        raise InternalError(f"after {self.after}: {self.p.name}: {where}: {what}")
+
+    # ---- names
+    def define(self, name: str, kind: str) -> None:
+        if name in self.kind:
+            self.fail(f"{name} is defined twice")
+        if not name:
+            self.fail("an empty name")
+        self.kind[name] = kind
+
+    def root(self, name: str) -> str:
+        """The tensor whose memory this names, through views."""
+        while name in self.base:
+            name = self.base[name]
+        return name
+
+    def live(self, name: str) -> str:
+        """Checks that name and the memory under it may be used here; gives its kind."""
+        kind = self.kind.get(name)
+        if kind is None:
+            self.fail(f"{name} is used before it is defined")
+        at: str | None = name
+        while at is not None:
+            if at in self.freed:
+                through = "" if at == name else f" (through {name})"
+                self.fail(
+                    f"{at} is used after it was freed by instruction {self.freed[at]}{through}"
+                )
+            at = self.base.get(at)
+        root = self.root(name)
+        taker = self.spent.get(root)
+        if taker is not None and self.at > self.first_use(taker):
+            self.fail(f"{root} is used after {taker} took over its memory")
+        return kind
+
+    def tensor(self, name: str) -> None:
+        if self.live(name) in ("symbol", "opaque", "arena"):
+            self.fail(f"{name} is no tensor")
+
+    def _uses(self) -> dict[str, list[int]]:
+        """Positions at which each tensor, or a view of it, is used; views do not count as uses themselves."""
+        base: dict[str, str] = {}
+        out: dict[str, list[int]] = {}
+        for k, i in enumerate(self.p.body):
+            if isinstance(i, View):
+                base[i.name] = i.base
+                continue
+            for name in used(i):
+                at: str | None = name
+                while at is not None:
+                    out.setdefault(at, []).append(k)
+                    at = base.get(at)
+        return out
+
+    def first_use(self, name: str) -> int:
+        return next(iter(self.uses.get(name, ())), len(self.p.body))
+
+    def last_use(self, name: str) -> int:
+        return self.uses.get(name, [-1])[-1]
+
+    # ---- instructions
+    def instruction(self, i: Instr) -> None:
+        for name in symbols(i):
+            if self.kind.get(name) not in ("symbol", "result"):
+                self.fail(f"symbol {name} is not bound")
+        for name in used(i):
+            self.check_use(i, name)
+        for o in operands(i):
+            self.literal(o)
+        match i:
+            case Symbol():
+                self.define(i.name, "symbol")
+            case Arena():
+                if any(a.device == i.device for a in self.arenas.values()):
+                    self.fail(f"a second arena on {i.device}")
+                self.define(i.name, "arena")
+                self.arenas[i.name] = i
+            case Place():
+                self.place(i)
+            case Alloc():
+                self.ranks(i.shape, i.strides)
+                self.define(i.name, "alloc")
+            case Reuse():
+                self.reuse(i)
+            case Free():
+                self.free(i)
+            case View():
+                self.ranks(i.shape, i.strides)
+                self.define(i.name, "tensor")
+                self.base[i.name] = i.base
+            case Constant():
+                if not 0 <= i.index < self.p.n_constants:
+                    self.fail(f"the program has {self.p.n_constants} constants")
+                self.define(i.name, "constant")
+            case DefineKernel():
+                if i.name in self.kernels:
+                    self.fail(f"kernel {i.name} is defined twice")
+                self.kernels[i.name] = i
+            case Launch():
+                self.launch(i)
+            case CallExtern() | CallPython():
+                self.call(i)
+            case Return():
+                self.at_return(i)
+            case _:
+                if isinstance(i, AssertSizeStride):
+                    self.ranks(i.shape, i.strides)
+
+    def check_use(self, i: Instr, name: str) -> None:
+        if isinstance(i, Place):
+            if self.live(name) != "arena":
+                self.fail(f"{name} is no arena")
+        elif isinstance(i, (CallExtern, CallPython, Return)):
+            if self.live(name) in ("arena", "symbol"):
+                self.fail(f"{name} is no tensor")
+        else:
+            self.tensor(name)
+
+    def literal(self, o: object) -> None:
+        if isinstance(o, Literal) and o.kind not in LITERALS:
+            self.fail(f"a literal of unknown kind {o.kind!r}")
+
+    def ranks(self, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> None:
+        if len(shape) != len(strides):
+            self.fail(f"{len(shape)} sizes but {len(strides)} strides")
+
+    def place(self, i: Place) -> None:
+        self.ranks(i.shape, i.strides)
+        self.define(i.name, "place")
+        if isinstance(i.offset, int) and i.offset % i.dtype.nbytes:
+            self.fail(f"byte {i.offset} is no place for {i.dtype}")
+        ranges = self.ranges[i.name] = [_bytes(i, env) for env in self.samples]
+        room = self.arenas[i.arena].nbytes
+        if any(
+            end > sz.evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)
+        ):
+            self.fail(f"it ends beyond the {room} bytes of {i.arena}")
+        for name, other in self.placed.items():
+            if other.arena == i.arena and name not in self.freed:
+                self.check_apart(i, other)
+        self.placed[i.name] = i
+
+    def check_apart(self, i: Place, other: Place) -> None:
+        # What a kernel overwrites in place starts at the same byte and is read for the last time by that kernel.
+        if i.offset == other.offset and self.last_use(other.name) <= self.first_use(i.name):
+            return
+        if _overlap(self.ranges[i.name], self.ranges[other.name]):
+            self.fail(f"its memory overlaps that of {other.name}, which is live")
+
+    def reuse(self, i: Reuse) -> None:
+        self.ranks(i.shape, i.strides)
+        if self.kind[i.old] != "alloc":
+            self.fail(f"{i.old} was not allocated by this program")
+        if i.old in self.spent:
+            self.fail(f"{i.old} was already taken over by {self.spent[i.old]}")
+        self.define(i.name, "alloc")
+        self.spent[i.old] = i.name
+
+    def free(self, i: Free) -> None:
+        kind = self.kind.get(i.name)
+        if kind is None:
+            self.fail(f"{i.name} is freed before it is defined")
+        if kind in ("symbol", "arena", "opaque", "constant"):
+            self.fail(f"{i.name} is no tensor that can be freed")
+        if i.name in self.freed:
+            self.fail(f"{i.name} was already freed by instruction {self.freed[i.name]}")
+        self.freed[i.name] = self.at
+
+    def launch(self, i: Launch) -> None:
+        k = self.kernels.get(i.kernel)
+        if k is None:
+            self.fail(f"kernel {i.kernel} is launched before it is defined")
+        if (len(i.args), len(i.sizes)) != (k.n_args, k.n_sizes):
+            self.fail(f"{i.kernel} takes {k.n_args} tensors and {k.n_sizes} sizes")
+        stray = [n for n in i.outs if n not in i.args]
+        if stray:
+            self.fail(f"{stray[0]} is written but no argument")
+
+    def call(self, i: CallExtern | CallPython) -> None:
+        if isinstance(i, CallPython) and not 0 <= i.index < self.p.n_callables:
+            self.fail(f"the program has {self.p.n_callables} callables")
+        if isinstance(i, CallPython) or i.may_keep:
+            for name in used(i):
+                if self.kind[self.root(name)] == "place":
+                    self.fail(f"{name} lies in the arena and the call may keep it")
+        if isinstance(i, CallExtern):
+            given = {n for _, o in i.kwargs for n in refs(o)}
+            if not given.issuperset(i.into):
+                self.fail("a result is written into a tensor that is no keyword argument")
+        for name in defined(i):
+            self.define(name, "result")
+
+    def at_return(self, i: Return) -> None:
+        if self.at != len(self.p.body) - 1:
+            self.fail("instructions follow")
+        for o in i.values:
+            if not isinstance(o, (Ref, Literal, int, Expr)):
+                self.fail(f"{o} is no output")
+            for name in refs(o):
+                if self.kind[self.root(name)] == "place":
+                    self.fail(f"output {name} lies in the arena")
+
+
+# ---------------------------------------------------------------------------------------------- sample values
+Env = Mapping[str, int]
+Ranges = Sequence[tuple[int, int]]
+_SAMPLES = (0, 1, 2, 3, 5, 8, 17, 64, 127, 1000)
+
+
+def _samples(p: WrapperProgram) -> list[dict[str, int]]:
+    """Values of all symbols: one set for a program without symbols, else a handful, within the symbols' ranges.
+
+    A symbol that is an expression takes its value from the others."""
+    atoms = {a.name: a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
+    given = {
+        i.name: i.value
+        for i in p.body
+        if isinstance(i, Symbol) and isinstance(i.value, (int, Expr))
+    }
+    free = [n for n in sorted(atoms) if n not in given]
+    if not atoms:
+        return [{}]
+    out = []
+    for k, step in enumerate(_SAMPLES):
+        env: dict[str, int] = {}
+        for j, name in enumerate(free):
+            atom = atoms[name]
+            lo = 0 if atom.lo == float("-inf") else int(atom.lo)
+            value = lo + (step if j == 0 else _SAMPLES[(k + j) % len(_SAMPLES)])
+            env[name] = int(min(value, atom.hi))
+        for name, source in given.items():
+            env[name] = sz.evaluate(source, env)
+        out.append(env)
+    return out
+
+
+def _bytes(i: Place, env: Env) -> tuple[int, int]:
+    """First byte and one past the last byte of a placed tensor; equal if it has no elements."""
+    start = sz.evaluate(i.offset, env)
+    shape = [sz.evaluate(s, env) for s in i.shape]
+    if 0 in shape:
+        return start, start
+    reach = sum((s - 1) * sz.evaluate(t, env) for s, t in zip(shape, i.strides, strict=True))
+    return start, start + (reach + 1) * i.dtype.nbytes
+
+
+def _overlap(a: Ranges, b: Ranges) -> bool:
+    """Whether two ranges share a byte at any of the sample values."""
+    return any(
+        a0 < b1 and b0 < a1 and a0 < a1 and b0 < b1 for (a0, a1), (b0, b1) in zip(a, b, strict=True)
+    )

@@ -1,0 +1,167 @@
+"""The programs that the benchmarks race, in plain PyTorch: this file needs torch and nothing else.
+
+Each `Case` makes a module and its inputs from a fixed seed, so that every process measures the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Sum8(nn.Module):
+    """(x + y).sum() on 8x8: nothing but the cost of a call."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x + y).sum()
+
+
+class Sum8View(nn.Module):
+    """Sum8 that returns a view of an input too, so that AOTAutograd's runtime wrapper has work to do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x + y).sum(), x.t()
+
+
+class Pointwise(nn.Module):
+    """tanh * sigmoid - exp, layer_norm, gelu, softmax over rows of 1024."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x) * torch.sigmoid(x) - torch.exp(x)
+        y = F.gelu(F.layer_norm(y, (y.shape[-1],)))
+        return torch.softmax(y, -1)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        q, k, v = (
+            t.view(batch, tokens, self.heads, dim // self.heads).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        attention = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.proj(attention.transpose(1, 2).reshape(batch, tokens, dim))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class BasicBlock(nn.Module):
+    """ResNet's block of two 3x3 convolutions."""
+
+    def __init__(self, cin: int, cout: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(cin, cout, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(cout)
+        self.conv2 = nn.Conv2d(cout, cout, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(cout)
+        self.down: nn.Module = nn.Identity()
+        if stride != 1 or cin != cout:
+            self.down = nn.Sequential(
+                nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.down(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for 1000 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        blocks, cin = [], 64
+        for cout, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [BasicBlock(cin, cout, stride), BasicBlock(cout, cout, 1)]
+            cin = cout
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Loss(nn.Module):
+    """The mean square of a model's output: what a training step differentiates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()
+
+
+def tiny_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def linear10() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(10)))
+
+
+def tf6() -> nn.Module:
+    return nn.Sequential(*(Block(256, 4) for _ in range(6)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program. train: a call is forward and backward with fresh gradients, in training mode."""
+
+    name: str
+    about: str
+    build: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...]
+    train: bool = False
+
+    def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """The module and its inputs, the same ones in every process."""
+        torch.manual_seed(0)
+        module = self.build().train(self.train)
+        return module, tuple(torch.randn(shape) for shape in self.shapes)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("sum8", "(x + y).sum() on 8x8", Sum8, ((8, 8), (8, 8))),
+        Case("sum8-view", "sum8 and a view of an input", Sum8View, ((8, 8), (8, 8))),
+        Case("tiny-mlp", "16-32-4, batch 1", tiny_mlp, ((1, 16),)),
+        Case("linear10", "10 Linear layers of 64, batch 1", linear10, ((1, 64),)),
+        Case("pw", "pointwise, layer_norm, gelu, softmax on 1024x1024", Pointwise, ((1024, 1024),)),
+        Case("tf6", "6 transformer blocks, d 256, 4 x 64 tokens", tf6, ((4, 64, 256),)),
+        Case("resnet18", "batch 4 at 128x128", ResNet18, ((4, 3, 128, 128),)),
+        Case(
+            "tiny-mlp-train",
+            "16-32-4, batch 8, forward + backward",
+            lambda: Loss(tiny_mlp()),
+            ((8, 16),),
+            train=True,
+        ),
+        Case(
+            "tf6-train",
+            "6 transformer blocks, 4 x 64 tokens, forward + backward",
+            lambda: Loss(tf6()),
+            ((4, 64, 256),),
+            train=True,
+        ),
+    )
+}

@@ -61,12 +61,13 @@ from plait.wrapper.passes import place_frees
 ARENA = "arena"
 
 
-def build(plan: Plan, name: str) -> WrapperProgram:
+def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> WrapperProgram:
     """The program of a plan, tensors freed after their last use.
 
+    bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others, the caller does).
     Raises InternalError if the plan contradicts itself.
     """
-    b = _Builder(plan)
+    b = _Builder(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs))
     for k, entry in enumerate(plan.program.inputs):
         b.add_input(k, entry)
     b.define_symbols()
@@ -94,8 +95,9 @@ class _Builder:
     """The instructions so far and what they defined.
     how: name -> 'input', 'constant', 'place', 'alloc', 'result', 'view' or 'symbol'."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, bumped: frozenset[object]) -> None:
         self.plan = plan
+        self.bumped = bumped
         self.inputs: list[Input] = []
         self.body: list[Instr] = []
         self.how: dict[str, str] = {}
@@ -228,9 +230,10 @@ class _Builder:
 
     def mutate(self, target: str, source: str) -> None:
         if source == target or self.plan.memory.in_place.get(source) == target:
-            self.body.append(BumpVersion(target))
+            if target in self.bumped:
+                self.body.append(BumpVersion(target))
         else:
-            self.body.append(Copy(target, source))
+            self.body.append(Copy(target, source, bump=target in self.bumped))
 
     # ---- memory
     def make(self, b: Buffer) -> None:

@@ -6,18 +6,26 @@ compiles anything; nothing else in plait compares versions or reads fields that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 import torch._functorch.config as functorch_config
+import torch.utils._pytree as pytree
 from torch._dynamo.exc import ShortenTraceback
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch._dynamo.exc import UserError as TorchUserError
+from torch._export import non_strict_utils
+from torch._functorch.aot_autograd import aot_export_module, aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plait.errors import InternalError, PlaitError, Unsupported, UserError
@@ -146,3 +154,153 @@ def wrapper_reason(meta: Any) -> str:
         if type(info).__name__ != "PlainTensorMeta":
             return "tensor subclasses"
     return ""
+
+
+# ---------------------------------------------------------------------------------------------- export
+@dataclass(frozen=True)
+class SizeFacts:
+    """What a traced program assumes about sizes.
+
+    bounds: symbol -> inclusive range, None for no limit. checks: conditions that sizes must meet besides: the text for
+    the user, and a function of the tensor arguments that says whether it holds.
+    """
+
+    bounds: dict[str, tuple[int, int | None]]
+    checks: tuple[tuple[str, Callable[..., bool]], ...]
+
+
+class ExportEnv:
+    """Fake arguments for one export. leaves: the flattened arguments, tensors replaced by fake ones."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any,
+    ) -> None:
+        self.dynamic_shapes = dynamic_shapes
+        try:
+            found = non_strict_utils.make_fake_inputs(
+                module, _apart(args), _apart(kwargs), dynamic_shapes
+            )
+        except (ConstraintViolationError, TorchUserError, ValueError) as error:
+            raise UserError(f"dynamic_shapes does not fit: {error}") from error
+        self.mode, fake_args, fake_kwargs, self._equalities, self._python_signature, _ = found
+        self.leaves = pytree.tree_leaves((fake_args, fake_kwargs))
+        self._alive: list[
+            torch.Tensor
+        ] = []  # fake tensors are memoised by the tensors they stand for
+
+    def fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake, detached tensor of fixed sizes for a parameter or buffer."""
+        detached = tensor.detach()
+        self._alive.append(detached)
+        return self.mode.from_tensor(detached, static_shapes=True)
+
+    def size_facts(self, fakes: Sequence[torch.Tensor], graph: GraphModule) -> SizeFacts:
+        """What the trace assumed. Raises UserError if that contradicts dynamic_shapes."""
+        shape_env = self.mode.shape_env
+        if self.dynamic_shapes:
+            try:
+                non_strict_utils.produce_guards_and_solve_constraints(
+                    self.mode,
+                    graph,
+                    self.dynamic_shapes,
+                    self._equalities,
+                    self._python_signature,
+                )
+            except (ConstraintViolationError, TorchUserError) as error:
+                raise UserError(f"dynamic_shapes contradicts the program: {error}") from error
+        where: dict[Any, tuple[int, int]] = {}
+        for arg, fake in enumerate(fakes):
+            for dim, size in enumerate(fake.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                    where.setdefault(size.node.expr, (arg, dim))
+        bounds = {}
+        for symbol in where:
+            span = shape_env.bound_sympy(symbol)
+            # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
+            low = int(span.lower) if span.lower > 2 else 0
+            bounds[str(symbol)] = (low, int(span.upper) if span.upper < 2**62 else None)
+        checks = [
+            *_derived_sizes(fakes, where),
+            *(_condition(e, where) for e in _open_guards(shape_env)),
+        ]
+        return SizeFacts(bounds, tuple(checks))
+
+
+def _apart(tree: Any) -> Any:
+    """The same arguments with a tensor that is given twice made two: a call may give two different ones."""
+    seen: set[int] = set()
+
+    def fresh(x: torch.Tensor) -> torch.Tensor:
+        if id(x) in seen:
+            return x.detach()
+        seen.add(id(x))
+        return x
+
+    return pytree.tree_map_only(torch.Tensor, fresh, tree)
+
+
+def _open_guards(shape_env: Any) -> list[Any]:
+    """Conditions of the trace that are neither equal symbols nor ranges of one symbol."""
+    found = []
+    for guard in shape_env.guards:
+        expr = shape_env.simplify(guard.expr)
+        if expr.is_Boolean and expr in (sympy.true, sympy.false):
+            continue
+        if shape_env._maybe_evaluate_static(expr) is not None:
+            continue
+        if expr not in found:
+            found.append(expr)
+    return found
+
+
+def _derived_sizes(
+    fakes: Sequence[torch.Tensor], where: dict[Any, tuple[int, int]]
+) -> list[tuple[str, Callable[..., bool]]]:
+    found = []
+    for arg, fake in enumerate(fakes):
+        for dim, size in enumerate(fake.shape):
+            if isinstance(size, torch.SymInt) and not size.node.expr.is_symbol:
+                own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
+                found.append(
+                    _condition(
+                        sympy.Eq(own, size.node.expr, evaluate=False), {**where, own: (arg, dim)}
+                    )
+                )
+    return found
+
+
+def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> tuple[str, Callable[..., bool]]:
+    """A sympy condition as text and as a Python function of the tensor arguments."""
+    missing = [s for s in expr.free_symbols if s not in where]
+    if missing:
+        raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
+    symbols = sorted(expr.free_symbols, key=str)
+    source = PythonPrinter().doprint(expr)
+    values = ", ".join(f"args[{where[s][0]}].shape[{where[s][1]}]" for s in symbols)
+    names = ", ".join(str(s) for s in symbols)
+    scope: dict[str, Any] = {"math": math, "torch": torch}
+    code = f"lambda *args: (lambda {names}: {source})({values})"
+    return source, eval(code, scope)
+
+
+def export_graph(
+    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]
+) -> tuple[GraphModule, tuple[int, ...]]:
+    """Traces flat(*inputs) functionally and without autograd.
+
+    Also gives the positions of mutated inputs; their new values are the graph's first outputs.
+    """
+    with env.mode, tracing(TracingContext(env.mode)):
+        graph, signature = aot_export_module(
+            flat, inputs, trace_joint=False, decompositions=decomposition_table()
+        )
+    assert isinstance(graph, GraphModule)
+    if signature.input_tokens:
+        raise Unsupported("plait.compile of a program with effect tokens (printing, torchbind)")
+    positions = {name: i for i, name in enumerate(signature.user_inputs)}
+    mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
+    return graph, mutated

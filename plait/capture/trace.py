@@ -1,0 +1,190 @@
+"""Traces a module with torch's export machinery into one functional graph whose inputs are state and tensor leaves.
+
+Knows nothing of compiling: it takes a module, example arguments and a dynamic_shapes specification and gives a graph,
+the facts about its sizes (ranges, extra conditions), and how arguments flatten and results are put together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule
+from torch.nn.utils import stateless
+
+from plait import compat
+from plait.errors import Unsupported, UserError
+from plait.graph.edit import aten, output_of
+
+
+class FunctionModule(torch.nn.Module):
+    """A function as a module: the export machinery reads the signature of `forward`."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = fn
+
+
+class _Value:
+    """Stands in a list of result leaves where a tensor or size is to be put."""
+
+    def __repr__(self) -> str:
+        return "VALUE"
+
+
+VALUE = _Value()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a call's arguments and results map to the graph's.
+
+    leaves: the example's argument leaves, VALUE where a tensor goes. names: one for each leaf.
+    out_leaves: result leaves, VALUE where a tensor or size of the graph goes, otherwise a constant.
+    """
+
+    in_spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    n_args: int
+    keywords: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    out_leaves: tuple[Any, ...]
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether every argument is a tensor itself."""
+        return all(x is VALUE for x in self.leaves) and len(self.leaves) == self.n_args + len(
+            self.keywords
+        )
+
+    @property
+    def single(self) -> bool:
+        """Whether the result is one tensor."""
+        return self.out_spec.is_leaf() and self.out_leaves == (VALUE,)
+
+    @property
+    def returns_tuple(self) -> bool:
+        """Whether the result is a flat tuple of tensors and sizes."""
+        spec = pytree.tree_structure(tuple(self.out_leaves), is_leaf=lambda x: x is VALUE)
+        return all(x is VALUE for x in self.out_leaves) and spec == self.out_spec
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
+    inputs are written back by a trailing copy_. fakes: the fake tensors of the latter."""
+
+    graph: GraphModule
+    state: tuple[torch.Tensor, ...]
+    fakes: tuple[torch.Tensor, ...]
+    signature: Signature
+    sizes: compat.SizeFacts
+
+
+def trace(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+) -> Traced:
+    """Traces module(*args, **kwargs) without autograd.
+
+    Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced.
+    """
+    real_leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
+    is_tensor = [isinstance(x, torch.Tensor) for x in real_leaves]
+    names = _leaf_names(module, args, kwargs)
+    env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    out_spec: pytree.TreeSpec | None = None
+    out_leaves: tuple[Any, ...] = ()
+
+    class Flat(torch.nn.Module):
+        """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
+
+        def forward(self, *flat: Any) -> tuple[Any, ...]:
+            nonlocal out_spec, out_leaves
+            given = iter(flat[len(state) :])
+            leaves = [
+                next(given) if tensor else fake
+                for tensor, fake in zip(is_tensor, env.leaves, strict=True)
+            ]
+            call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
+            named = dict(zip(state, flat, strict=False))
+            with stateless._reparametrize_module(module, named, tie_weights=True):
+                result = module(*call_args, **call_kwargs)
+            found, out_spec = pytree.tree_flatten(result)
+            out_leaves = tuple(VALUE if _is_value(x) else x for x in found)
+            return tuple(x for x in found if _is_value(x))
+
+    fakes = tuple(x for x, tensor in zip(env.leaves, is_tensor, strict=True) if tensor)
+    inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
+    try:
+        graph, mutated = compat.export_graph(env, Flat(), inputs)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise Unsupported(
+            f"plait.compile cannot trace {_name_of(module)}: {_first_line(error)}",
+            hint='torch.compile(fn, backend="plait"), which can break graphs',
+        ) from error
+    _write_back(graph, mutated)
+    assert out_spec is not None
+    leaves = tuple(VALUE if tensor else x for tensor, x in zip(is_tensor, real_leaves, strict=True))
+    signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
+    return Traced(graph, tuple(state.values()), fakes, signature, env.size_facts(fakes, graph))
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _name_of(module: torch.nn.Module) -> str:
+    if isinstance(module, FunctionModule):
+        return getattr(module.forward, "__name__", "the function")
+    return type(module).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _leaf_names(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """A name for every argument leaf: the parameter's, with the path inside it."""
+    try:
+        arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise UserError(f"example_inputs do not fit {_name_of(module)}: {error}") from None
+    parameters = inspect.signature(module.forward).parameters
+    names: list[str] = []
+    for name, value in arguments.items():
+        kind = parameters[name].kind
+        inner = {"": value}
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            inner = {f"[{i}]": v for i, v in enumerate(value)}
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            inner = dict(value)
+        for suffix, part in inner.items():
+            prefix = suffix if kind is inspect.Parameter.VAR_KEYWORD else name + suffix
+            for path, _ in pytree.tree_flatten_with_path(part)[0]:
+                names.append(prefix + pytree.keystr(path))
+    return tuple(names)
+
+
+def _write_back(graph_module: GraphModule, mutated: tuple[int, ...]) -> None:
+    """The graph's first outputs are new values of the inputs at positions `mutated`: makes them trailing copies."""
+    graph = graph_module.graph
+    output = output_of(graph)
+    values = list(output.args[0])  # type: ignore[arg-type]
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    with graph.inserting_before(output):
+        for position, value in zip(mutated, values, strict=False):
+            copy = graph.call_function(aten.copy_.default, (placeholders[position], value))
+            copy.meta["val"] = placeholders[position].meta["val"]
+    output.args = (tuple(values[len(mutated) :]),)
+    graph_module.recompile()

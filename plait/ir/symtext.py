@@ -1,0 +1,217 @@
+"""Integer expressions as Python text, exact both ways: symbols are declared with their ranges.
+
+`Scope` gives every symbol a variable name (its own name where that is free) and prints declarations such as
+`s0 = symbol(lo=2)`; `Reader` reads declarations and expressions back from the syntax tree of Python's own parser.
+Two symbols of one name and different ranges get two variables.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+from collections.abc import Callable
+
+from plait.ir import sizes as sz
+from plait.ir.sizes import Atom, Expr, Size
+
+_INFIX = {"div": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<", "le": "<="}
+INF = float("inf")
+
+
+class TextError(ValueError):
+    """A text that is no program of ours; the message has line and column."""
+
+
+def is_variable(name: str) -> bool:
+    """Whether a name can be a variable of the text."""
+    return name.isidentifier() and not keyword.iskeyword(name) and name != "_"
+
+
+class Scope:
+    """Variable names of symbols, in order of their first use. outer: a scope whose variables are visible here."""
+
+    def __init__(self, taken: frozenset[str] = frozenset(), outer: Scope | None = None) -> None:
+        self.outer = outer
+        self.taken = set(taken) | (outer.taken if outer else set())
+        self.names: dict[Atom, str] = {}
+        self.lines: list[str] = []
+
+    def declare(self, atom: Atom) -> str:
+        """The variable of a symbol; on first use a declaration line is added to `lines`."""
+        scope: Scope | None = self
+        while scope is not None:
+            if atom in scope.names:
+                return scope.names[atom]
+            scope = scope.outer
+        extent = None if atom.extent is None else self.size(atom.extent)
+        name = self.bind(atom)
+        self.lines.append(f"{name} = {_symbol_text(atom, name, extent)}")
+        return name
+
+    def bind(self, atom: Atom) -> str:
+        """Gives a symbol a free variable name without a declaration line."""
+        stem = atom.name if is_variable(atom.name) else "sym"
+        name, k = stem, 2
+        while name in self.taken:
+            name, k = f"{stem}_{k}", k + 1
+        self.taken.add(name)
+        self.names[atom] = name
+        return name
+
+    def size(self, e: Size) -> str:
+        """An expression as text; declares the symbols that it meets."""
+        if isinstance(e, int):
+            return str(e)
+        parts = []
+        for mono, c in e.terms:
+            factors = [self._atom(a) for a in mono]
+            if c == -1:
+                factors[0] = "-" + factors[0]
+            elif c != 1:
+                factors.insert(0, str(c))
+            parts.append("*".join(factors))
+        if e.const:
+            parts.append(str(e.const))
+        return " + ".join(parts).replace("+ -", "- ")
+
+    def sizes(self, values: tuple[Size, ...]) -> str:
+        """A tuple of expressions."""
+        return tuple_text([self.size(v) for v in values])
+
+    def _atom(self, a: Atom) -> str:
+        if a.kind == "sym":
+            return self.declare(a)
+        left, right = self.size(a.a), self.size(a.b)
+        if a.kind in ("min", "max"):
+            return f"{a.kind}({left}, {right})"
+        return f"({_paren(left)} {_INFIX[a.kind]} {_paren(right)})"
+
+
+def _paren(text: str) -> str:
+    whole = text.isidentifier() or text.isdigit()
+    return text if whole else f"({text})"
+
+
+def _symbol_text(a: Atom, variable: str, extent: str | None) -> str:
+    parts = [] if a.name == variable else [repr(a.name)]
+    hi = INF
+    if extent is not None and a.extent is not None:
+        hi = sz.bounds(a.extent)[1] - 1
+        parts.append(f"extent={extent}")
+    if a.lo != 0:
+        parts.append(f"lo={_bound(a.lo)}")
+    if a.hi != hi:
+        parts.append(f"hi={_bound(a.hi)}")
+    return f"symbol({', '.join(parts)})"
+
+
+def _bound(x: float) -> str:
+    return str(int(x)) if abs(x) != INF else "inf" if x > 0 else "-inf"
+
+
+def tuple_text(parts: list[str]) -> str:
+    """Items as a Python tuple."""
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+_COMPARE: dict[type[ast.cmpop], str] = {ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le"}
+_BINARY: dict[type[ast.operator], Callable[[Size, Size], Size]] = {
+    ast.Add: sz.add,
+    ast.Sub: lambda a, b: sz.add(a, sz.mul(b, -1)),
+    ast.Mult: sz.mul,
+    ast.FloorDiv: sz.floordiv,
+    ast.Mod: sz.mod,
+}
+
+
+class Reader:
+    """Reads declarations and expressions. symbols: variable name -> symbol."""
+
+    def __init__(self, outer: Reader | None = None) -> None:
+        self.symbols: dict[str, Expr] = dict(outer.symbols) if outer else {}
+
+    def declaration(self, s: ast.stmt) -> bool:
+        """Takes `x = symbol(...)`; False for any other statement."""
+        if not (isinstance(s, ast.Assign) and isinstance(s.value, ast.Call)):
+            return False
+        call, target = s.value, s.targets[0]
+        if not (
+            isinstance(call.func, ast.Name)
+            and call.func.id == "symbol"
+            and isinstance(target, ast.Name)
+        ):
+            return False
+        name = text_of(call.args[0]) if call.args else target.id
+        given = {k.arg: k.value for k in call.keywords}
+        lo = self.bound(given["lo"]) if "lo" in given else 0
+        hi = self.bound(given["hi"]) if "hi" in given else INF
+        extent = self.size(given["extent"]) if "extent" in given else None
+        self.symbols[target.id] = sz.symbol(name, lo, hi, extent)
+        return True
+
+    def bound(self, e: ast.expr) -> float:
+        if isinstance(e, ast.Name) and e.id == "inf":
+            return INF
+        if isinstance(e, ast.UnaryOp) and isinstance(e.op, ast.USub):
+            return -self.bound(e.operand)
+        if isinstance(e, ast.Constant) and isinstance(e.value, int):
+            return e.value
+        raise wrong(e, "a bound")
+
+    def is_size(self, e: ast.expr) -> bool:
+        """Whether this is an expression rather than another operand."""
+        match e:
+            case ast.Constant(value=value):
+                return type(value) is int
+            case ast.Name(id=name):
+                return name in self.symbols
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self.is_size(operand)
+            case ast.BinOp() | ast.Compare():
+                return True
+            case ast.Call(func=ast.Name(id="min" | "max")):
+                return True
+            case _:
+                return False
+
+    def size(self, e: ast.expr) -> Size:
+        """An integer expression. Raises TextError for anything else."""
+        match e:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.Name(id=name) if name in self.symbols:
+                return self.symbols[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return sz.mul(self.size(operand), -1)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                return _BINARY[type(op)](self.size(left), self.size(right))
+            case ast.Call(func=ast.Name(id="min" | "max" as name), args=[left, right]):
+                return (sz.smin if name == "min" else sz.smax)(self.size(left), self.size(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+                return sz.compare(_COMPARE[type(op)], self.size(left), self.size(right))
+            case _:
+                raise wrong(e, "an integer expression")
+
+    def sizes(self, e: ast.expr) -> tuple[Size, ...]:
+        """A tuple of expressions."""
+        return tuple(self.size(x) for x in items(e))
+
+
+def items(e: ast.expr) -> list[ast.expr]:
+    """The elements of a tuple."""
+    if not isinstance(e, ast.Tuple):
+        raise wrong(e, "a tuple")
+    return e.elts
+
+
+def text_of(e: ast.expr) -> str:
+    """The value of a string constant."""
+    if not (isinstance(e, ast.Constant) and isinstance(e.value, str)):
+        raise wrong(e, "a string")
+    return e.value
+
+
+def wrong(at: ast.AST, wanted: str) -> TextError:
+    """The error at a node of the syntax tree."""
+    line, column = getattr(at, "lineno", 0), getattr(at, "col_offset", 0)
+    return TextError(f"line {line}, column {column}: expected {wanted}, got {ast.unparse(at)}")

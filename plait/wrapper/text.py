@@ -1,0 +1,435 @@
+"""Wrapper programs as Python text that people read and that reads back: `read(text(p)) == p`.
+
+One line an instruction, in the order of execution. `SYNTAX` says how each instruction is spelled: its word and its
+fields; fields with a default appear only where they differ from it. Python's parser reads the text; nothing runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any, assert_never
+
+from plait.ir.dtypes import DTYPES, DType
+from plait.ir.sizes import Expr, Size
+from plait.ir.symtext import Reader, Scope, is_variable, items, text_of, tuple_text, wrong
+from plait.wrapper.instructions import (
+    Alloc,
+    Arena,
+    AssertAlignment,
+    AssertScalar,
+    AssertSizeStride,
+    BumpVersion,
+    CallExtern,
+    CallPython,
+    CheckFinite,
+    Constant,
+    Copy,
+    DefineKernel,
+    Fill,
+    Free,
+    Input,
+    Instr,
+    ItemOf,
+    Launch,
+    ListOf,
+    Literal,
+    Note,
+    OpaqueInput,
+    Operand,
+    Place,
+    Ref,
+    Return,
+    Reuse,
+    SizeOf,
+    Symbol,
+    SymbolInput,
+    TensorInput,
+    View,
+    WrapperProgram,
+)
+from plait.wrapper.walk import input_sizes, sizes
+
+# Class -> (word, fields and their kinds). Kinds: 'new' (the name defined), 'name', 'names', 'size', 'sizes',
+# 'text', 'int', 'bool', 'operand', 'type' (dtype, shape and strides in one: `f32[s0, 8] @ (8, 1)`). Symbol, Return and
+# the calls have rules of their own.
+Syntax = tuple[str, tuple[tuple[str, str], ...]]
+_TENSOR = (("name", "new"), ("type", "type"))
+SYNTAX: dict[type, Syntax] = {
+    AssertScalar: ("require", (("expr", "size"), ("message", "text"))),
+    AssertSizeStride: ("require_layout", (("tensor", "name"), ("shape", "sizes"), ("strides", "sizes"))),
+    AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
+    CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"))),
+    Arena: ("arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
+    Place: ("place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
+    Alloc: ("alloc", (*_TENSOR, ("device", "text"))),
+    Reuse: ("reuse", (("name", "new"), ("old", "name"), ("type", "type"))),
+    Free: ("free", (("name", "name"),)),
+    View: ("view", (("name", "new"), ("base", "name"), ("type", "type"), ("offset", "size"), ("relative", "bool"))),
+    Constant: ("constant", (("name", "new"), ("index", "int"))),
+    DefineKernel: ("kernel", (("name", "text"), ("n_args", "int"), ("n_sizes", "int"))),
+    Launch: (
+        "launch",
+        (("kernel", "text"), ("args", "names"), ("sizes", "sizes"), ("outs", "names"), ("work_ns", "size"),
+         ("parallel", "bool"), ("barrier", "bool")),
+    ),
+    Copy: ("copy", (("dst", "name"), ("src", "name"), ("bump", "bool"))),
+    BumpVersion: ("bump_version", (("tensor", "name"),)),
+    Fill: ("fill", (("tensor", "name"), ("value", "operand"))),
+    Note: ("note", (("text", "text"),)),
+    TensorInput: ("tensor_input", (*_TENSOR, ("device", "text"))),
+    SymbolInput: ("int_input", (("name", "new"),)),
+    OpaqueInput: ("object_input", (("name", "new"),)),
+    CallExtern: ("call", (("op", "text"), ("into", "names"), ("may_keep", "bool"))),
+    CallPython: ("call_python", (("index", "int"), ("label", "text"))),
+}  # fmt: skip
+_BY_WORD: dict[str, type] = {word: cls for cls, (word, _) in SYNTAX.items()}
+_DEFAULTS: dict[type, dict[str, object]] = {
+    cls: {f.name: f.default for f in fields(cls) if f.default is not MISSING} for cls in SYNTAX
+}
+
+
+def text(p: WrapperProgram) -> str:
+    """The program as text, symbols declared first."""
+    w = _Writer()
+    for e in (
+        *(e for i in p.inputs for e in input_sizes(i)),
+        *(e for i in p.body for e in sizes(i)),
+    ):
+        w.scope.size(e)  # declared before any tensor is named, so that names cannot be mistaken
+    inputs = [w.line(i) for i in p.inputs]
+    body = [w.line(i) for i in p.body]
+    facts = [repr(p.name)]
+    facts += [
+        f"{k}={v}" for k, v in (("n_constants", p.n_constants), ("n_callables", p.n_callables)) if v
+    ]
+    origins = [f"origin({k!r}, {o!r})" for k, o in p.origins]
+    head = [f"program({', '.join(facts)})", *w.scope.lines]
+    return "\n".join([*head, "", *inputs, "", *origins, *body]) + "\n"
+
+
+def line(i: Instr | Input) -> str:
+    """One instruction as text, for messages and dumps; symbols are not declared."""
+    return _Writer().line(i)
+
+
+def read(source: str) -> WrapperProgram:
+    """The program that a text describes. Raises TextError (or SyntaxError) where it describes none."""
+    return _Reader().program(ast.parse(source))
+
+
+# ---------------------------------------------------------------------------------------------- writing
+class _Writer:
+    def __init__(self) -> None:
+        self.scope = Scope()
+
+    def line(self, i: Instr | Input) -> str:
+        match i:
+            case Symbol(name, value):
+                return f"{self.target(name)} = {self.source(value)}"
+            case CallExtern() | CallPython():
+                return self.call(i)
+            case Return(values):
+                return f"return {tuple_text([self.operand(o) for o in values])}"
+            case _:
+                left, right = self.fields(i)
+                return f"{left} = {right}" if left else right
+
+    def fields(self, i: Instr | Input) -> tuple[str, str]:
+        word, spec = SYNTAX[type(i)]
+        defaults = _DEFAULTS[type(i)]
+        left, parts = "", []
+        for name, kind in spec:
+            if kind == "type":
+                parts.append(self.tensor_type(i))
+                continue
+            value = getattr(i, name)
+            if kind == "new":
+                left = self.target(value)
+            elif name not in defaults:
+                parts.append(self.value(kind, value))
+            elif value != defaults[name]:
+                parts.append(f"{name}={self.value(kind, value)}")
+        return left, f"{word}({', '.join(parts)})"
+
+    def value(self, kind: str, value: Any) -> str:
+        match kind:
+            case "name":
+                return self.name(value)
+            case "names":
+                return tuple_text([self.name(n) for n in value])
+            case "size":
+                return self.scope.size(value)
+            case "sizes":
+                return self.scope.sizes(value)
+            case "operand":
+                return self.operand(value)
+            case _:
+                return repr(value)
+
+    def tensor_type(self, i: Any) -> str:
+        shape = ", ".join(self.scope.size(s) for s in i.shape) or "()"
+        return f"{i.dtype.name}[{shape}] @ {self.scope.sizes(i.strides)}"
+
+    def source(self, value: SizeOf | ItemOf | Size) -> str:
+        match value:
+            case SizeOf(tensor, kind, dim):
+                return f"read({self.name(tensor)}, {kind!r}, {dim})"
+            case ItemOf(tensor):
+                return f"item({self.name(tensor)})"
+            case int() | Expr():
+                return f"let({self.scope.size(value)})"
+            case _:
+                assert_never(value)
+
+    def call(self, i: CallExtern | CallPython) -> str:
+        _, head = self.fields(i)
+        args = [self.operand(o) for o in i.args]
+        for key, o in i.kwargs:
+            value = self.operand(o)
+            args.append(f"{key}={value}" if is_variable(key) else f"**{{{key!r}: {value}}}")
+        outs = ", ".join("_" if n is None else self.target(n) for n in i.outs)
+        left = f"{outs}{',' if len(i.outs) == 1 else ''} = " if i.outs else ""
+        return f"{left}{head}({', '.join(args)})"
+
+    def operand(self, o: Operand) -> str:
+        match o:
+            case Ref(name):
+                return self.name(name)
+            case Literal(kind, value):
+                return _literal(kind, value)
+            case ListOf(values):
+                return f"[{', '.join(self.operand(v) for v in values)}]"
+            case int() | Expr():
+                return self.scope.size(o)
+            case _:
+                assert_never(o)
+
+    def target(self, name: str) -> str:
+        return name if is_variable(name) else f"ref[{name!r}]"
+
+    def name(self, name: str) -> str:
+        """A tensor; a variable that is taken by a symbol or a word of the text is spelled `ref['x']`."""
+        plain = is_variable(name) and name != "ref" and name not in self.scope.taken
+        return name if plain else f"ref[{name!r}]"
+
+
+_PLAIN: dict[str, type] = {"bool": bool, "float": float, "str": str}
+
+
+def _literal(kind: str, value: str) -> str:
+    """Constants of Python where these are exact, else kind('text')."""
+    if kind == "none" and not value:
+        return "None"
+    if kind == "str":
+        return repr(value)
+    if kind == "bool" and value in ("True", "False"):
+        return value
+    if kind == "float":
+        number = _from_hex(value)
+        if number is not None and number.hex() == value and number - number == 0:
+            return repr(number)
+    return f"{kind}({value!r})"
+
+
+def _from_hex(value: str) -> float | None:
+    try:
+        return float.fromhex(value)
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------- reading
+class _Reader:
+    def __init__(self) -> None:
+        self.symbols = Reader()
+
+    def program(self, tree: ast.Module) -> WrapperProgram:
+        first, *rest = tree.body
+        head = _call_of(first, "program")
+        facts = {k.arg: k.value for k in head.keywords}
+        inputs: list[Input] = []
+        body: list[Instr] = []
+        origins: list[tuple[str, str]] = []
+        for s in rest:
+            if self.symbols.declaration(s):
+                continue
+            if isinstance(s, ast.Expr) and _word(s.value) == "origin":
+                assert isinstance(s.value, ast.Call)
+                kernel, origin = (text_of(a) for a in s.value.args)
+                origins.append((kernel, origin))
+                continue
+            i = self.statement(s)
+            if isinstance(i, (TensorInput, SymbolInput, OpaqueInput)):
+                inputs.append(i)
+            else:
+                body.append(i)
+        return WrapperProgram(
+            name=text_of(head.args[0]),
+            inputs=tuple(inputs),
+            body=tuple(body),
+            n_constants=_int(facts["n_constants"]) if "n_constants" in facts else 0,
+            n_callables=_int(facts["n_callables"]) if "n_callables" in facts else 0,
+            origins=tuple(origins),
+        )
+
+    def statement(self, s: ast.stmt) -> Any:
+        if isinstance(s, ast.Return) and s.value is not None:
+            return Return(tuple(self.operand(x) for x in items(s.value)))
+        targets: list[str | None] = []
+        if isinstance(s, ast.Assign):
+            left = s.targets[0]
+            parts = left.elts if isinstance(left, ast.Tuple) else [left]
+            targets = [
+                None if isinstance(t, ast.Name) and t.id == "_" else self.name(t) for t in parts
+            ]
+        if not isinstance(s, (ast.Assign, ast.Expr)) or not isinstance(s.value, ast.Call):
+            raise wrong(s, "an instruction")
+        call = s.value
+        if isinstance(call.func, ast.Call):
+            return self.call(call.func, call, tuple(targets))
+        word = _word(call)
+        if word in ("read", "item", "let"):
+            assert targets and targets[0] is not None
+            return Symbol(targets[0], self.source(word, call))
+        return self.instruction(call, targets)
+
+    def source(self, word: str, call: ast.Call) -> SizeOf | ItemOf | Size:
+        if word == "let":
+            return self.symbols.size(call.args[0])
+        tensor = self.name(call.args[0])
+        if word == "item":
+            return ItemOf(tensor)
+        return SizeOf(tensor, text_of(call.args[1]), _int(call.args[2]))
+
+    def instruction(self, call: ast.Call, targets: list[str | None]) -> Any:
+        cls = _BY_WORD.get(_word(call) or "")
+        if cls is None:
+            raise wrong(call, "an instruction")
+        return cls(**dict(self.fields(cls, call, targets)))
+
+    def fields(
+        self, cls: type, call: ast.Call, targets: list[str | None]
+    ) -> Iterator[tuple[str, Any]]:
+        given = {k.arg: k.value for k in call.keywords}
+        positional = iter(call.args)
+        for name, kind in SYNTAX[cls][1]:
+            if kind == "new":
+                if len(targets) != 1:
+                    raise wrong(call, "one name on the left of '='")
+                yield name, targets[0]
+            elif kind == "type":
+                yield from self.tensor_type(next(positional))
+            elif name in given:
+                yield name, self.value(kind, given[name])
+            elif name not in _DEFAULTS[cls]:
+                e = next(positional, None)
+                if e is None:
+                    raise wrong(call, f"an argument {name}")
+                yield name, self.value(kind, e)
+
+    def value(self, kind: str, e: ast.expr) -> Any:
+        match kind:
+            case "name":
+                return self.name(e)
+            case "names":
+                return tuple(self.name(x) for x in items(e))
+            case "size":
+                return self.symbols.size(e)
+            case "sizes":
+                return self.symbols.sizes(e)
+            case "text":
+                return text_of(e)
+            case "operand":
+                return self.operand(e)
+            case _:
+                return _constant(e)
+
+    def tensor_type(self, e: ast.expr) -> Iterator[tuple[str, Any]]:
+        match e:
+            case ast.BinOp(
+                left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()
+            ):
+                several = isinstance(shape, ast.Tuple)
+                yield "dtype", _dtype(e, dtype)
+                yield "shape", self.symbols.sizes(shape) if several else (self.symbols.size(shape),)
+                yield "strides", self.symbols.sizes(e.right)
+            case _:
+                raise wrong(e, "a tensor type such as f32[8, 4] @ (4, 1)")
+
+    def call(
+        self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]
+    ) -> CallExtern | CallPython:
+        cls = _BY_WORD.get(_word(head) or "")
+        args = tuple(self.operand(a) for a in call.args)
+        kwargs: list[tuple[str, Operand]] = []
+        for k in call.keywords:
+            if k.arg is not None:
+                kwargs.append((k.arg, self.operand(k.value)))
+            elif isinstance(k.value, ast.Dict) and k.value.keys[0] is not None:
+                kwargs.append((text_of(k.value.keys[0]), self.operand(k.value.values[0])))
+        if cls is CallExtern or cls is CallPython:
+            facts: dict[str, Any] = dict(self.fields(cls, head, []))
+            made: CallExtern | CallPython = cls(args=args, kwargs=tuple(kwargs), outs=outs, **facts)
+            return made
+        raise wrong(head, "call or call_python")
+
+    def operand(self, e: ast.expr) -> Operand:
+        match e:
+            case ast.Constant(value=None):
+                return Literal("none")
+            case ast.Constant(value=bool(value)):
+                return Literal("bool", str(value))
+            case ast.Constant(value=float(value)):
+                return Literal("float", value.hex())
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):
+                return Literal("float", (-value).hex())
+            case ast.Constant(value=str(value)):
+                return Literal("str", value)
+            case ast.List(elts=elts):
+                return ListOf(tuple(self.operand(x) for x in elts))
+            case _ if self.symbols.is_size(e):
+                return self.symbols.size(e)
+            case ast.Call(func=ast.Name(id=kind), args=[value]):
+                return Literal(kind, text_of(value))
+            case _:
+                return Ref(self.name(e))
+
+    def name(self, e: ast.expr) -> str:
+        match e:
+            case ast.Name(id=name):
+                return name
+            case ast.Subscript(value=ast.Name(id="ref"), slice=which):
+                return text_of(which)
+            case _:
+                raise wrong(e, "a name")
+
+
+def _word(e: ast.expr) -> str | None:
+    return e.func.id if isinstance(e, ast.Call) and isinstance(e.func, ast.Name) else None
+
+
+def _call_of(s: ast.stmt, word: str) -> ast.Call:
+    if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and _word(s.value) == word:
+        return s.value
+    raise wrong(s, f"{word}(...)")
+
+
+def _constant(e: ast.expr) -> object:
+    value = ast.literal_eval(e)
+    if not isinstance(value, (int, bool)):
+        raise wrong(e, "a number")
+    return value
+
+
+def _int(e: ast.expr) -> int:
+    value = _constant(e)
+    assert isinstance(value, int)
+    return value
+
+
+def _dtype(e: ast.expr, name: str) -> DType:
+    if name not in DTYPES:
+        raise wrong(e, "an element type")
+    return DTYPES[name]

@@ -1,0 +1,208 @@
+"""The text of wrapper programs reads back to the same program, and is stable."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import pytest
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import DTYPES, f32
+from plait.ir.symtext import TextError
+from plait.wrapper import instructions as ins
+from plait.wrapper.text import SYNTAX, read, text
+
+SYMBOLS = [
+    sz.symbol("s0", lo=2),
+    sz.symbol("s1"),
+    sz.symbol("s1", lo=float("-inf")),  # one name, two ranges
+    sz.symbol("u0", lo=-3, hi=77),
+    sz.symbol("zero-or-one", hi=1),
+    sz.symbol("i0", extent=8),
+    sz.symbol("i1", extent=sz.symbol("s0", lo=2)),
+    sz.symbol("buf1", lo=1),  # named like a tensor
+]
+NAMES = ["buf0", "buf1", "view", "min", "ref", "lambda", "x.y", "_", "s0", "None", "inf"]
+
+
+class Random:
+    """Random instructions; nothing about them is legal but their types."""
+
+    def __init__(self, seed: int) -> None:
+        self.r = random.Random(seed)
+
+    def size(self, depth: int = 2) -> sz.Size:
+        if depth == 0 or self.r.random() < 0.3:
+            return self.r.choice([*SYMBOLS, self.r.randint(-9, 9)])
+        a, b = self.size(depth - 1), self.size(depth - 1)
+        positive = sz.smax(b, 1)
+        made = [
+            lambda: sz.add(a, b), lambda: sz.mul(a, b), lambda: sz.floordiv(a, positive), lambda: sz.mod(a, positive),
+            lambda: sz.smin(a, b), lambda: sz.smax(a, b),
+            lambda: sz.compare(self.r.choice(["eq", "ne", "lt", "le"]), a, b),
+        ]  # fmt: skip
+        return self.r.choice(made)()
+
+    def sizes(self, n: int | None = None) -> tuple[sz.Size, ...]:
+        return tuple(self.size() for _ in range(self.r.randint(0, 3) if n is None else n))
+
+    def name(self) -> str:
+        return self.r.choice(NAMES)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.name() for _ in range(self.r.randint(0, 3)))
+
+    def operand(self, depth: int = 2) -> ins.Operand:
+        literals = [
+            ("none", ""), ("bool", "True"), ("bool", "yes"), ("float", (0.1).hex()), ("float", "inf"), ("float", "nan"),
+            ("float", (-0.0).hex()), ("float", (-2.5).hex()), ("float", "1.5"), ("str", "it's \"quoted\"\n"),
+            ("complex", "1 2"),
+            ("dtype", "f32"), ("device", "cuda:0"), ("layout", "strided"), ("memory_format", "preserve_format"),
+        ]  # fmt: skip
+        kinds = [
+            lambda: ins.Ref(self.name()),
+            lambda: ins.Literal(*self.r.choice(literals)),
+            self.size,
+        ]
+        if depth:
+            kinds.append(
+                lambda: ins.ListOf(
+                    tuple(self.operand(depth - 1) for _ in range(self.r.randint(0, 3)))
+                )
+            )
+        return self.r.choice(kinds)()
+
+    def field(self, cls: type, name: str, kind: str) -> object:
+        if (cls, name) == (ins.Symbol, "value"):
+            sources = [
+                lambda: ins.SizeOf(
+                    self.name(), self.r.choice(["size", "stride", "offset"]), self.r.randint(0, 3)
+                ),
+                lambda: ins.ItemOf(self.name()),
+                self.size,
+            ]
+            return self.r.choice(sources)()
+        if name in ("shape", "strides"):
+            return self.sizes(self.rank)
+        if name == "outs" and cls in (ins.CallExtern, ins.CallPython):
+            return tuple(self.r.choice([None, self.name()]) for _ in range(self.r.randint(0, 3)))
+        if name == "kwargs":
+            keys = self.r.sample(["out", "from", "dim", "into", "op", "a b"], self.r.randint(0, 4))
+            return tuple((k, self.operand()) for k in keys)
+        if name == "args" and cls in (ins.CallExtern, ins.CallPython) or name == "values":
+            return tuple(self.operand() for _ in range(self.r.randint(0, 3)))
+        makers = {
+            "str": self.name, "Size": self.size, "tuple[Size, ...]": self.sizes, "tuple[str, ...]": self.names,
+            "bool": lambda: self.r.random() < 0.5, "int": lambda: self.r.randint(0, 99), "Operand": self.operand,
+            "DType": lambda: self.r.choice(list(DTYPES.values())),
+        }  # fmt: skip
+        return makers[kind]()
+
+    def instruction(self, cls: type) -> object:
+        self.rank = self.r.randint(0, 3)
+        return cls(**{f.name: self.field(cls, f.name, str(f.type)) for f in fields(cls)})
+
+    def program(self, classes: tuple[type, ...]) -> ins.WrapperProgram:
+        signature = (ins.TensorInput, ins.SymbolInput, ins.OpaqueInput)
+        return ins.WrapperProgram(
+            name=self.name(),
+            inputs=tuple(self.instruction(self.r.choice(signature)) for _ in range(3)),  # type: ignore[misc]
+            body=tuple(self.instruction(c) for c in classes),  # type: ignore[misc]
+            n_constants=self.r.randint(0, 2),
+            n_callables=self.r.randint(0, 2),
+            origins=(("k0", "model.py:3 relu"),) * self.r.randint(0, 1),
+        )
+
+
+@pytest.mark.parametrize("cls", ins.INSTRUCTIONS, ids=lambda c: c.__name__)
+def test_every_instruction_reads_back(cls: type) -> None:
+    for seed in range(150):
+        p = Random(seed).program((cls,))
+        assert read(text(p)) == p, f"seed={seed}\n{text(p)}"
+
+
+def test_whole_programs_read_back_and_print_alike() -> None:
+    for seed in range(40):
+        p = Random(seed).program(ins.INSTRUCTIONS)
+        again = read(text(p))
+        assert again == p, f"seed={seed}\n{text(p)}"
+        assert text(again) == text(p)
+
+
+def test_symbols_keep_their_ranges() -> None:
+    a, b = sz.symbol("s0", lo=2, hi=64), sz.symbol("s0")
+    p = ins.WrapperProgram("g", (), (ins.Return((a, b)),))
+    (back,) = read(text(p)).body
+    assert isinstance(back, ins.Return)
+    assert [sz.bounds(v) for v in back.values] == [(2, 64), (0, float("inf"))]  # type: ignore[arg-type]
+
+
+def test_the_text_is_readable() -> None:
+    s0 = sz.symbol("s0", lo=2)
+    p = ins.WrapperProgram(
+        "g",
+        (ins.TensorInput("x", f32, (s0, 8), (8, 1)),),
+        (
+            ins.Symbol("s0", ins.SizeOf("x", "size", 0)),
+            ins.DefineKernel("plait_relu", 2, 1),
+            ins.Alloc("buf0", f32, (s0, 8), (8, 1)),
+            ins.Launch("plait_relu", ("x", "buf0"), (s0,), ("buf0",), s0 * 8, barrier=False),
+            ins.CallExtern(
+                "aten::mul.Tensor",
+                (ins.Ref("buf0"), ins.Literal("float", (0.5).hex())),
+                (),
+                ("buf1",),
+            ),
+            ins.Return((ins.Ref("buf1"), s0 * 2)),
+        ),
+    )
+    assert text(p).splitlines() == [
+        "program('g')",
+        "s0 = symbol(lo=2)",
+        "",
+        "x = tensor_input(f32[s0, 8] @ (8, 1))",
+        "",
+        "s0 = read(x, 'size', 0)",
+        "kernel('plait_relu', 2, 1)",
+        "buf0 = alloc(f32[s0, 8] @ (8, 1))",
+        "launch('plait_relu', (x, buf0), (s0,), (buf0,), 8*s0, barrier=False)",
+        "buf1, = call('aten::mul.Tensor')(buf0, 0.5)",
+        "return (buf1, 2*s0)",
+    ]
+
+
+def test_every_field_has_a_place_in_the_text() -> None:
+    special = {ins.Symbol, ins.Return}
+    assert set(SYNTAX) | special == {
+        *ins.INSTRUCTIONS,
+        ins.TensorInput,
+        ins.SymbolInput,
+        ins.OpaqueInput,
+    }
+    by_hand = {"args", "kwargs", "outs"}
+    for cls, (_, spec) in SYNTAX.items():
+        named = {n for n, _ in spec}
+        if "type" in named:
+            named = named - {"type"} | {"dtype", "shape", "strides"}
+        if cls in (ins.CallExtern, ins.CallPython):
+            named |= by_hand
+        assert named == {f.name for f in fields(cls)}, cls.__name__
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("program('g')\nx = alloc(f33[2] @ (1,))", "line 2, column 10: expected an element type"),
+        (
+            "program('g')\nlaunch('k', (x,), (1/2,), (), 0)",
+            "expected an integer expression, got 1 / 2",
+        ),
+        ("program('g')\nfrobnicate(x)", "expected an instruction, got frobnicate(x)"),
+        ("x = alloc(f32[2] @ (1,))", "expected program(...)"),
+    ],
+)
+def test_a_wrong_text_is_refused_with_its_place(source: str, message: str) -> None:
+    with pytest.raises(TextError) as e:
+        read(source)
+    assert message in str(e.value)

@@ -24,3 +24,16 @@ def test_softmax_computes() -> None:
     plan = schedule(program, CFG)
     check(plan, program)
     assert all(k.name.startswith("plait_") for k in kernels(plan))
+
+
+def test_chain_is_one_loop() -> None:
+    b = Builder()
+    x = b.input(4, 8)
+    y = x
+    for op in ("exp", "neg", "tanh"):
+        y = b.map(op, y)
+    b.output(y)
+    program = b.program()
+    plan = schedule(program, CFG)
+    assert len(kernels(plan)) == 1
+    check(plan, program)

@@ -41,12 +41,12 @@ class Recorder:
         """The value of an integer expression as i64."""
         if isinstance(value, int):
             return const(value, i64)
-        value, args = self._take_args((value,))
+        value, args = self.take_args((value,))
         return node("index", args, value[0], i64)
 
     def load(self, buf: str, index: Sequence[Size], dtype: DType) -> Node:
         """Element index[0], index[1], ... of buffer buf (logical indices). Under `masked`, only where the masks hold."""
-        exprs, args = self._take_args(tuple(index))
+        exprs, args = self.take_args(tuple(index))
         if self._masks:
             return node("load", (*args, self._mask()), Load(buf, exprs, masked=True), dtype)
         return node("load", args, Load(buf, exprs), dtype)
@@ -84,7 +84,7 @@ class Recorder:
             out = node("and", (out, m))
         return out
 
-    def _take_args(self, exprs: tuple[Size, ...]) -> tuple[tuple[Size, ...], tuple[Node, ...]]:
+    def take_args(self, exprs: tuple[Size, ...]) -> tuple[tuple[Size, ...], tuple[Node, ...]]:
         """Renumbers the indirect symbols in exprs to $0, $1, ... in order of first appearance and lists their nodes."""
         order: list[Atom] = []
         for e in exprs:
@@ -118,6 +118,8 @@ def inline(root: Node, producers: dict[str, tuple[tuple[Expr, ...], Node]]) -> N
 
 def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, ...]) -> Node:
     """body with vars_ := load.index, under the load's mask."""
+    if load.index == vars_ and not load.masked:
+        return body
     mask = load_args[-1] if load.masked else None
     outer = load_args[:-1] if load.masked else load_args
     env = {v.symbol: e for v, e in zip(vars_, load.index, strict=True) if v.symbol is not None}

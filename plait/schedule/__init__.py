@@ -13,6 +13,7 @@ from plait.ir.loops import LoopProgram
 from plait.schedule.deps import Bodies, drop_dead
 from plait.schedule.finish import finish
 from plait.schedule.form import form
+from plait.schedule.inline import inline_loops
 from plait.schedule.order import order
 from plait.schedule.plan import Plan
 from plait.schedule.scatter import split_scatters
@@ -40,6 +41,8 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     bodies = Bodies()
     loops = log("drop dead loops", drop_dead, program, bodies)
     loops = log("split scatters", split_scatters, loops)
+    loops = log("inline", inline_loops, loops, cfg, bodies)
+    loops = log("drop inlined loops", drop_dead, loops, bodies)
     draft = log("form kernels", form, loops, bodies)
     ordered = log("order", order, draft)
     return log("finish", finish, draft, ordered)

@@ -1,0 +1,102 @@
+"""What things cost: bytes and cycles from loop bodies, as numbers to decide with and as estimates of a kernel's time.
+
+Sizes may be symbolic: decisions use `hint`, which puts a plausible number in place of every symbol; work_ns stays symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from plait.ir.loops import Buffer, Node, index_exprs
+from plait.ir.ops import OPS
+from plait.ir.sizes import Atom, Expr, Size, evaluate, free_symbols, mul, numel
+from plait.schedule.deps import extent, load_of
+
+HINT = 64  # what an unknown size is taken to be
+DRAM_BYTES_A_NS = 8.0  # one core, cold
+CACHE_BYTES_A_NS = 20.0  # one core, from a shared cache
+CACHE_BYTES = 1 << 20
+CYCLES_A_NS = 3.0
+
+# Cycles of an element of the nodes that are no rows of OPS.
+SPECIAL_COST = {"cast": 0.5, "load": 0.5, "index": 0.5, "bounded": 1.0, "where": 0.5}
+
+
+def hint(e: Size) -> int:
+    """A plausible value of a size."""
+    if isinstance(e, int):
+        return e
+    env = {a.name: _hint_of(a) for a in _symbols(e)}
+    return evaluate(e, env)
+
+
+def _symbols(e: Expr) -> Iterable[Atom]:
+    return free_symbols(e)
+
+
+def _hint_of(a: Atom) -> int:
+    if a.extent is not None:
+        return max(hint(a.extent) - 1, 0)
+    low = a.lo if a.lo > float("-inf") else 0
+    return int(min(max(low, HINT), a.hi))
+
+
+def hint_numel(shape: Iterable[Size]) -> int:
+    """A plausible number of elements of a shape."""
+    out = 1
+    for s in shape:
+        out *= max(hint(s), 0)
+    return out
+
+
+def buffer_nbytes(b: Buffer) -> int:
+    """A plausible size in bytes of what a buffer holds."""
+    return hint_numel(b.shape) * b.dtype.nbytes
+
+
+def node_cost(n: Node) -> float:
+    """Cycles of one element of one node, loads left out."""
+    row = OPS.get(n.op)
+    if row is not None:
+        return row.cost
+    return 0.0 if n.op == "load" else SPECIAL_COST.get(n.op, 0.0)
+
+
+def moved_ns(nbytes: float) -> float:
+    """Nanoseconds that one core takes to read or write so many bytes."""
+    return nbytes / (CACHE_BYTES_A_NS if nbytes <= CACHE_BYTES else DRAM_BYTES_A_NS)
+
+
+def used_vars(exprs: Iterable[Size]) -> set[Atom]:
+    """The loop variables in index expressions."""
+    return {a for e in exprs for a in free_symbols(e) if a.extent is not None}
+
+
+def evaluations(vars_: Sequence[Expr], load: Node) -> int:
+    """How often the value behind a load is needed in a loop over vars: values that do not depend on inner variables are made once outside."""
+    if any(a.dtype.name != "b1" for a in load.args) or load.args:
+        return hint_numel(extent(v) for v in vars_)
+    used = used_vars(index_exprs(load))
+    last = max((k for k, v in enumerate(vars_) if v.symbol in used), default=-1)
+    return hint_numel(extent(v) for v in vars_[: last + 1])
+
+
+def kernel_work_ns(
+    vars_: Sequence[Expr],
+    rvars: Sequence[Expr],
+    nodes: Sequence[Node],
+    inner: Mapping[Node, bool],
+    args: Sequence[Buffer],
+) -> Size:
+    """An estimate of a kernel's time on one core: the larger of moving its bytes and of its arithmetic. inner: nodes at full level."""
+    outer = numel(extent(v) for v in vars_)
+    full = mul(outer, numel(extent(v) for v in rvars))
+    full_cycles = sum(node_cost(n) for n in nodes if inner[n])
+    outer_cycles = sum(node_cost(n) for n in nodes if not inner[n])
+    loads = {load_of(n).buf: n for n in nodes if n.op == "load"}
+    full_bytes = sum(b.dtype.nbytes for b in args if b.name not in loads or inner[loads[b.name]])
+    # Thousandths of a nanosecond a point, so that the estimate stays an integer expression.
+    per_full = max(full_cycles / CYCLES_A_NS, full_bytes / DRAM_BYTES_A_NS)
+    per_outer = outer_cycles / CYCLES_A_NS
+    total = mul(full, round(per_full * 1000) + 1) + mul(outer, round(per_outer * 1000))
+    return total // 1000 if isinstance(total, int) else total // 1000

@@ -1,0 +1,175 @@
+"""Inlining: a pointwise loop vanishes into the loops that read it.
+
+Always where it is evaluated no more often than before (one reader, no broadcast); otherwise only where recomputing is cheaper than writing the result
+to memory and reading it back, within Config.max_recompute, and where no reader has more memory to keep alive than before. A buffer that
+must exist anyway (output, operand of an extern) may still be read around, where its loop hardly does more than move data.
+Interning makes common subexpressions of what meets in one body the same node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from plait.config import Config
+from plait.ir.loops import Loop, LoopProgram, Node, Op, Pointwise, Scatter
+from plait.ir.record import inline
+from plait.schedule.cost import CYCLES_A_NS, buffer_nbytes, evaluations, hint_numel, moved_ns
+from plait.schedule.deps import (
+    Bodies,
+    Facts,
+    defines,
+    extent,
+    load_of,
+    memory_roots,
+    output_buffers,
+    reads,
+    roots,
+    space,
+    updates,
+)
+from plait.schedule.form import as_loop
+
+MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
+MAX_SITES = 4  # places of one body where a producer is spliced in
+COPY_COST = 1.0  # cycles of what hardly does more than move data
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A loop that reads a producer. sites: its load nodes of that producer."""
+
+    op: int
+    sites: list[Node]
+
+
+class _Inliner:
+    """The state of one inlining pass over a program, which goes from producers to consumers."""
+
+    def __init__(self, program: LoopProgram, cfg: Config, bodies: Bodies) -> None:
+        self.program, self.cfg, self.bodies = program, cfg, bodies
+        self.ops: list[Op] = list(program.ops)
+        self.readers: dict[str, list[_Reader]] = {}
+        self.n_writers: dict[str, int] = {}
+        self.pinned = set(output_buffers(program))
+        self.memory = memory_roots(program.ops)
+        self.updated: dict[str, list[int]] = {}
+        for k, op in enumerate(program.ops):
+            self._look_at(k, op)
+        self.pinned.update(self.memory)
+        self.pinned.update(self.memory.values())
+        # Per reader: what to splice into it.
+        self.splice: dict[int, dict[str, Pointwise]] = {}
+
+    def _look_at(self, k: int, op: Op) -> None:
+        loop = as_loop(op)
+        if loop is None:
+            self.pinned.update(reads(op, self.bodies))
+        else:
+            sites: dict[str, list[Node]] = {}
+            for n in self.bodies.of(roots(loop)).loads:
+                sites.setdefault(load_of(n).buf, []).append(n)
+            for name, found in sites.items():
+                self.readers.setdefault(name, []).append(_Reader(k, found))
+        for name in defines(op):
+            self.n_writers[name] = self.n_writers.get(name, 0) + 1
+        for name in updates(op):
+            self.updated.setdefault(self.memory.get(name, name), []).append(k)
+
+    def run(self) -> LoopProgram:
+        for k in range(len(self.ops)):
+            loop = as_loop(self.ops[k])
+            if loop is None:
+                continue
+            splice = self.splice.pop(k, None)
+            if splice is not None:
+                loop = self.ops[k] = _spliced(loop, splice)
+            if isinstance(loop, Pointwise) and loop.index is None and self.n_writers[loop.out] == 1:
+                for reader in self._choose(k, loop):
+                    self.splice.setdefault(reader, {})[loop.out] = loop
+        return replace(self.program, ops=tuple(self.ops))
+
+    def _choose(self, k: int, loop: Pointwise) -> list[int]:
+        """The readers into which a loop goes."""
+        facts = self.bodies.of((loop.body,))
+        readers = self.readers.get(loop.out, [])
+        allowed = [r for r in readers if self._may(k, facts, r)]
+        if loop.out in self.pinned or len(allowed) < len(readers):
+            return [r.op for r in allowed if self._is_copy(loop, facts, r)]
+        return [r.op for r in allowed] if self._pays(loop, facts, readers) else []
+
+    def _may(self, k: int, facts: Facts, reader: _Reader) -> bool:
+        """Whether a loop can go into a reader at all."""
+        if facts.checks and any(load_of(n).masked for n in reader.sites):
+            return False
+        for n in facts.loads:
+            name = load_of(n).buf
+            changes = self.updated.get(self.memory.get(name, name), ())
+            if any(k < u <= reader.op for u in changes):
+                return False
+        loop = as_loop(self.ops[reader.op])
+        assert loop is not None
+        mine = self.bodies.of(roots(loop))
+        spliced = self.splice.get(reader.op, {})
+        others = [self.bodies.of((p.body,)) for p in spliced.values()]
+        if facts.size + mine.size + sum(f.size for f in others) > MAX_NODES:
+            return False
+        names = {load_of(n).buf for f in (facts, mine, *others) for n in f.loads}
+        return len(names - spliced.keys()) - 1 <= self.cfg.max_fusion_reads
+
+    def _is_copy(self, loop: Pointwise, facts: Facts, reader: _Reader) -> bool:
+        """Whether reading around a buffer that exists anyway is no worse than reading it."""
+        if facts.cost > COPY_COST or len(facts.loads) > 1 or len(reader.sites) > 1:
+            return False
+        return self._read_nbytes(facts) <= buffer_nbytes(self.program.buffers[loop.out])
+
+    def _read_nbytes(self, facts: Facts, without: frozenset[str] = frozenset()) -> int:
+        names = {load_of(n).buf for n in facts.loads} - without
+        return sum(buffer_nbytes(self.program.buffers[n]) for n in names)
+
+    def _pays(self, loop: Pointwise, facts: Facts, readers: list[_Reader]) -> bool:
+        """Whether a loop that nobody needs in memory is better off inside all of its readers."""
+        points = hint_numel(extent(v) for v in loop.vars)
+        evaluated = sum(self._evaluations(r) for r in readers)
+        if len(readers) == 1 and evaluated <= points:
+            return True
+        repeated = evaluated - points
+        budget = self.cfg.max_recompute * points * max(len(readers) - 1, 1)
+        if repeated * facts.cost > budget or any(len(r.sites) > MAX_SITES for r in readers):
+            return False
+        nbytes = buffer_nbytes(self.program.buffers[loop.out])
+        more = 0
+        for r in readers:
+            reader = as_loop(self.ops[r.op])
+            assert reader is not None
+            known = frozenset(load_of(n).buf for n in self.bodies.of(roots(reader)).loads)
+            new = self._read_nbytes(facts, known)
+            if len(readers) > 1 and new > nbytes:
+                return False
+            more += new
+        cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
+        saved = moved_ns(nbytes) * (1 + len(readers)) + moved_ns(self._read_nbytes(facts))
+        return moved_ns(more) + repeated * cycles / CYCLES_A_NS <= saved
+
+    def _evaluations(self, reader: _Reader) -> int:
+        loop = as_loop(self.ops[reader.op])
+        assert loop is not None
+        return sum(evaluations(space(loop), n) for n in reader.sites)
+
+
+def _spliced(loop: Loop, producers: Mapping[str, Pointwise]) -> Loop:
+    table = {name: (p.vars, p.body) for name, p in producers.items()}
+    origin = tuple(
+        dict.fromkeys((*(t for p in producers.values() for t in p.origin), *loop.origin))
+    )
+    body = inline(loop.body, table)
+    if not isinstance(loop, Scatter):
+        return replace(loop, body=body, origin=origin)
+    args = tuple(inline(a, table) for a in loop.index_args)
+    mask = None if loop.mask is None else inline(loop.mask, table)
+    return replace(loop, body=body, index_args=args, mask=mask, origin=origin)
+
+
+def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies) -> LoopProgram:
+    """The program with pointwise loops inlined where that pays; those that nobody reads any more are still there."""
+    return _Inliner(program, cfg, bodies).run() if cfg.fusion else program

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.fx
 
+from plait.config import Config
 from plait.ir import sizes as sz
-from plait.ir.dtypes import DType
+from plait.ir.dtypes import LOOP_DTYPES, DType, i64
 from plait.ir.loops import (
     Alias, Assert, Buffer, Item, Mutate, Node, Op, Pointwise, Reduction, TensorArg, loop_vars,
 )  # fmt: skip
@@ -65,20 +66,27 @@ class View:
         return View(self.buf, self.dtype, shape, vars_, self.at(fn(vars_)))
 
 
-Value = View | Size | float | bool | str | None | tuple[Any, ...] | list[Any] | object
+Value = Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
 Rule = Callable[..., Any]
 RULES: dict[object, Rule] = {}
+ANY_DTYPE: set[object] = set()
 
 
-def lower(*ops: object) -> Callable[[Rule], Rule]:
-    """Registers a rule for OpOverloads (or HOPs). It is called as rule(ctx, *args, **kwargs) with Views for tensors and Sizes for SymInts and ints
-    (other arguments as they are), and returns a View, a Size, None, or a tuple of these for several results. It raises NoRule to decline."""
+def lower(*ops: object, any_dtype: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule for OpOverloads (or HOPs).
+
+    It is called as rule(ctx, *args, **kwargs) with Views for tensors and Sizes for SymInts and ints (other
+    arguments as they are), and returns a View, a Size, None, or a tuple of these for several results. It raises
+    NoRule to decline. any_dtype: the rule can take tensors that no loop touches (complex, float8), which otherwise
+    go to an extern call before the rule is asked."""
 
     def register(rule: Rule) -> Rule:
         for op in ops:
             if op in RULES:
                 raise ValueError(f"two rules for {op}")
             RULES[op] = rule
+            if any_dtype:
+                ANY_DTYPE.add(op)
         return rule
 
     return register
@@ -87,8 +95,9 @@ def lower(*ops: object) -> Callable[[Rule], Rule]:
 class Lowering:
     """The state of lowering one graph, handed to every rule as `ctx`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cfg: Config) -> None:
         self.name = name
+        self.cfg = cfg
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
         self.constants: list[str] = []
@@ -96,6 +105,9 @@ class Lowering:
         self.callables: list[object] = []
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
         self.fallback_reasons: dict[str, str] = {}
+        self.input_buffers: set[str] = set()
+        self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
+        self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
         self.origin: tuple[str, ...] = ()
 
@@ -115,6 +127,15 @@ class Lowering:
     def out_dtype(self, k: int | None = None) -> DType:
         """Element type of the current node's (k-th) result."""
         return from_torch(self.out_meta(k).dtype)
+
+    def float_readers(self) -> dict[str, Callable[[Recorder], Node]]:
+        """How to read each float symbol inside a body (see symbols.to_scalar_node)."""
+        return {name: lambda ops, x=x: x.load(ops, ()) for name, x in self.floats.items()}
+
+    def out_strides(self, k: int | None = None) -> tuple[Size, ...] | None:
+        """Eager's strides of the current node's (k-th) result, None if row-major."""
+        meta = self.out_meta(k)
+        return None if meta.is_contiguous() else tuple(to_size(s) for s in meta.stride())
 
     # ---- buffers
     def new_buffer(
@@ -155,8 +176,6 @@ class Lowering:
         The result dtype is the body's, i64 for argmax and argmin."""
         vars_, rvars = loop_vars("i", shape), loop_vars("r", rshape)
         value = body(Recorder(), vars_, rvars)
-        from plait.ir.dtypes import i64
-
         dtype = i64 if kind in ("argmax", "argmin") else value.dtype
         names = tuple(self.new_buffer(dtype, shape) if want else None for want in outs)
         self.ops.append(Reduction(names, vars_, rvars, kind, value, origin=self.origin))
@@ -169,7 +188,9 @@ class Lowering:
         return out
 
     def copy(self, x: View, strides: tuple[Size, ...] | None = None, fixed: bool = False) -> View:
-        """x in a buffer of its own."""
+        """x in a buffer of its own. Raises NoRule for element types that no loop touches."""
+        if x.dtype not in LOOP_DTYPES:
+            raise NoRule(f"a strided copy of {x.dtype} elements")
         out = self.pointwise(x.shape, x.dtype, lambda ops, i: x.load(ops, i), strides)
         if fixed:
             self.fix_layout(out.buf)
@@ -202,11 +223,23 @@ class Lowering:
     def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None) -> TensorArg:
         """x as an extern operand: its own memory where strides describe it (and equal `strides` if given), else a copy."""
         found = self.strided(x)
-        if found is not None and (strides is None or _same_layout(x.shape, found.strides, strides)):
-            return found
+        if found is not None:
+            if strides is None:
+                return found
+            if _same_layout(x.shape, found.strides, strides):
+                return replace(found, strides=strides)
+        if strides is not None and 0 in strides:
+            return self._expanded_copy(x, strides)
         made = self.strided(self.copy(x, strides, fixed=True))
         assert made is not None
-        return made
+        return made if strides is None else replace(made, strides=strides)
+
+    def _expanded_copy(self, x: View, strides: tuple[Size, ...]) -> TensorArg:
+        """A copy of x whose dimensions of stride 0 are stored once."""
+        thin = tuple(1 if st == 0 else s for s, st in zip(x.shape, strides, strict=True))
+        once = x.remap(thin, lambda v: tuple(0 if t == 1 else e for e, t in zip(v, thin, strict=True)))
+        made = self.copy(once, tuple(1 if st == 0 else st for st in strides), fixed=True)
+        return TensorArg(made.buf, x.shape, strides, 0)
 
     def alias(self, x: View, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...], offset: Size, relative: bool = True) -> View:
         """Memory of x seen in another way (as_strided, another dtype). offset: from x's buffer's first element (or its storage's start)."""
@@ -216,15 +249,15 @@ class Lowering:
         return self.whole(out)
 
     # ---- integers
-    def item(self, x: View, name: str) -> Size:
-        """The value of one-element x as symbol `name` (which the ShapeEnv made)."""
-        arg = self.tensor_arg(x)
-        base = x.buf if x.is_whole else self.copy(x).buf
-        assert arg is not None
-        self.fix_layout(base)
-        self.ops.append(Item(name, base))
-        self.symbols[name] = None
-        return sz.symbol(name, lo=float("-inf"))
+    def item(self, x: View, value: Expr) -> Size:
+        """The symbol `value`, now defined as the value of one-element x (an integer or bool)."""
+        atom = value.symbol
+        assert atom is not None
+        whole = x if x.is_whole and not x.shape else self.copy(x.remap((), lambda _: (0,) * len(x.shape)))
+        self.fix_layout(whole.buf)
+        self.ops.append(Item(atom.name, whole.buf))
+        self.symbols[atom.name] = None
+        return value
 
     def assert_true(self, expr: Size, message: str) -> None:
         """A run-time assertion."""
@@ -233,9 +266,26 @@ class Lowering:
 
     def mutate(self, target: str, source: View) -> None:
         """Input buffer `target` takes the value of source (dtype and shape already agree)."""
-        buf = source.buf if source.is_whole and source.buf not in self.constants else self.copy(source).buf
-        self.ops.append(Mutate(target, buf))
+        mine = source.is_whole and source.buf not in self.constants and not self.is_input(source.buf)
+        self.ops.append(Mutate(target, source.buf if mine else self.copy(source).buf))
+
+    def is_input(self, buf: str) -> bool:
+        """Whether a buffer is one of the graph's inputs."""
+        return buf in self.input_buffers
+
+    # ---- undoing a rule that failed half-way
+    def mark(self) -> tuple[int, int, dict[str, tuple[str, str, int] | Size | None]]:
+        """What `undo` needs to know."""
+        return len(self.ops), len(self.buffers), dict(self.symbols)
+
+    def undo(self, mark: tuple[int, int, dict[str, tuple[str, str, int] | Size | None]]) -> None:
+        """Takes back all that was recorded since mark()."""
+        n_ops, n_buffers, self.symbols = mark
+        del self.ops[n_ops:]
+        for name in list(self.buffers)[n_buffers:]:
+            del self.buffers[name]
 
 
 def _same_layout(shape: tuple[Size, ...], a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
-    return all(s == 1 or x == y for s, x, y in zip(shape, a, b, strict=True))
+    """Whether two strides place the elements alike: dimensions of size 1 and empty tensors do not count."""
+    return 0 in shape or all(s == 1 or x == y for s, x, y in zip(shape, a, b, strict=True))

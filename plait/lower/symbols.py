@@ -15,6 +15,9 @@ from weakref import WeakKeyDictionary
 
 import sympy
 import torch
+import torch.fx
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings
+from torch.utils._pytree import SequenceKey
 from torch.utils._sympy import functions as sf
 
 from plait.errors import Unsupported
@@ -22,7 +25,7 @@ from plait.ir import sizes as sz
 from plait.ir.dtypes import f64
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Size
+from plait.ir.sizes import Expr, Size
 
 SymScalar = bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat
 _Memo = dict[sympy.Basic, Size]
@@ -239,6 +242,45 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
     sympy.Or: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
     sympy.Not: _bool_not,
 }
+
+
+# ---------------------------------------------------------------------------------------------- unbacked symbols
+def bindings(node: torch.fx.Node) -> dict[Expr, tuple[tuple[str, int], ...]]:
+    """The symbols that a graph node makes and where in its result each is found: steps ('item', k), ('size', dim),
+    ('stride', dim), or none for a result that is the number itself."""
+    found = node.meta.get("unbacked_bindings")
+    if not found:
+        return {}
+    env = _shape_env(node.meta["val"])
+    out = {}
+    for s, path in (resolve_unbacked_bindings(env, found) or {}).items():
+        size = to_size(s, env) if s.is_integer else sz.symbol(s.name)
+        if isinstance(size, Expr) and size.symbol is not None:
+            out[size] = _steps(path)
+    return out
+
+
+def _shape_env(val: Any) -> Any:
+    for v in val if isinstance(val, (tuple, list)) else (val,):
+        if is_symbolic(v):
+            return v.node.shape_env
+        if isinstance(v, torch.Tensor):
+            for s in (*v.shape, *v.stride()):
+                if is_symbolic(s):
+                    return s.node.shape_env
+    return None
+
+
+def _steps(path: Any) -> tuple[tuple[str, int], ...]:
+    out: list[tuple[str, int]] = []
+    method = ""
+    for key in path:
+        if isinstance(key, CallMethodKey):
+            method = key.name
+        elif isinstance(key, SequenceKey):
+            out.append((method or "item", key.idx))
+            method = ""
+    return tuple(out)
 
 
 # ---------------------------------------------------------------------------------------------- floats

@@ -1,0 +1,410 @@
+"""Walks a captured ATen graph, asks the rules, and gives back one LoopProgram.
+
+Comes in: `Captured`. Goes out: `Lowered`: the program, the tensors and callables that it refers to by number, and what
+fell back to extern calls and why. A rule that declines or fails leaves no trace but an extern call with the reason.
+Integers that the graph computes are not lowered: their value is the size expression that their fake value names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import pkgutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx
+from torch._ops import OpOverload
+
+from plait.config import Config
+from plait.errors import PlaitError, Unsupported
+from plait.graph.captured import Captured
+from plait.ir import sizes as sz
+from plait.ir.dtypes import LOOP_DTYPES, opaque
+from plait.ir.loops import Buffer, Extern, LoopProgram, Scalar, TensorArg
+from plait.ir.sizes import Atom, Expr, Size
+from plait.lower.core import ANY_DTYPE, RULES, Lowering, NoRule, Value, View
+from plait.lower.dtypes import from_torch
+from plait.lower.extern import call_extern
+from plait.lower.symbols import bindings, is_symbolic, to_size
+
+aten = torch.ops.aten
+
+# What a rule may raise and still leave the compiler standing: the op becomes an extern call, with the error as reason.
+_RULE_ERRORS = (
+    NoRule, Unsupported, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """program, and what stands behind its numbers: constants (tensors, in the order of program.constants) and callables.
+
+    fallbacks: how often each op became an extern call for want of a rule; reasons: why, by op."""
+
+    program: LoopProgram
+    constants: tuple[torch.Tensor, ...]
+    callables: tuple[object, ...]
+    fallbacks: Mapping[str, int]
+    reasons: Mapping[str, str]
+
+
+@cache
+def load_rules() -> None:
+    """Imports every module of plait.lower, which registers its rules."""
+    import plait.lower as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def lower_graph(captured: Captured, cfg: Config) -> Lowered:
+    """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule nor an extern call will do."""
+    load_rules()
+    return _Walk(captured, cfg).run()
+
+
+class _Walk:
+    def __init__(self, captured: Captured, cfg: Config) -> None:
+        self.captured = captured
+        self.module = captured.graph
+        self.ctx = Lowering(captured.name, cfg)
+        self.env = self.ctx.env
+        self.inputs: list[str | tuple[str, str] | None] = []
+        self.input_storages: dict[str, int] = {}
+        self.facts: list[tuple[Size, tuple[str, str, int] | str]] = []
+        self.constants: dict[str, View] = {}
+        self.outputs: tuple[TensorArg | Scalar | Size, ...] = ()
+
+    def run(self) -> Lowered:
+        ctx = self.ctx
+        defined = False
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = self._placeholder(node)
+                continue
+            if not defined:
+                self._define_symbols()
+                defined = True
+            if node.op == "call_function":
+                self.env[node] = self._call(node)
+            elif node.op == "get_attr":
+                self.env[node] = self._attribute(node)
+            elif node.op == "output":
+                self.outputs = self._output(node)
+            else:
+                raise Unsupported(f"a graph node of kind {node.op}", where=_where(node))
+        donated = tuple(
+            name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str)
+        )
+        program = LoopProgram(
+            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated
+        )
+        _check_symbols(program)
+        counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
+        return Lowered(
+            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons)
+        )
+
+    # ---- inputs
+    def _placeholder(self, node: torch.fx.Node) -> Value:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            return self._tensor_input(val)
+        if isinstance(val, torch.SymInt):
+            return self._int_input(to_size(val))
+        if is_symbolic(val):
+            raise Unsupported(f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor")
+        self.inputs.append(None)
+        return node if val is None and node.users else val
+
+    def _tensor_input(self, val: torch.Tensor) -> View:
+        name = f"arg{len(self.inputs)}"
+        shape = tuple(to_size(s) for s in val.shape)
+        dense = val.layout == torch.strided
+        strides = tuple(to_size(s) for s in val.stride()) if dense else sz.contiguous_strides(shape)
+        dtype = from_torch(val.dtype) if dense else opaque
+        self.ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=val.device.type, fixed=True)
+        self.ctx.input_buffers.add(name)
+        self.inputs.append(name)
+        if dense:
+            self.input_storages[name] = _storage(val)
+        for what, exprs in (("size", shape), ("stride", strides)):
+            for d, e in enumerate(exprs):
+                if isinstance(e, Expr):
+                    self.facts.append((e, (name, what, d)))
+        return self.ctx.whole(name)
+
+    def _int_input(self, size: Size) -> Size:
+        if isinstance(size, int):
+            self.inputs.append(None)
+            return size
+        atom = size.symbol
+        if atom is not None and atom.name not in self.ctx.symbols:
+            self.inputs.append(("sym", atom.name))
+            self.ctx.symbols[atom.name] = None
+        else:
+            name = f"t{len(self.inputs)}"
+            self.inputs.append(("sym", name))
+            self.ctx.symbols[name] = None
+            self.facts.append((size, name))
+        return size
+
+    def _define_symbols(self) -> None:
+        """Finds a source for every symbol of the inputs: first those that are a size by themselves, then those that
+        an expression with one unknown determines, in sweeps, since each may make another one known."""
+        symbols = self.ctx.symbols
+        for e, source in self.facts:
+            atom = e.symbol if isinstance(e, Expr) else None
+            if atom is not None and atom.name not in symbols:
+                symbols[atom.name] = self._value_of(source)
+        progress = True
+        while progress:
+            progress = False
+            for e, source in self.facts:
+                unknown = [a for a in sz.free_symbols(e) if a.name not in symbols]
+                if len(unknown) == 1:
+                    progress |= self._solve(e, source, unknown[0])
+
+    def _value_of(self, source: tuple[str, str, int] | str) -> tuple[str, str, int] | Size:
+        return sz.symbol(source) if isinstance(source, str) else source
+
+    def _solve(self, e: Size, source: tuple[str, str, int] | str, unknown: Atom) -> bool:
+        k = sz.coefficient(e, unknown)
+        if k is None or sz.bounds(k)[0] <= 0:
+            return False
+        if isinstance(source, str):
+            given: Size = sz.symbol(source)
+        else:
+            name = f"t{source[0]}_{source[1]}{source[2]}"
+            self.ctx.symbols[name] = source
+            given = sz.symbol(name)
+        known = sz.substitute(e, {unknown: 0})
+        self.ctx.symbols[unknown.name] = sz.floordiv(sz.add(given, sz.mul(known, -1)), k)
+        return True
+
+    # ---- constants
+    def _attribute(self, node: torch.fx.Node) -> Value:
+        assert isinstance(node.target, str)
+        if node.target in self.constants:
+            return self.constants[node.target]
+        value: Any = self.module
+        for part in node.target.split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor):
+            return value
+        view = self._constant(node.target, value)
+        self.constants[node.target] = view
+        return view
+
+    def _constant(self, target: str, value: torch.Tensor) -> View:
+        ctx = self.ctx
+        name = f"const{len(ctx.constants)}"
+        dense = value.layout == torch.strided
+        shape = tuple(int(s) for s in value.shape)
+        strides = tuple(int(s) for s in value.stride()) if dense else sz.contiguous_strides(shape)
+        dtype = from_torch(value.dtype) if dense else opaque
+        if not shape and dtype in LOOP_DTYPES and type(value) is torch.Tensor and value.device.type == "cpu":
+            number = value.item()  # a literal: fused like any number
+            return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
+        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=value.device.type, fixed=True)
+        ctx.constants.append(name)
+        ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
+        return ctx.whole(name)
+
+    # ---- calls
+    def _call(self, node: torch.fx.Node) -> Value:
+        target, val = node.target, node.meta.get("val")
+        if target is operator.getitem:
+            return self._value(node.args[0])[node.args[1]]
+        bound = bindings(node)
+        if not bound and isinstance(val, (bool, int, torch.SymInt, torch.SymBool)):
+            return to_size(val)
+        if isinstance(val, float) or (isinstance(val, torch.SymFloat) and not bound):
+            return val
+        ctx = self.ctx
+        ctx.node, ctx.origin = node, (_origin(node),)
+        args = tuple(self._value(a) for a in node.args)
+        kwargs = {k: self._value(v) for k, v in node.kwargs.items()}
+        try:
+            value = self._lower(node, args, kwargs)
+        except PlaitError as e:
+            if e.where or not (where := _where(node)):
+                raise
+            raise type(e)(f"{node.target}: {e.what}", where=where, hint=e.hint) from e
+        for symbol, path in bound.items():
+            self._bind(node, value, symbol, path)
+        return value
+
+    def _value(self, a: Any) -> Value:
+        if isinstance(a, torch.fx.Node):
+            return self.env[a]
+        if isinstance(a, list):
+            return [self._value(x) for x in a]
+        if isinstance(a, tuple):
+            return tuple(self._value(x) for x in a)
+        if isinstance(a, (torch.SymInt, torch.SymBool)):
+            return to_size(a)
+        return a
+
+    def _lower(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+        target: Any = node.target
+        rule = RULES.get(target)
+        if rule is None:
+            return self._extern(node, args, kwargs, "no lowering rule")
+        if target not in ANY_DTYPE:
+            foreign = _foreign_dtype(args) or _foreign_dtype(tuple(kwargs.values())) or _foreign_meta(node.meta.get("val"))
+            if foreign:
+                return self._extern(node, args, kwargs, f"{foreign} elements")
+        mark = self.ctx.mark()
+        try:
+            return self._settle(rule(self.ctx, *args, **kwargs), node.meta.get("val"))
+        except _RULE_ERRORS as e:
+            self.ctx.undo(mark)
+            if not isinstance(target, OpOverload):
+                raise
+            said = str(e) if isinstance(e, NoRule) else e.what if isinstance(e, PlaitError) else f"rule failed: {e!r}"
+            return self._extern(node, args, kwargs, said)
+
+    def _extern(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str) -> Value:
+        if not isinstance(node.target, OpOverload):
+            raise Unsupported(f"no lowering for {node.target}", where=_where(node))
+        return call_extern(self.ctx, node, args, kwargs, fallback=True, reason=reason)
+
+    def _settle(self, value: Value, val: Any) -> Value:
+        """A rule's result, checked against the fake value: same dtype and shape (spelled as the fake value does)."""
+        if isinstance(val, torch.Tensor):
+            if not isinstance(value, View):
+                raise TypeError(f"the rule gave {type(value).__name__}, not a tensor")
+            shape = tuple(to_size(s) for s in val.shape)
+            dtype = from_torch(val.dtype)
+            if value.dtype != dtype or len(value.shape) != len(shape):
+                raise TypeError(f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}")
+            if value.shape != shape:
+                if any(sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)):
+                    raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
+                value = value.remap(shape, lambda v: v)
+            if dtype not in LOOP_DTYPES and dtype != opaque and self.ctx.strided(value) is None:
+                raise NoRule(f"a view of {dtype} elements that no strides describe")
+            return value
+        if isinstance(val, (tuple, list)) and isinstance(value, (tuple, list)):
+            if len(value) != len(val):
+                raise TypeError(f"the rule gave {len(value)} results, not {len(val)}")
+            return tuple(v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True))
+        return value
+
+    def _bind(self, node: torch.fx.Node, value: Value, symbol: Expr, path: tuple[tuple[str, int], ...]) -> None:
+        """Defines a symbol that this node made, unless its rule did: a size or stride of one of its results."""
+        atom = symbol.symbol
+        assert atom is not None
+        if atom.name in self.ctx.symbols or atom.name in self.ctx.floats:
+            return
+        for kind, k in path:
+            if kind == "item":
+                value = value[k]
+            elif isinstance(value, View) and kind in ("size", "stride"):
+                self.ctx.fix_layout(value.buf)
+                self.ctx.symbols[atom.name] = (value.buf, kind, k)
+                return
+        raise Unsupported(f"the unknown size {symbol} that {node.target} makes", where=_where(node))
+
+    # ---- outputs
+    def _output(self, node: torch.fx.Node) -> tuple[TensorArg | Scalar | Size, ...]:
+        found = node.args[0]
+        items = found if isinstance(found, (tuple, list)) else (found,)
+        owners: dict[str, int] = dict(self.input_storages)
+        self.ctx.origin = ("output",)
+        return tuple(self._result(a, owners) for a in items)
+
+    def _result(self, a: Any, owners: dict[str, int]) -> TensorArg | Scalar | Size:
+        value = self._value(a)
+        if isinstance(value, View):
+            assert isinstance(a, torch.fx.Node)
+            return self._tensor_result(value, a.meta["val"], owners)
+        if value is None:
+            return Scalar("none")
+        if isinstance(value, bool):
+            return Scalar("bool", str(value))
+        if isinstance(value, (int, Expr)):
+            return value
+        if isinstance(value, float):
+            return Scalar("float", value.hex())
+        raise Unsupported(f"a graph output of type {type(value).__name__}")
+
+    def _tensor_result(self, x: View, val: torch.Tensor, owners: dict[str, int]) -> TensorArg:
+        """x with the fake value's strides. Results share memory with inputs and with each other only where the fake
+        values do: what is a copy in eager is one here. owners: the fake storage that each buffer given out stands for."""
+        if val.layout != torch.strided:
+            return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
+        strides = tuple(to_size(s) for s in val.stride())
+        storage = _storage(val)
+        foreign = x.buf in self.ctx.constants or owners.get(x.buf, storage) != storage
+        if foreign and x.dtype in LOOP_DTYPES:
+            x = self.ctx.copy(x)
+        out = self.ctx.tensor_arg(x, strides)
+        owners.setdefault(out.buf, storage)
+        return out
+
+
+def _storage(val: torch.Tensor) -> int:
+    return int(val.untyped_storage()._cdata)
+
+
+def _foreign_dtype(values: tuple[Value, ...] | list[Value]) -> str:
+    """The name of a dtype that loops cannot hold, among tensors in values; or ''."""
+    for v in values:
+        if isinstance(v, View):
+            if v.dtype not in LOOP_DTYPES:
+                return v.dtype.name
+        elif isinstance(v, complex):
+            return "complex"
+        elif isinstance(v, (tuple, list)) and v and (found := _foreign_dtype(v)):
+            return found
+    return ""
+
+
+def _foreign_meta(val: Any) -> str:
+    for v in val if isinstance(val, (tuple, list)) else (val,):
+        if isinstance(v, torch.Tensor):
+            if v.layout != torch.strided:
+                return str(v.layout).removeprefix("torch.")
+            if from_torch(v.dtype) not in LOOP_DTYPES:
+                return str(v.dtype).removeprefix("torch.")
+    return ""
+
+
+def _check_symbols(program: LoopProgram) -> None:
+    """Every symbol in the shape of a buffer has a source. Raises Unsupported."""
+    for buf in program.buffers.values():
+        for e in (*buf.shape, *buf.strides):
+            for atom in () if isinstance(e, int) else sz.free_symbols(e):
+                if atom.name not in program.symbols:
+                    raise Unsupported(
+                        f"no input tells the value of the size symbol {atom.name} (in {e})",
+                        hint="pass a tensor that has this size by itself, or mark it static",
+                    )
+
+
+# ---------------------------------------------------------------------------------------------- where things come from
+@cache
+def _last_frame(stack_trace: str) -> str:
+    """'file.py:12' of the innermost frame."""
+    at = stack_trace.rfind('File "')
+    if at < 0:
+        return ""
+    head = stack_trace[at + 6 : stack_trace.find("\n", at) if "\n" in stack_trace[at:] else None]
+    name, _, rest = head.partition('", line ')
+    return f"{name.rpartition('/')[2]}:{rest.split(',')[0]}"
+
+
+def _where(node: torch.fx.Node) -> str:
+    return _last_frame(node.meta.get("stack_trace") or "")
+
+
+def _origin(node: torch.fx.Node) -> str:
+    where = _where(node)
+    return f"{where} {node.target}" if where else str(node.target)

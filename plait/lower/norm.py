@@ -1,0 +1,178 @@
+"""Layer, group and batch norm: one Welford reduction and one pointwise loop each.
+
+Statistics are computed in f32 for half inputs; means and reciprocal deviations come out in the dtype that the fake results have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import DType
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.pointwise import Maths, convert
+from plait.lower.reduce import Axes, moments
+from plait.lower.view import reshape
+
+aten = torch.ops.aten
+
+
+def _rstd(ctx: Lowering, m2: View, count: Size, eps: float) -> View:
+    """1 / sqrt(m2 / count + eps)."""
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        m = Maths(ops)
+        var = m("truediv", m2.load(ops, i), ops.cast(ops.index(count), m2.dtype))
+        return m("rsqrt", m("add", var, eps))
+
+    return ctx.pointwise(m2.shape, m2.dtype, body)
+
+
+def _scale_shift(
+    ops: Recorder, x: Node, mean: Node, rstd: Node, weight: View | None, bias: View | None, at: Sequence[Size]
+) -> Node:
+    """(x - mean) * rstd * weight[at] + bias[at], in x's dtype."""
+    m = Maths(ops)
+    out = m("mul", m("sub", x, mean), rstd)
+    if weight is not None:
+        out = m("mul", out, ops.cast(weight.load(ops, at), x.dtype))
+    if bias is not None:
+        out = m("add", out, ops.cast(bias.load(ops, at), x.dtype))
+    return out
+
+
+def _stat(ctx: Lowering, x: View, k: int) -> View:
+    """A statistic as the current node's k-th result: its dtype, and its shape with dimensions of size 1."""
+    return reshape(convert(ctx, x, ctx.out_dtype(k)), ctx.out_shape(k))
+
+
+@lower(aten.native_layer_norm.default)
+def _layer_norm(
+    ctx: Lowering, x: View, normalized_shape: Sequence[Size], weight: View | None, bias: View | None, eps: float
+) -> tuple[View, View, View]:
+    first = len(x.shape) - len(normalized_shape)
+    compute = compute_dtype(x.dtype)
+    axes = Axes(x, tuple(range(first, len(x.shape))))
+    mean, m2 = moments(ctx, axes, compute)
+    rstd = _rstd(ctx, m2, axes.numel, eps)
+
+    def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
+        e = ops.cast(x.load(ops, v), compute)
+        value = _scale_shift(ops, e, mean.load(ops, v[:first]), rstd.load(ops, v[:first]), weight, bias, v[first:])
+        return ops.cast(value, ctx.out_dtype(0))
+
+    out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
+    return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
+
+
+@lower(aten.native_group_norm.default)
+def _group_norm(
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, N: Size, C: Size, HxW: Size, group: int, eps: float  # noqa: N803
+) -> tuple[View, View, View]:
+    compute = compute_dtype(x.dtype)
+    per_group = sz.floordiv(C, group)
+    grouped = reshape(x, (N, group, per_group, HxW))
+    axes = Axes(grouped, (2, 3))
+    mean, m2 = moments(ctx, axes, compute)
+    rstd = _rstd(ctx, m2, axes.numel, eps)
+
+    def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
+        e = ops.cast(x.load(ops, v), compute)
+        point = (v[0], sz.floordiv(v[1], per_group))
+        value = _scale_shift(ops, e, mean.load(ops, point), rstd.load(ops, point), weight, bias, v[1:2])
+        return ops.cast(value, ctx.out_dtype(0))
+
+    out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
+    return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
+
+
+# ---------------------------------------------------------------------------------------------- batch norm
+def _apply(ctx: Lowering, x: View, mean: View, rstd: View, weight: View | None, bias: View | None) -> View:
+    compute = compute_dtype(x.dtype)
+
+    def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
+        channel = v[1:2]
+        e = ops.cast(x.load(ops, v), compute)
+        stats = (ops.cast(s.load(ops, channel), compute) for s in (mean, rstd))
+        return ops.cast(_scale_shift(ops, e, *stats, weight, bias, channel), ctx.out_dtype(0))
+
+    return ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
+
+
+def _nothing(ctx: Lowering, k: int) -> View:
+    """The k-th result where it is empty."""
+    dtype = ctx.out_dtype(k)
+    return ctx.pointwise(ctx.out_shape(k), dtype, lambda ops, i: ops.const(0, dtype))
+
+
+def _given_stats(ctx: Lowering, x: View, mean: View, var: View, eps: float) -> tuple[View, View]:
+    """Running mean and its rstd in x's compute dtype."""
+    compute = compute_dtype(x.dtype)
+
+    def rstd(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        m = Maths(ops)
+        return m("rsqrt", m("add", ops.cast(var.load(ops, i), compute), eps))
+
+    return convert(ctx, mean, compute), ctx.pointwise(var.shape, compute, rstd)
+
+
+def _blend(ctx: Lowering, old: View, new: View, momentum: float, scale: tuple[Size, Size], k: int) -> View:
+    """old * (1 - momentum) + new * scale * momentum as the k-th result. scale: a fraction of sizes."""
+    compute: DType = new.dtype
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        m = Maths(ops)
+        value = new.load(ops, i)
+        if scale != (1, 1):
+            num, den = (ops.cast(ops.index(s), compute) for s in scale)
+            value = m("mul", value, m("truediv", num, den))
+        kept = m("mul", ops.cast(old.load(ops, i), compute), 1.0 - momentum)
+        return ops.cast(m("add", kept, m("mul", value, momentum)), ctx.out_dtype(k))
+
+    return ctx.pointwise(old.shape, ctx.out_dtype(k), body)
+
+
+def _batch_stats(ctx: Lowering, x: View, eps: float) -> tuple[View, View, View, Axes]:
+    """Mean, rstd, sum of squared deviations over all but the channel dimension."""
+    axes = Axes(x, [d for d in range(len(x.shape)) if d != 1])
+    mean, m2 = moments(ctx, axes, compute_dtype(x.dtype))
+    return mean, _rstd(ctx, m2, axes.numel, eps), m2, axes
+
+
+@lower(aten._native_batch_norm_legit_functional.default)
+def _batch_norm(
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, running_mean: View, running_var: View,
+    training: bool, momentum: float, eps: float,
+) -> tuple[View, ...]:  # fmt: skip
+    if not training:
+        out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
+        return out, _nothing(ctx, 1), _nothing(ctx, 2), running_mean, running_var
+    mean, rstd, m2, axes = _batch_stats(ctx, x, eps)
+    out = _apply(ctx, x, mean, rstd, weight, bias)
+    new_mean = _blend(ctx, running_mean, mean, momentum, (1, 1), 3)
+    new_var = _blend(ctx, running_var, m2, momentum, (1, sz.add(axes.numel, -1)), 4)
+    return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2), new_mean, new_var
+
+
+@lower(aten._native_batch_norm_legit.no_stats)
+def _batch_norm_no_stats(
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, training: bool, momentum: float, eps: float
+) -> tuple[View, ...]:
+    mean, rstd, _, _ = _batch_stats(ctx, x, eps)
+    return _apply(ctx, x, mean, rstd, weight, bias), _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
+
+
+@lower(aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
+def _batch_norm_inference(
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, running_mean: View, running_var: View,
+    momentum: float, eps: float,
+) -> tuple[View, ...]:  # fmt: skip
+    assert ctx.node is not None
+    out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
+    return (out, *(_nothing(ctx, k) for k in range(1, len(ctx.node.meta["val"]))))

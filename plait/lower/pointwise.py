@@ -1,0 +1,480 @@
+"""Elementwise ATen ops: type promotion, broadcasting, and the rules of arithmetic, comparison and logic.
+
+Each op is a row: what it computes on nodes of one compute dtype, and how its inputs are promoted. Half types are computed in
+f32 and rounded where eager rounds: at the result of every op. Activations and special functions are in
+pointwise_nn.py and pointwise_special.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from plait.ir.dtypes import DType, b1, i64
+from plait.ir.loops import Const, Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.dtypes import TO_TORCH, compute_dtype, from_torch
+from plait.lower.symbols import to_scalar_node
+
+aten = torch.ops.aten
+
+Scalar = bool | int | float | Expr | torch.SymFloat
+Operand = View | Scalar
+
+
+class Maths:
+    """Calls rows of the op table, with Python numbers taking the dtype of the nodes beside them."""
+
+    def __init__(self, ops: Recorder) -> None:
+        self.ops = ops
+
+    def __call__(self, name: str, *args: Node | Const) -> Node:
+        typed = args[1:] if name == "where" else args
+        dtype = next(a.dtype for a in typed if isinstance(a, Node))
+        nodes = [a if isinstance(a, Node) else self.ops.const(a, dtype) for a in args]
+        return self.ops.op(name, *nodes)
+
+    def const(self, value: Const, dtype: DType) -> Node:
+        return self.ops.const(value, dtype)
+
+    def cast(self, x: Node, dtype: DType) -> Node:
+        return self.ops.cast(x, dtype)
+
+
+Formula = Callable[..., Node]  # (Maths, *nodes) -> Node
+
+# ---------------------------------------------------------------------------------------------- promotion
+KEEP = "keep"  # the common dtype of the inputs
+FLOAT = "float"  # integers and bools become the default float dtype
+
+
+def default_float() -> DType:
+    """torch's default dtype."""
+    return from_torch(torch.get_default_dtype())
+
+
+@lru_cache(maxsize=4096)
+def _promote(parts: tuple[tuple[DType, int], ...]) -> DType:
+    """PyTorch's result type of (dtype, rank) parts. rank: 2 a tensor with dimensions, 1 without, 0 a Python number.
+
+    A part of lower rank counts only if its kind (bool < int < float) is above those of higher rank."""
+    result: torch.dtype | None = None
+    for rank in (2, 1, 0):
+        mine: torch.dtype | None = None
+        for dtype, r in parts:
+            if r == rank:
+                mine = TO_TORCH[dtype] if mine is None else torch.promote_types(mine, TO_TORCH[dtype])
+        if result is None:
+            result = mine
+        elif mine is not None and not result.is_floating_point and (result == torch.bool or mine.is_floating_point):
+            result = torch.promote_types(result, mine)
+    assert result is not None
+    return from_torch(result)
+
+
+def common_dtype(xs: Sequence[Operand], kind: str = KEEP) -> DType:
+    """The dtype that eager brings all of xs to."""
+    found = _promote(tuple(_part(x) for x in xs))
+    return default_float() if kind == FLOAT and not found.is_float else found
+
+
+def _part(x: Operand) -> tuple[DType, int]:
+    if isinstance(x, View):
+        return x.dtype, 2 if x.shape else 1
+    if isinstance(x, bool):
+        return b1, 0
+    if isinstance(x, (int, Expr)):
+        return i64, 0
+    if isinstance(x, (float, torch.SymFloat)):
+        return default_float(), 0
+    raise NoRule(f"an operand of type {type(x).__name__}")
+
+
+# ---------------------------------------------------------------------------------------------- operands
+def spread(x: View, point: Sequence[Expr], shape: tuple[Size, ...]) -> list[Size]:
+    """The index into x for a point of `shape`, which x broadcasts to."""
+    skip = len(shape) - len(x.shape)
+    return [0 if s == 1 and n != 1 else p for p, s, n in zip(point[skip:], x.shape, shape[skip:], strict=True)]
+
+
+def wrap(value: Const, dtype: DType) -> Const:
+    """A Python integer as C converts it to an integer dtype."""
+    if dtype.kind not in "iu" or isinstance(value, float):
+        return value
+    bits = 8 * dtype.nbytes
+    value = int(value) & ((1 << bits) - 1)
+    return value - (1 << bits) if dtype.kind == "i" and value >> (bits - 1) else value
+
+
+def operand(ctx: Lowering, ops: Recorder, x: Operand, i: Sequence[Expr], shape: tuple[Size, ...], common: DType) -> Node:
+    """Element i of x, brought to the dtype `common` and then to its compute dtype (numbers are not rounded in between)."""
+    compute = compute_dtype(common)
+    if isinstance(x, View):
+        return ops.cast(ops.cast(x.load(ops, spread(x, i, shape)), common), compute)
+    if isinstance(x, (bool, int, float)):
+        return ops.const(wrap(x, compute), compute)
+    if isinstance(x, Expr):
+        return ops.cast(ops.index(x), compute)
+    return ops.cast(to_scalar_node(ops, x, ctx.float_readers()), compute)
+
+
+def elementwise(
+    ctx: Lowering, formula: Formula, xs: Sequence[Operand], kind: str = KEEP, common: DType | None = None
+) -> View:
+    """formula over xs, promoted and broadcast; its result is rounded to the common dtype, then cast to that of the fake result."""
+    dtype = common or common_dtype(xs, kind)
+    out, shape = ctx.out_dtype(), ctx.out_shape()
+    compute = compute_dtype(dtype)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        value = formula(Maths(ops), *(operand(ctx, ops, x, i, shape, dtype) for x in xs))
+        if value.dtype == compute:
+            value = ops.cast(value, dtype)
+        return ops.cast(value, out)
+
+    return ctx.pointwise(shape, out, body, ctx.out_strides())
+
+
+def register(ops: Sequence[object], formula: Formula, kind: str = KEEP) -> None:
+    """A rule for ops whose arguments are all tensors or numbers and take part in promotion."""
+
+    def rule(ctx: Lowering, *xs: Operand) -> View:
+        return elementwise(ctx, formula, xs, kind)
+
+    lower(*ops)(rule)
+
+
+def overloads(name: str, *which: str) -> list[object]:
+    """Overloads of an aten op: those named, or the functional ones whose tensors and numbers are all that they take."""
+    packet = getattr(aten, name)
+    return [getattr(packet, w) for w in which or ("default",)]
+
+
+def row(op: str) -> Formula:
+    """The formula that is one row of the op table."""
+    return lambda m, *nodes: m(op, *nodes)
+
+
+# ---------------------------------------------------------------------------------------------- one argument
+for _name in (
+    "acos acosh asin asinh atan atanh cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 reciprocal rsqrt "
+    "sin sinh sqrt tan tanh"
+).split():
+    register(overloads(_name), row(_name), FLOAT)
+
+
+def unless_integer(op: str) -> Formula:
+    """An op that leaves integers and bools as they are."""
+    return lambda m, x: m(op, x) if x.dtype.is_float else x
+
+
+for _name in ("ceil", "floor", "trunc", "round"):
+    register(overloads(_name), unless_integer(_name))
+
+
+def _abs(m: Maths, x: Node) -> Node:
+    return m("abs", x) if x.dtype.kind in "fi" else x
+
+
+def _neg(m: Maths, x: Node) -> Node:
+    return m("neg", x) if x.dtype.kind in "fi" else m("sub", 0, x)
+
+
+def _sign(m: Maths, x: Node) -> Node:
+    if x.dtype.kind in "fi":
+        return m("sign", x)
+    return x if x.dtype == b1 else m.cast(m("ne", x, 0), x.dtype)
+
+
+register(overloads("abs"), _abs)
+register(overloads("neg"), _neg)
+register(overloads("sign"), _sign)
+register(overloads("sgn"), _sign)
+register(overloads("bitwise_not"), row("not"))
+register(overloads("positive") + overloads("conj_physical"), lambda m, x: x)
+register(overloads("relu"), lambda m, x: x if x.dtype.kind in "ub" else m("max", x, 0))
+
+
+def _test(op: str) -> Formula:
+    return lambda m, x: m(op, x) if x.dtype.is_float else m.const(False, b1)
+
+
+register(overloads("isnan"), _test("isnan"))
+register(overloads("isinf"), _test("isinf"))
+register(
+    overloads("signbit"),
+    lambda m, x: m("signbit", x) if x.dtype.is_float else m.const(False, b1) if x.dtype.kind in "ub" else m("lt", x, 0),
+)
+
+
+@lower(aten.round.decimals)
+def _round_decimals(ctx: Lowering, x: View, *, decimals: int) -> View:
+    scale = 10.0 ** abs(decimals)
+    there, back = ("mul", "truediv") if decimals >= 0 else ("truediv", "mul")
+
+    def formula(m: Maths, a: Node) -> Node:
+        return m(back, m("round", m(there, a, scale)), scale) if a.dtype.is_float else a
+
+    return elementwise(ctx, formula, (x,))
+
+
+@lower(aten.angle.default)
+def _angle(ctx: Lowering, x: View) -> View:
+    def formula(m: Maths, a: Node) -> Node:
+        out = m("where", m("lt", a, 0), m.const(3.141592653589793, a.dtype), 0.0)
+        return m("where", m("isnan", a), a, out)
+
+    return elementwise(ctx, formula, (x,), FLOAT)
+
+
+# ---------------------------------------------------------------------------------------------- arithmetic
+def _add(m: Maths, a: Node, b: Node) -> Node:
+    return m("or", a, b) if a.dtype == b1 else m("add", a, b)
+
+
+def _mul(m: Maths, a: Node, b: Node) -> Node:
+    return m("and", a, b) if a.dtype == b1 else m("mul", a, b)
+
+
+@lower(aten.add.Tensor, aten.add.Scalar)
+def _add_rule(ctx: Lowering, a: Operand, b: Operand, alpha: Scalar = 1) -> View:
+    return _scaled(ctx, _add, a, b, alpha)
+
+
+@lower(aten.sub.Tensor, aten.sub.Scalar)
+def _sub_rule(ctx: Lowering, a: Operand, b: Operand, alpha: Scalar = 1) -> View:
+    return _scaled(ctx, row("sub"), a, b, alpha)
+
+
+def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scalar) -> View:
+    if isinstance(alpha, (bool, int, float)) and alpha == 1:
+        return elementwise(ctx, formula, (a, b))
+    return elementwise(
+        ctx, lambda m, x, y, s: formula(m, x, _mul(m, y, s)), (a, b, alpha), common=common_dtype((a, b))
+    )
+
+
+register(overloads("mul", "Tensor", "Scalar"), _mul)
+
+
+def _truediv(m: Maths, a: Node, b: Node) -> Node:
+    return m("truediv", a, b)
+
+
+register(overloads("div", "Tensor", "Scalar") + overloads("true_divide", "Tensor"), _truediv, FLOAT)
+
+
+def floor_divide(m: Maths, a: Node, b: Node) -> Node:
+    """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it."""
+    if not a.dtype.is_float:
+        return m("floordiv", a, b)
+    quotient = m("truediv", a, b)
+    rem = m("fmod", a, b)
+    div = m("truediv", m("sub", a, rem), b)
+    off = m("and", m("ne", rem, 0), m("ne", m("lt", b, 0), m("lt", rem, 0)))
+    div = m("where", off, m("sub", div, 1), div)
+    low = m("floor", div)
+    low = m("where", m("gt", m("sub", div, low), 0.5), m("add", low, 1), low)
+    out = m("where", m("ne", div, 0), low, m("copysign", m.const(0.0, a.dtype), quotient))
+    return m("where", m("eq", b, 0), quotient, out)
+
+
+def _trunc_divide(m: Maths, a: Node, b: Node) -> Node:
+    return m("trunc", m("truediv", a, b)) if a.dtype.is_float else m("truncdiv", a, b)
+
+
+@lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | None) -> View:
+    if rounding_mode is None:
+        return elementwise(ctx, _truediv, (a, b), FLOAT)
+    return elementwise(ctx, floor_divide if rounding_mode == "floor" else _trunc_divide, (a, b))
+
+
+register(overloads("floor_divide", "default", "Scalar"), floor_divide)
+register(overloads("fmod", "Tensor", "Scalar"), lambda m, a, b: m("fmod" if a.dtype.is_float else "rem", a, b))
+register(
+    overloads("remainder", "Tensor", "Scalar", "Scalar_Tensor"),
+    lambda m, a, b: m("pymod" if a.dtype.is_float else "mod", a, b),
+)
+
+
+def integer_power(m: Maths, x: Node, n: int) -> Node:
+    """x ** n by squaring, n >= 0."""
+    if n == 0:
+        return m.const(1, x.dtype)
+    out: Node | None = None
+    while n:
+        if n & 1:
+            out = x if out is None else _mul(m, out, x)
+        n >>= 1
+        if n:
+            x = _mul(m, x, x)
+    assert out is not None
+    return out
+
+
+@lower(aten.pow.Tensor_Scalar)
+def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
+    if not isinstance(exponent, (bool, int, float)):
+        return _pow_any(ctx, x, exponent)
+
+    def formula(m: Maths, a: Node) -> Node:
+        if not a.dtype.is_float:
+            if exponent < 0:
+                raise NoRule("integers to a negative power")
+            return integer_power(m, a, int(exponent))
+        match float(exponent):
+            case 0.0 | 1.0 | 2.0 | 3.0:
+                return integer_power(m, a, int(exponent))
+            case 0.5:
+                return m("sqrt", a)
+            case -0.5:
+                return m("rsqrt", a)
+            case -1.0:
+                return m("reciprocal", a)
+            case -2.0:
+                return m("reciprocal", m("mul", a, a))
+        return m("pow", a, float(exponent))
+
+    return elementwise(ctx, formula, (x,), common=common_dtype((x, exponent)))
+
+
+@lower(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def _pow_any(ctx: Lowering, x: Operand, exponent: Operand) -> View:
+    if not common_dtype((x, exponent)).is_float:
+        raise NoRule("an integer power with an exponent that is not constant")
+    if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2:
+        return elementwise(ctx, row("exp2"), (exponent,), common=common_dtype((x, exponent)))
+    return elementwise(ctx, row("pow"), (x, exponent))
+
+
+def _if_float(op: str, otherwise: str) -> Formula:
+    return lambda m, a, b: m(op if a.dtype.is_float else otherwise, a, b)
+
+
+register(overloads("maximum"), row("max"))
+register(overloads("minimum"), row("min"))
+register(overloads("fmax"), _if_float("fmax", "max"))
+register(overloads("fmin"), _if_float("fmin", "min"))
+register(overloads("atan2"), row("atan2"), FLOAT)
+register(overloads("hypot"), row("hypot"))
+register(overloads("copysign", "Tensor", "Scalar"), row("copysign"), FLOAT)
+
+
+@lower(aten.nextafter.default)
+def _nextafter(ctx: Lowering, a: View, b: View) -> View:
+    if common_dtype((a, b)) != compute_dtype(common_dtype((a, b))):
+        raise NoRule("the next half-precision float")
+    return elementwise(ctx, row("nextafter"), (a, b))
+
+
+register(overloads("ldexp", "Tensor"), lambda m, a, b: m("mul", a, m("exp2", b)), FLOAT)
+
+
+@lower(aten.clamp.default, aten.clamp.Tensor)
+def _clamp(ctx: Lowering, x: View, min: Operand | None = None, max: Operand | None = None) -> View:  # noqa: A002
+    limits = [(op, lim) for op, lim in (("max", min), ("min", max)) if lim is not None]
+
+    def formula(m: Maths, a: Node, *ends: Node) -> Node:
+        for (op, _), end in zip(limits, ends, strict=True):
+            a = m(op, a, end)
+        return a
+
+    return elementwise(ctx, formula, (x, *(lim for _, lim in limits)))
+
+
+# ---------------------------------------------------------------------------------------------- comparison and logic
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    register(overloads(_name, "Tensor", "Scalar"), row(_name))
+
+for _name, _op in (("and", "and"), ("or", "or"), ("xor", "xor")):
+    register(overloads(f"bitwise_{_name}", "Tensor", "Scalar", "Scalar_Tensor"), row(_op))
+
+
+def _shift(op: str) -> Formula:
+    def formula(m: Maths, a: Node, b: Node) -> Node:
+        if a.dtype.is_float:
+            raise NoRule("a shift of floats")
+        return m(op, a, b)
+
+    return formula
+
+
+for _name, _short, _op in (("left", "__lshift__", "shl"), ("right", "__rshift__", "shr")):
+    register(
+        overloads(f"bitwise_{_name}_shift", "Tensor", "Tensor_Scalar", "Scalar_Tensor")
+        + overloads(_short, "Tensor", "Scalar"),
+        _shift(_op),
+    )
+
+
+def _logical(op: str) -> Callable[..., View]:
+    def rule(ctx: Lowering, *xs: View) -> View:
+        shape = ctx.out_shape()
+
+        def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+            args = [ops.cast(x.load(ops, spread(x, i, shape)), b1) for x in xs]
+            return ops.cast(ops.op(op, *args), ctx.out_dtype())
+
+        return ctx.pointwise(shape, ctx.out_dtype(), body, ctx.out_strides())
+
+    return rule
+
+
+for _name in ("and", "or", "xor", "not"):
+    lower(getattr(aten, f"logical_{_name}").default)(_logical(_name))
+
+
+@lower(aten.where.self)
+def _where(ctx: Lowering, cond: View, a: View, b: View) -> View:
+    dtype, shape = ctx.out_dtype(), ctx.out_shape()
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        picked = [ops.cast(x.load(ops, spread(x, i, shape)), dtype) for x in (a, b)]
+        return ops.op("where", ops.cast(cond.load(ops, spread(cond, i, shape)), b1), *picked)
+
+    return ctx.pointwise(shape, dtype, body, ctx.out_strides())
+
+
+# ---------------------------------------------------------------------------------------------- copies and conversion
+def convert(ctx: Lowering, x: View, dtype: DType, shape: tuple[Size, ...] | None = None) -> View:
+    """x (broadcast to `shape`) as another dtype; x itself where nothing changes."""
+    to = x.shape if shape is None else shape
+    if x.dtype == dtype and to == x.shape:
+        return x
+    return ctx.pointwise(to, dtype, lambda ops, i: ops.cast(x.load(ops, spread(x, i, to)), dtype))
+
+
+@lower(aten._to_copy.default, torch.ops.prims.convert_element_type.default, any_dtype=True)
+def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> View:
+    want = ctx.out_dtype()
+    if ctx.out_meta().device.type != ctx.buffers[x.buf].device:
+        raise NoRule("a copy between devices")
+    if x.dtype == want:
+        return x
+    if x.dtype.kind in "co" or want.kind in "co":
+        raise NoRule(f"{x.dtype} to {want}")
+    return convert(ctx, x, want)
+
+
+@lower(aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.contiguous.default, any_dtype=True)
+def _clone(ctx: Lowering, x: View, **_: Any) -> View:
+    return x  # values do not change, so sharing them shows only in outputs, which are copied there
+
+
+@lower(aten.copy.default)
+def _copy(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View:
+    return convert(ctx, src, x.dtype, ctx.out_shape())
+
+
+@lower(aten.copy_.default)
+def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View:
+    if not (x.is_whole and ctx.is_input(x.buf)):
+        raise NoRule("a copy into something that is no input")
+    ctx.mutate(x.buf, convert(ctx, src, x.dtype, x.shape))
+    return x

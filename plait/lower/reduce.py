@@ -1,0 +1,251 @@
+"""Reductions: sums, products, extrema, tests, positions, variances and norms over any set of dimensions.
+
+Half types accumulate in f32, integers and bools in i64 (sum, prod); results are rounded once at the end. A keepdim result is a
+view of the reduced one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import DType, b1, i64
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.pointwise import Maths, convert
+from plait.lower.view import add_dim, wrap_dim
+
+aten = torch.ops.aten
+
+Value = Callable[[Recorder, Node], Node]  # what is reduced, from an element of the input
+
+
+class Axes:
+    """A split of a tensor's dimensions into kept and reduced ones."""
+
+    def __init__(self, x: View, dims: int | Sequence[int] | None) -> None:
+        rank = len(x.shape)
+        given = [dims] if isinstance(dims, int) else dims
+        self.reduced = sorted({wrap_dim(d, rank) for d in given} if given else range(rank)) if rank else []
+        self.kept = [d for d in range(rank) if d not in self.reduced]
+        self.x = x
+        self.shape = tuple(x.shape[d] for d in self.kept)
+        self.rshape = tuple(x.shape[d] for d in self.reduced)
+        self.numel = sz.numel(self.rshape)
+
+    def at(self, i: Sequence[Size], r: Sequence[Size]) -> tuple[Size, ...]:
+        """The index into x of reduced point r of kept point i."""
+        where = dict(zip(self.kept, i, strict=True)) | dict(zip(self.reduced, r, strict=True))
+        return tuple(where[d] for d in range(len(where)))
+
+    def kept_of(self, index: Sequence[Size]) -> tuple[Size, ...]:
+        """The kept point that element `index` of x belongs to."""
+        return tuple(index[d] for d in self.kept)
+
+    def restore(self, out: View, keepdim: bool) -> View:
+        """out with its reduced dimensions put back as dimensions of size 1, if asked to."""
+        if keepdim:
+            for d in self.reduced:
+                out = add_dim(out, d)
+        return out
+
+    def reduce(self, ctx: Lowering, kind: str, value: Value) -> View:
+        """x reduced by kind; `value` gives the term of an element, in the dtype to accumulate in."""
+        (out,) = self.reduce_many(ctx, kind, value, (True,))
+        assert out is not None
+        return out
+
+    def reduce_many(self, ctx: Lowering, kind: str, value: Value, outs: Sequence[bool]) -> tuple[View | None, ...]:
+        """As reduce, for kinds with several results."""
+        x = self.x
+
+        def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+            return value(ops, x.load(ops, self.at(i, r)))
+
+        if not self.rshape:
+            return self._nothing_to_reduce(ctx, kind, body, outs)
+        return ctx.reduction(self.shape, self.rshape, kind, body, outs)
+
+    def _nothing_to_reduce(
+        self, ctx: Lowering, kind: str, body: Callable[..., Node], outs: Sequence[bool]
+    ) -> tuple[View | None, ...]:
+        """A tensor without dimensions is its own reduction."""
+        dtype = body(Recorder(), (), ()).dtype
+
+        def fill(number: int, of: DType) -> View:
+            return ctx.pointwise((), of, lambda ops, i: ops.const(number, of))
+
+        if kind in ("argmax", "argmin"):
+            return (fill(0, i64),)
+        same = ctx.pointwise((), dtype, lambda ops, i: body(ops, (), ()))
+        found = (same, fill(0, dtype), fill(1, dtype))
+        return tuple(v if want else None for v, want in zip(found, outs, strict=False))
+
+
+def _plain(ops: Recorder, x: Node) -> Node:
+    return x
+
+
+def accumulate_in(x: View, out: DType) -> Value:
+    """The element brought to the result's dtype, as eager does, and from there to what it is accumulated in."""
+    return lambda ops, e: ops.cast(ops.cast(e, out), compute_dtype(out))
+
+
+# ---------------------------------------------------------------------------------------------- sums and products
+@lower(aten.sum.default, aten.sum.dim_IntList)
+def _sum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> View:
+    out = ctx.out_dtype()
+    axes = Axes(x, dim)
+    total = axes.reduce(ctx, "sum", accumulate_in(x, out))
+    return axes.restore(convert(ctx, total, out), keepdim)
+
+
+@lower(aten.mean.default, aten.mean.dim)
+def _mean(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> View:
+    out = ctx.out_dtype()
+    axes = Axes(x, dim)
+    total = axes.reduce(ctx, "sum", accumulate_in(x, out))
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        count = ops.cast(ops.index(axes.numel), total.dtype)
+        return ops.cast(ops.op("truediv", total.load(ops, i), count), out)
+
+    return axes.restore(ctx.pointwise(axes.shape, out, body), keepdim)
+
+
+@lower(aten.prod.default, aten.prod.dim_int)
+def _prod(ctx: Lowering, x: View, dim: int | None = None, keepdim: bool = False, **_: Any) -> View:
+    out = ctx.out_dtype()
+    axes = Axes(x, dim)
+    return axes.restore(convert(ctx, axes.reduce(ctx, "prod", accumulate_in(x, out)), out), keepdim)
+
+
+# ---------------------------------------------------------------------------------------------- extrema and tests
+def _extremum(ctx: Lowering, axes: Axes, kind: str) -> View:
+    dtype = axes.x.dtype
+    if dtype == b1:
+        return axes.reduce(ctx, "any" if kind == "max" else "all", _plain)
+    return convert(ctx, axes.reduce(ctx, kind, accumulate_in(axes.x, dtype)), dtype)
+
+
+def _position(ctx: Lowering, axes: Axes, kind: str) -> View:
+    x = axes.x
+    compute = compute_dtype(x.dtype) if x.dtype != b1 else i64
+    return axes.reduce(ctx, kind, lambda ops, e: ops.cast(e, compute))
+
+
+def _register_extrema(kind: str) -> None:
+    def extremum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False) -> View:
+        axes = Axes(x, dim)
+        return axes.restore(_extremum(ctx, axes, kind), keepdim)
+
+    def with_position(ctx: Lowering, x: View, dim: int, keepdim: bool = False) -> tuple[View, View]:
+        axes = Axes(x, dim)
+        found = _extremum(ctx, axes, kind), _position(ctx, axes, f"arg{kind}")
+        return axes.restore(found[0], keepdim), axes.restore(found[1], keepdim)
+
+    def position(ctx: Lowering, x: View, dim: int | None = None, keepdim: bool = False) -> View:
+        axes = Axes(x, dim)
+        return axes.restore(_position(ctx, axes, f"arg{kind}"), keepdim)
+
+    lower(getattr(aten, f"a{kind}").default, getattr(aten, kind).default)(extremum)
+    lower(getattr(aten, kind).dim)(with_position)
+    lower(getattr(aten, f"arg{kind}").default)(position)
+
+
+_register_extrema("max")
+_register_extrema("min")
+
+
+def _register_test(kind: str) -> None:
+    def rule(ctx: Lowering, x: View, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> View:
+        if isinstance(dim, (list, tuple)) and not dim:
+            return convert(ctx, convert(ctx, x, b1), ctx.out_dtype())
+        axes = Axes(x, dim)
+        found = axes.reduce(ctx, kind, lambda ops, e: ops.cast(e, b1))
+        return axes.restore(convert(ctx, found, ctx.out_dtype()), keepdim)
+
+    packet = getattr(aten, kind)
+    lower(packet.default, packet.dim, packet.dims)(rule)
+
+
+_register_test("any")
+_register_test("all")
+
+
+# ---------------------------------------------------------------------------------------------- variance and norms
+def moments(ctx: Lowering, axes: Axes, compute: DType) -> tuple[View, View]:
+    """Mean and sum of squared deviations, in `compute`."""
+    mean, m2, _ = axes.reduce_many(ctx, "welford", lambda ops, e: ops.cast(e, compute), (True, True, False))
+    assert mean is not None and m2 is not None
+    return mean, m2
+
+
+def _variance(ctx: Lowering, axes: Axes, m2: View, correction: float | None, out: DType) -> View:
+    by = 1.0 if correction is None else float(correction)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        m = Maths(ops)
+        count = m("sub", ops.cast(ops.index(axes.numel), m2.dtype), by)
+        return ops.cast(m("truediv", m2.load(ops, i), m("max", count, 0.0)), out)
+
+    return ctx.pointwise(axes.shape, out, body)
+
+
+@lower(aten.var.correction)
+def _var(
+    ctx: Lowering, x: View, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> View:
+    axes = Axes(x, dim)
+    _, m2 = moments(ctx, axes, compute_dtype(x.dtype))
+    return axes.restore(_variance(ctx, axes, m2, correction, ctx.out_dtype()), keepdim)
+
+
+@lower(aten.var_mean.correction)
+def _var_mean(
+    ctx: Lowering, x: View, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[View, View]:
+    axes = Axes(x, dim)
+    mean, m2 = moments(ctx, axes, compute_dtype(x.dtype))
+    var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0))
+    return axes.restore(var, keepdim), axes.restore(convert(ctx, mean, ctx.out_dtype(1)), keepdim)
+
+
+@lower(aten.linalg_vector_norm.default)
+def _vector_norm(
+    ctx: Lowering, x: View, ord: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any  # noqa: A002
+) -> View:
+    out = ctx.out_dtype()
+    compute = compute_dtype(out)
+    axes = Axes(x, dim)
+    p = float(ord)
+    kind = "max" if p == float("inf") else "min" if p == float("-inf") else "sum"
+
+    def term(ops: Recorder, e: Node) -> Node:
+        m = Maths(ops)
+        v = ops.cast(ops.cast(e, out), compute)
+        if p == 0:
+            return ops.cast(m("ne", v, 0.0), compute)
+        if p == 2:
+            return m("mul", v, v)
+        return m("abs", v) if kind != "sum" or p == 1 else m("pow", m("abs", v), p)
+
+    total = axes.reduce(ctx, kind, term)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        v = total.load(ops, i)
+        if p == 2:
+            v = ops.op("sqrt", v)
+        elif kind == "sum" and p not in (0, 1):
+            v = Maths(ops)("pow", v, 1.0 / p)
+        return ops.cast(v, out)
+
+    return axes.restore(ctx.pointwise(axes.shape, out, body), keepdim)
+
+

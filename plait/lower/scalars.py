@@ -1,0 +1,47 @@
+"""Rules that take tensors to integers and back, and run-time assertions."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.symbols import bindings
+
+aten = torch.ops.aten
+
+
+@lower(aten._local_scalar_dense.default, aten.item.default)
+def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
+    assert ctx.node is not None
+    val = ctx.node.meta["val"]
+    found = tuple(bindings(ctx.node))
+    if len(found) != 1:
+        raise NoRule("the value of a tensor that has no symbol of its own")
+    if isinstance(val, torch.SymFloat):
+        name = found[0].symbol
+        assert name is not None
+        ctx.floats[name.name] = x.remap((), lambda _: (0,) * len(x.shape))
+        return val
+    number = ctx.item(x, found[0])
+    return sz.compare("eq", number, 1) if isinstance(val, torch.SymBool) else number
+
+
+@lower(aten._assert_scalar.default)
+def _assert_scalar(ctx: Lowering, condition: Size | bool, message: str) -> None:
+    ctx.assert_true(int(condition) if isinstance(condition, bool) else condition, message)
+
+
+@lower(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
+def _constrain(ctx: Lowering, size: Size, *, min: int | None = None, max: int | None = None) -> None:  # noqa: A002
+    if isinstance(size, Expr):
+        if min is not None:
+            ctx.assert_true(sz.compare("le", min, size), f"Invalid value range: a size is below {min}")
+        if max is not None:
+            ctx.assert_true(sz.compare("le", size, max), f"Invalid value range: a size is above {max}")
+
+
+@lower(aten._assert_tensor_metadata.default)
+def _assert_metadata(ctx: Lowering, *_args: object, **_kwargs: object) -> None:
+    """Dtypes, sizes and strides were checked when the graph was captured."""

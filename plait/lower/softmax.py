@@ -1,0 +1,56 @@
+"""softmax and log_softmax as reductions and pointwise loops over one range, which the scheduler fuses into a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr
+from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.pointwise import Maths
+from plait.lower.reduce import Axes
+from plait.lower.view import add_dim, drop_dims
+
+aten = torch.ops.aten
+
+Finish = Callable[[Maths, Node, Node, Node], Node]  # (m, x, greatest, sum of exp(x - greatest)) -> result
+
+
+def _softmax_like(ctx: Lowering, x: View, dim: int, finish: Finish) -> View:
+    if not x.shape:
+        return drop_dims(_over(ctx, add_dim(x, 0), 0, finish), {0})
+    return _over(ctx, x, dim, finish)
+
+
+def _over(ctx: Lowering, x: View, dim: int, finish: Finish) -> View:
+    out = ctx.out_dtype()
+    compute = compute_dtype(x.dtype)
+    axes = Axes(x, dim)
+    greatest = axes.reduce(ctx, "max", lambda ops, e: ops.cast(e, compute))
+
+    def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        e = ops.cast(x.load(ops, axes.at(i, r)), compute)
+        return ops.op("exp", ops.op("sub", e, greatest.load(ops, i)))
+
+    total = ctx.reduce(axes.shape, axes.rshape, "sum", body)
+
+    def result(ops: Recorder, v: tuple[Expr, ...]) -> Node:
+        point = axes.kept_of(v)
+        e = ops.cast(x.load(ops, v), compute)
+        return ops.cast(finish(Maths(ops), e, greatest.load(ops, point), total.load(ops, point)), out)
+
+    return ctx.pointwise(x.shape, out, result, ctx.out_strides() if ctx.out_meta().dim() == len(x.shape) else None)
+
+
+@lower(aten._softmax.default)
+def _softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
+    return _softmax_like(ctx, x, dim, lambda m, e, top, total: m("truediv", m("exp", m("sub", e, top)), total))
+
+
+@lower(aten._log_softmax.default)
+def _log_softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
+    return _softmax_like(ctx, x, dim, lambda m, e, top, total: m("sub", m("sub", e, top), m("log", total)))

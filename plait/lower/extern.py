@@ -358,29 +358,7 @@ def _tensor_operand(
                 f"an operator needs the memory of a view of {x.buf} that no strides describe"
             )
         return found
-    if strides is None or not any(
-        st == 0 and s != 1 for s, st in zip(x.shape, strides, strict=True)
-    ):
-        return ctx.tensor_arg(x, strides)
-    return _expanded(ctx, x, strides)
-
-
-def _expanded(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> TensorArg:
-    """x with these strides, some of which are 0: x's own memory if it is so already, else a copy of
-    the part that is not repeated."""
-    found = ctx.strided(x)
-    if found is not None and found.strides == strides:
-        return found
-    zero = tuple(st == 0 and s != 1 for s, st in zip(x.shape, strides, strict=True))
-    shape = tuple(1 if z else s for s, z in zip(x.shape, zero, strict=True))
-    once = x.remap(shape, lambda v: tuple(0 if z else e for e, z in zip(v, zero, strict=True)))
-    made = ctx.tensor_arg(once, tuple(1 if z else st for st, z in zip(strides, zero, strict=True)))
-    return TensorArg(
-        made.buf,
-        x.shape,
-        tuple(0 if z else st for st, z in zip(made.strides, zero, strict=True)),
-        made.offset,
-    )
+    return ctx.tensor_arg(x, strides)
 
 
 # ----------------------------------------------------------------------------------------------

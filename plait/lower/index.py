@@ -1,0 +1,255 @@
+"""Rules that read at computed positions: index, gather, index_select, embedding, take, and the
+slice and diagonal scatters.
+
+An index tensor becomes part of the load's index, checked at run time as eager checks it. Boolean
+masks, whose number of hits nobody knows beforehand, stay extern calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import b1, u8
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Index, Lowering, NoRule, View, lower
+from plait.lower.extern import call_extern
+from plait.lower.shape import all_of, broadcast, compare, result, scalar, wrap_dim
+
+aten = torch.ops.aten
+
+
+# ------------------------------------------------------------------------------------------- x[i,
+# j]
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """What x[indices] means: `tensors` by dimension of x, all seen with shape `common`, whose
+    dimensions start at position `at` of the result; `shape` is the shape of the result."""
+
+    tensors: dict[int, View]
+    common: tuple[Size, ...]
+    at: int
+    shape: tuple[Size, ...]
+
+    def point(self, ops: Recorder, x: View, i: tuple[Expr, ...], check: bool = True) -> Index:
+        """The element of x that element i of the result stands for."""
+        inner = i[self.at : self.at + len(self.common)]
+        plain = iter(i[: self.at] + i[self.at + len(self.common) :])
+        out: list[Size] = []
+        for d, size in enumerate(x.shape):
+            if d in self.tensors:
+                value = self.tensors[d].load(ops, inner)
+                out.append(ops.checked(value, size) if check else ops.indirect(value, size))
+            else:
+                out.append(next(plain))
+        return tuple(out)
+
+
+def indexing(x: View, indices: Sequence[View | None]) -> Indexing:
+    """How eager reads x[indices]. Raises NoRule for masks."""
+    tensors = {d: t for d, t in enumerate(indices) if t is not None}
+    if any(t.dtype in (b1, u8) for t in tensors.values()):
+        raise NoRule("a mask as index")
+    common = _broadcast_shape([t.shape for t in tensors.values()])
+    dims = sorted(tensors)
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims))) if dims else True
+    at = dims[0] if dims and adjacent else 0
+    plain = tuple(s for d, s in enumerate(x.shape) if d not in tensors)
+    shape = plain[:at] + common + plain[at:]
+    return Indexing({d: broadcast(t, common) for d, t in tensors.items()}, common, at, shape)
+
+
+def _broadcast_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
+    rank = max((len(s) for s in shapes), default=0)
+    out: list[Size] = [1] * rank
+    for shape in shapes:
+        for d, s in enumerate(shape, rank - len(shape)):
+            if out[d] == 1:
+                out[d] = s
+    return tuple(out)
+
+
+@lower(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(ctx: Lowering, x: View, indices: Sequence[View | None]) -> Any:
+    assert ctx.node is not None
+    if any(t is not None and t.dtype in (b1, u8) for t in indices):
+        return call_extern(ctx, ctx.node, (x, indices), {}, fallback=False)
+    how = indexing(x, indices)
+    check = ctx.node.target is aten.index.Tensor
+    return result(ctx, lambda ops, i: x.load(ops, how.point(ops, x, i, check)))
+
+
+@lower(aten.gather.default)
+def gather(ctx: Lowering, x: View, dim: int, index: View, *, sparse_grad: bool = False) -> View:
+    if not x.shape or not index.shape:
+        x, index = at_least_1d(x), at_least_1d(index)
+    d = wrap_dim(dim, len(x.shape))
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        point = i if i else (0,)
+        at = ops.checked(index.load(ops, point), x.shape[d], wrap=False)
+        return x.load(ops, (*point[:d], at, *point[d + 1 :]))
+
+    return result(ctx, body)
+
+
+def at_least_1d(x: View) -> View:
+    """A tensor of rank 0 as one of shape (1,); others unchanged."""
+    return x if x.shape else x.remap((1,), lambda _: ())
+
+
+@lower(aten.index_select.default)
+def index_select(ctx: Lowering, x: View, dim: int, index: View) -> View:
+    index = at_least_1d(index)
+    d = wrap_dim(dim, len(x.shape))
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        at = ops.checked(
+            index.load(ops, i[d : d + 1] or (0,)), x.shape[d] if x.shape else 1, wrap=False
+        )
+        return x.load(ops, (*i[:d], at, *i[d + 1 :]) if x.shape else ())
+
+    return result(ctx, body)
+
+
+@lower(aten.embedding.default)
+def embedding(
+    ctx: Lowering,
+    weight: View,
+    indices: View,
+    padding_idx: Size = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> View:
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        row = ops.checked(indices.load(ops, i[:-1]), weight.shape[0], wrap=False)
+        return weight.load(ops, (row, i[-1]))
+
+    return result(ctx, body)
+
+
+@lower(aten.take.default)
+def take(ctx: Lowering, x: View, index: View) -> View:
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        flat = ops.checked(index.load(ops, i), sz.numel(x.shape))
+        return x.load(ops, unflatten(flat, x.shape))
+
+    return result(ctx, body)
+
+
+def unflatten(flat: Size, shape: tuple[Size, ...]) -> Index:
+    """The index of element number `flat`, row-major."""
+    out: list[Size] = []
+    for step, s in zip(sz.contiguous_strides(shape), shape, strict=True):
+        out.append(sz.mod(sz.floordiv(flat, step), s))
+    return tuple(out)
+
+
+# ------------------------------------------------------------------------------------------- parts
+# replaced
+@lower(aten.slice_scatter.default)
+def slice_scatter(
+    ctx: Lowering,
+    x: View,
+    src: View,
+    dim: int = 0,
+    start: Size | None = None,
+    end: Size | None = None,
+    step: Size = 1,
+) -> View:
+    d = wrap_dim(dim, len(x.shape))
+    size = x.shape[d]
+    first = _clamped(0 if start is None else start, size)
+    src = broadcast(src, (*x.shape[:d], src.shape[d], *x.shape[d + 1 :]))
+    if src.shape[d] == size and first == 0:
+        return result(ctx, lambda ops, i: ops.cast(src.load(ops, i), x.dtype))
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        ahead = sz.add(i[d], sz.mul(first, -1))
+        k = sz.floordiv(ahead, step)
+        inside = [compare(ops, "ge", ahead, 0), compare(ops, "lt", k, src.shape[d])]
+        if step != 1:
+            inside.append(compare(ops, "eq", sz.mod(ahead, step), 0))
+        return _replaced(ops, x, i, inside, src, (*i[:d], k, *i[d + 1 :]))
+
+    return result(ctx, body)
+
+
+def _clamped(start: Size, size: Size) -> Size:
+    """A slice's start as a position in [0, size]. Raises NoRule where its sign is unknown."""
+    if sz.bounds(start)[1] < 0:
+        start = sz.smax(sz.add(start, size), 0)
+    elif sz.bounds(start)[0] < 0:
+        raise NoRule(f"a slice that starts at {start}, which may be negative")
+    return sz.smin(start, size)
+
+
+def _replaced(ops: Recorder, x: View, i: Index, inside: list[Node], src: View, at: Index) -> Node:
+    """src[at] where all of inside hold, else x[i]."""
+    hit = all_of(ops, inside)
+    new = ops.masked(hit, lambda: ops.cast(src.load(ops, at), x.dtype), 0)
+    return ops.op("where", hit, new, x.load(ops, i))
+
+
+@lower(aten.select_scatter.default)
+def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> View:
+    d = wrap_dim(dim, len(x.shape))
+    at = sz.add(index, x.shape[d]) if sz.bounds(index)[1] < 0 else index
+    if sz.bounds(at)[0] < 0:
+        raise NoRule(f"position {at}, which may be negative")
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        return _replaced(ops, x, i, [compare(ops, "eq", i[d], at)], src, (*i[:d], *i[d + 1 :]))
+
+    return result(ctx, body)
+
+
+@lower(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    ctx: Lowering, x: View, src: View, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> View:
+    rank = len(x.shape)
+    d1, d2 = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        along = i[d1] if offset >= 0 else i[d2]
+        others = tuple(v for d, v in enumerate(i) if d not in (d1, d2))
+        hit = compare(ops, "eq", sz.add(i[d2], sz.mul(i[d1], -1)), offset)
+        return _replaced(ops, x, i, [hit], src, (*others, along))
+
+    return result(ctx, body)
+
+
+@lower(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(ctx: Lowering, x: View, mask: View, value: Any) -> View:
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        new = (
+            ops.cast(value.load(ops, ()), x.dtype)
+            if isinstance(value, View)
+            else scalar(ctx, ops, value, x.dtype)
+        )
+        hit = ops.cast(seen(mask).load(ops, i), b1)
+        return ops.op("where", hit, new, seen(x).load(ops, i))
+
+    def seen(v: View) -> View:
+        return broadcast(v, ctx.out_shape())
+
+    return result(ctx, body)
+
+
+# -------------------------------------------------------------------------------------------
+# unknown numbers of hits
+@lower(aten.nonzero.default, aten.masked_select.default, aten.unique_consecutive.default, aten._unique2.default,
+       aten.unique_dim.default, aten.nonzero_static.default, aten.repeat_interleave.Tensor, aten.bincount.default,
+       any_dtype=True)  # fmt: skip
+def data_dependent(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """Results whose size depends on values: ATen makes them, plait reads the size off the
+    result."""
+    assert ctx.node is not None
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

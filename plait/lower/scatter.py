@@ -1,0 +1,315 @@
+"""Rules that write at computed positions: scatter in its kinds, index_put, index_add, index_copy,
+index_fill, index_reduce.
+
+Goes out: `Scatter` loops over the points of the source, in row-major order, so that results do not
+depend on the number of threads. Indices are checked at run time as eager checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import DType, b1, i64, u8
+from plait.ir.loops import Node, Scatter, loop_vars
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Index, Lowering, NoRule, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.extern import call_extern
+from plait.lower.index import at_least_1d, indexing
+from plait.lower.shape import broadcast, result, scalar, wrap_dim
+
+aten = torch.ops.aten
+
+# body(ops, i) -> (where it goes, what goes there)
+ScatterBody = Callable[[Recorder, tuple[Expr, ...]], tuple[Index, Node]]
+
+
+def scatter_loop(
+    ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, body: ScatterBody
+) -> View:
+    """A copy of base into which body's values go for every point of `shape`. mode as in Scatter."""
+    start = base if base.is_whole else ctx.copy(base)
+    ops, vars_ = Recorder(), loop_vars("i", shape)
+    point, value = body(ops, vars_)
+    if value.dtype != base.dtype:
+        raise TypeError(f"the body gives {value.dtype}, not {base.dtype}")
+    index, args = ops.take_args(tuple(point))
+    buffer = ctx.buffers[start.buf]
+    out = ctx.new_buffer(base.dtype, base.shape, buffer.strides)
+    if mode == "add" and base.dtype == b1:
+        mode = "max"
+    ctx.ops.append(Scatter(out, start.buf, vars_, index, args, value, mode, origin=ctx.origin))
+    return ctx.whole(out)
+
+
+# -------------------------------------------------------------------------------------------
+# scatter
+def _along(x: View, d: int, index: View, i: tuple[Expr, ...], ops: Recorder) -> Index:
+    """Point i with coordinate d taken from the index tensor; negative positions are errors."""
+    at = ops.checked(index.load(ops, i), x.shape[d], wrap=False)
+    return (*i[:d], at, *i[d + 1 :])
+
+
+def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str) -> View:
+    """x with src (a View or a number) put at index along dim. Results of rank 0 come back as
+    such."""
+    flat, index = at_least_1d(x), at_least_1d(index)
+    src = at_least_1d(src) if isinstance(src, View) else src
+    d = wrap_dim(dim, len(flat.shape))
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
+        value = src.load(ops, i) if isinstance(src, View) else scalar(ctx, ops, src, x.dtype)
+        return _along(flat, d, index, i, ops), ops.cast(value, x.dtype)
+
+    out = scatter_loop(ctx, flat, index.shape, mode, body)
+    return out if x.shape else out.remap((), lambda _: (0,))
+
+
+_REDUCE = {
+    "add": "add",
+    "multiply": "mul",
+    "sum": "add",
+    "prod": "mul",
+    "amax": "max",
+    "amin": "min",
+}
+
+
+@lower(aten.scatter.src, aten.scatter.value)
+def scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any) -> View:
+    return _scatter(ctx, x, dim, index, src, "store")
+
+
+@lower(aten.scatter.reduce, aten.scatter.value_reduce)
+def scatter_with(ctx: Lowering, x: View, dim: int, index: View, src: Any, *, reduce: str) -> View:
+    return _scatter(ctx, x, dim, index, src, _REDUCE[reduce])
+
+
+@lower(aten.scatter_add.default)
+def scatter_add(ctx: Lowering, x: View, dim: int, index: View, src: View) -> View:
+    return _scatter(ctx, x, dim, index, src, "add")
+
+
+@lower(aten.scatter_reduce.two)
+def scatter_reduce(
+    ctx: Lowering,
+    x: View,
+    dim: int,
+    index: View,
+    src: View,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> View:
+    return _reduced(
+        ctx,
+        x,
+        reduce,
+        include_self,
+        lambda base, value, mode: _scatter(ctx, base, dim, index, value, mode),
+        src,
+    )
+
+
+def _identity(reduce: str, dtype: DType) -> int | float:
+    """The value that changes nothing under a reduction."""
+    if reduce in ("sum", "mean"):
+        return 0
+    if reduce == "prod":
+        return 1
+    if dtype.is_float:
+        return float("-inf") if reduce == "amax" else float("inf")
+    bits = 8 * dtype.nbytes
+    low, high = (
+        (0, 1)
+        if dtype == b1
+        else (0, 2**bits - 1)
+        if dtype.kind == "u"
+        else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    )
+    return low if reduce == "amax" else high
+
+
+def _reduced(
+    ctx: Lowering,
+    x: View,
+    reduce: str,
+    include_self: bool,
+    put: Callable[[View, Any, str], View],
+    src: View,
+) -> View:
+    """The reductions of scatter_reduce and index_reduce. put(base, value, mode) scatters value into
+    base."""
+    base = x if include_self else put(x, _identity(reduce, x.dtype), "store")
+    if reduce != "mean":
+        return put(base, src, _REDUCE[reduce])
+    total = put(base, src, "add")
+    ones = ctx.pointwise(
+        x.shape, x.dtype, lambda ops, i: ops.const(1 if include_self else 0, x.dtype)
+    )
+    count = put(ones, 1, "add")
+    compute = compute_dtype(x.dtype)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        n = ops.op("max", count.load(ops, i), ops.const(1, x.dtype))
+        a, b = ops.cast(total.load(ops, i), compute), ops.cast(n, compute)
+        return ops.cast(ops.op("truediv" if compute.is_float else "floordiv", a, b), x.dtype)
+
+    return ctx.pointwise(x.shape, x.dtype, body)
+
+
+# ------------------------------------------------------------------------------------------- x[i,
+# j] = v
+@lower(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(
+    ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
+) -> Any:
+    assert ctx.node is not None
+    masks = [t for t in indices if t is not None and t.dtype in (b1, u8)]
+    if masks:
+        where = _put_where(ctx, x, indices, values) if not accumulate else None
+        args = (x, indices, values, accumulate)
+        return where or call_extern(ctx, ctx.node, args, {}, fallback=False)
+    how = indexing(x, indices)
+    check = ctx.node.target is aten.index_put.default
+    given = broadcast(values, how.shape)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
+        return how.point(ops, x, i, check), ops.cast(given.load(ops, i), x.dtype)
+
+    return scatter_loop(ctx, x, how.shape, "add" if accumulate else "store", body)
+
+
+def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: View) -> View | None:
+    """x[mask] = v as a choice between v and x, where v does not depend on how many elements were
+    hit; else None."""
+    first = next(d for d, t in enumerate(indices) if t is not None)
+    mask = indices[first]
+    assert mask is not None
+    if any(t is not None for t in indices[first + 1 :]):
+        return None
+    rank = len(mask.shape)
+    tail = x.shape[:first] + x.shape[first + rank :]  # dimensions of the result besides the hits
+    hits = len(values.shape) - 1 - (len(tail) - first)  # which dimension of values counts the hits
+    if hits >= 0 and values.shape[hits] != 1:
+        return None
+    if hits >= 0:
+        values = values.remap(
+            values.shape[:hits] + values.shape[hits + 1 :], lambda v: (*v[:hits], 0, *v[hits:])
+        )
+    if len(values.shape) > len(tail):
+        return None
+    given = broadcast(values, tail)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        hit = ops.cast(mask.load(ops, i[first : first + rank]), b1)
+        new = ops.cast(given.load(ops, i[:first] + i[first + rank :]), x.dtype)
+        return ops.op("where", hit, new, x.load(ops, i))
+
+    return result(ctx, body)
+
+
+# ------------------------------------------------------------------------------------------- along
+# one dimension
+def _index_along(
+    ctx: Lowering,
+    x: View,
+    dim: int,
+    index: View,
+    src: Any,
+    mode: str,
+    alpha: Any = 1,
+    wrap: bool = False,
+) -> View:
+    flat, index = at_least_1d(x), at_least_1d(index)
+    d = wrap_dim(dim, len(flat.shape))
+    shape = (*flat.shape[:d], index.shape[0], *flat.shape[d + 1 :])
+    compute = compute_dtype(x.dtype)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
+        at = ops.checked(index.load(ops, (i[d],)), flat.shape[d], wrap)
+        if not isinstance(src, View):
+            value = scalar(ctx, ops, src, x.dtype)
+        else:
+            value = src.load(ops, i if len(src.shape) == len(i) else ())
+        if alpha != 1:
+            value = ops.op("mul", ops.cast(value, compute), scalar(ctx, ops, alpha, compute))
+        return (*i[:d], at, *i[d + 1 :]), ops.cast(value, x.dtype)
+
+    out = scatter_loop(ctx, flat, shape, mode, body)
+    return out if x.shape else out.remap((), lambda _: (0,))
+
+
+@lower(aten.index_add.default)
+def index_add(
+    ctx: Lowering, x: View, dim: int, index: View, source: View, *, alpha: Any = 1
+) -> View:
+    return _index_along(ctx, x, dim, index, source, "add", alpha)
+
+
+@lower(aten.index_copy.default)
+def index_copy(ctx: Lowering, x: View, dim: int, index: View, source: View) -> View:
+    return _index_along(ctx, x, dim, index, source, "store")
+
+
+@lower(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(ctx: Lowering, x: View, dim: int, index: View, value: Any) -> View:
+    return _index_along(ctx, x, dim, index, value, "store", wrap=True)
+
+
+@lower(aten.index_reduce.default)
+def index_reduce(
+    ctx: Lowering,
+    x: View,
+    dim: int,
+    index: View,
+    source: View,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> View:
+    def put(base: View, value: Any, mode: str) -> View:
+        return _index_along(ctx, base, dim, index, value, mode)
+
+    return _reduced(ctx, x, reduce, include_self, put, source)
+
+
+# -------------------------------------------------------------------------------------------
+# embedding's gradient
+@lower(aten.embedding_dense_backward.default)
+def embedding_dense_backward(
+    ctx: Lowering,
+    grad: View,
+    indices: View,
+    num_weights: Size,
+    padding_idx: Size,
+    scale_grad_by_freq: bool,
+) -> View:
+    if scale_grad_by_freq:
+        raise NoRule("gradients scaled by frequency")
+    zeros = ctx.pointwise(
+        (num_weights, grad.shape[-1]), grad.dtype, lambda ops, i: ops.const(0, grad.dtype)
+    )
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
+        number = ops.cast(indices.load(ops, i[:-1]), i64)
+        row = ops.checked(number, num_weights, wrap=False)
+        keep = ops.op("ne", number, ops.index(padding_idx))
+        value = ops.op("where", keep, grad.load(ops, i), ops.const(0, grad.dtype))
+        return (row, i[-1]), value
+
+    return scatter_loop(ctx, zeros, grad.shape, "add", body)
+
+
+@lower(aten.masked_scatter.default, aten.put.default)
+def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """Writes whose source position depends on all earlier hits."""
+    assert ctx.node is not None
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
+
+

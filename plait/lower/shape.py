@@ -1,0 +1,423 @@
+"""Rules for tensors made from nothing and for tensors put together: fill, arange, eye, cat, stack,
+pad, flip, roll, tril, repeat.
+
+Comes in: Views and Sizes. Goes out: Pointwise loops (several with one `out` for a long cat). Also
+the small helpers that the rules of index, scatter and pooling share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import DType, b1, f64
+from plait.ir.loops import Node, Pointwise, loop_vars
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Body, Index, Lowering, NoRule, View, lower
+from plait.lower.pointwise import operand
+
+aten = torch.ops.aten
+
+
+# -------------------------------------------------------------------------------------------
+# helpers
+def result(ctx: Lowering, body: Body, k: int | None = None) -> View:
+    """The current node's (k-th) result, element by element, laid out as eager lays it out."""
+    strides = ctx.out_strides(k)
+    if strides is not None and 0 in strides:
+        strides = None
+    return ctx.pointwise(ctx.out_shape(k), ctx.out_dtype(k), body, strides)
+
+
+def wrap_dim(dim: int, rank: int) -> int:
+    """dim counted from the front. A tensor of rank 0 has the dimensions 0 and -1."""
+    return dim % max(rank, 1)
+
+
+def scalar(ctx: Lowering, ops: Recorder, value: Any, dtype: DType) -> Node:
+    """A Python number, Size or SymFloat as a node of that dtype."""
+    return ops.cast(operand(ctx, ops, value, (), (), dtype), dtype)
+
+
+def broadcast(x: View, shape: tuple[Size, ...]) -> View:
+    """x seen with a larger shape, by broadcasting."""
+    if x.shape == shape:
+        return x
+    lead = len(shape) - len(x.shape)
+
+    def fn(v: tuple[Expr, ...]) -> Index:
+        return tuple(0 if s == 1 else v[lead + d] for d, s in enumerate(x.shape))
+
+    return x.remap(shape, fn)
+
+
+def all_of(ops: Recorder, conditions: Sequence[Node]) -> Node:
+    """The conjunction of conditions (true for none)."""
+    out = ops.const(True, b1)
+    for k, c in enumerate(conditions):
+        out = c if k == 0 else ops.op("and", out, c)
+    return out
+
+
+def compare(ops: Recorder, op: str, a: Size, b: Size) -> Node:
+    """An integer comparison of index expressions as a b1 node: 'lt', 'le', 'eq', 'ge'. Decided at
+    once where ranges allow."""
+    if op == "ge":
+        return compare(ops, "le", b, a)
+    known = sz.compare(op, a, b)
+    if isinstance(known, int):
+        return ops.const(bool(known), b1)
+    return ops.op(op, ops.index(a), ops.index(b))
+
+
+# -------------------------------------------------------------------------------------------
+# constants
+def _fill(ctx: Lowering, value: Any) -> View:
+    dtype = ctx.out_dtype()
+    return result(ctx, lambda ops, i: scalar(ctx, ops, value, dtype))
+
+
+@lower(aten.full.default, aten.full_like.default, aten.new_full.default)
+def full(ctx: Lowering, *args: Any, **kwargs: Any) -> View:
+    """full(size, value), full_like(x, value), new_full(x, size, value): the value comes last by
+    position."""
+    return _fill(ctx, kwargs["fill_value"] if "fill_value" in kwargs else args[-1])
+
+
+@lower(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.empty.memory_format,
+       aten.empty_like.default, aten.empty_strided.default, aten.empty_permuted.default, aten.new_empty.default,
+       aten.new_empty_strided.default, aten._efficientzerotensor.default)  # fmt: skip
+def zeros(ctx: Lowering, *_: Any, **__: Any) -> View:
+    """Zeros; uninitialised tensors are zeros too, which costs nothing once a reader inlines
+    them."""
+    return _fill(ctx, 0)
+
+
+@lower(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def ones(ctx: Lowering, *_: Any, **__: Any) -> View:
+    return _fill(ctx, 1)
+
+
+@lower(aten.scalar_tensor.default)
+def scalar_tensor(ctx: Lowering, value: Any, **_: Any) -> View:
+    return _fill(ctx, value)
+
+
+@lower(aten.zero.default)
+def zero(ctx: Lowering, x: View) -> View:
+    return _fill(ctx, 0)
+
+
+@lower(aten.eye.default, aten.eye.m)
+def eye(ctx: Lowering, *_: Any, **__: Any) -> View:
+    dtype = ctx.out_dtype()
+    return result(ctx, lambda ops, i: ops.cast(compare(ops, "eq", i[0], i[1]), dtype))
+
+
+def _affine(ctx: Lowering, start: Any, step: Any) -> View:
+    """start + step * i. Floats are computed in f64 and rounded once, as ATen does (its accumulation
+    type)."""
+    dtype = ctx.out_dtype()
+    need = isinstance(start, float) or isinstance(step, float)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        if not need:
+            return ops.cast(ops.index(sz.add(start, sz.mul(i[0], step))), dtype)
+        steps = ops.op("mul", scalar(ctx, ops, step, f64), ops.cast(ops.index(i[0]), f64))
+        return ops.cast(ops.op("add", scalar(ctx, ops, start, f64), steps), dtype)
+
+    return result(ctx, body)
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, (bool, float)) and value == int(value) else value
+
+
+@lower(aten.arange.default)
+def arange(ctx: Lowering, end: Any, **_: Any) -> View:
+    return _arange(ctx, 0, 1)
+
+
+@lower(aten.arange.start)
+def arange_start(ctx: Lowering, start: Any, end: Any, **_: Any) -> View:
+    return _arange(ctx, start, 1)
+
+
+@lower(aten.arange.start_step)
+def arange_step(ctx: Lowering, start: Any, end: Any, step: Any = 1, **_: Any) -> View:
+    return _arange(ctx, start, step)
+
+
+def _arange(ctx: Lowering, start: Any, step: Any) -> View:
+    if not ctx.out_dtype().is_float:
+        start, step = (int(v) if isinstance(v, float) else v for v in (start, step))
+    return _affine(ctx, _integral(start), _integral(step))
+
+
+@lower(torch.ops.prims.iota.default)
+def iota(ctx: Lowering, length: Size, *, start: Size, step: Size, **kw: Any) -> View:
+    return _affine(ctx, start, step)
+
+
+@lower(aten.tril.default)
+def tril(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
+    return _triangle(
+        ctx, x, lambda ops, r, c: compare(ops, "le", sz.add(c, sz.mul(r, -1)), diagonal)
+    )
+
+
+@lower(aten.triu.default)
+def triu(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
+    return _triangle(
+        ctx, x, lambda ops, r, c: compare(ops, "ge", sz.add(c, sz.mul(r, -1)), diagonal)
+    )
+
+
+def _triangle(ctx: Lowering, x: View, keep: Callable[[Recorder, Size, Size], Node]) -> View:
+    return result(
+        ctx,
+        lambda ops, i: ops.op(
+            "where", keep(ops, i[-2], i[-1]), x.load(ops, i), ops.const(0, x.dtype)
+        ),
+    )
+
+
+# -------------------------------------------------------------------------------------------
+# rearranging
+def _gathered(ctx: Lowering, x: View, fn: Callable[[tuple[Expr, ...]], Index]) -> View:
+    """A new tensor whose element i is x[fn(i)]."""
+    return result(ctx, lambda ops, i: x.load(ops, fn(i)))
+
+
+@lower(aten.flip.default)
+def flip(ctx: Lowering, x: View, dims: Sequence[int]) -> View:
+    flipped = {wrap_dim(d, len(x.shape)) for d in dims} if x.shape else set()
+
+    def fn(i: tuple[Expr, ...]) -> Index:
+        last = [sz.add(s, -1) for s in x.shape]
+        return tuple(sz.add(last[d], sz.mul(v, -1)) if d in flipped else v for d, v in enumerate(i))
+
+    return _gathered(ctx, x, fn)
+
+
+@lower(aten.roll.default)
+def roll(ctx: Lowering, x: View, shifts: Sequence[Size], dims: Sequence[int] = ()) -> View:
+    if isinstance(shifts, (int, Expr)):
+        shifts = [shifts]
+    if not dims:
+        raise NoRule("roll over the flattened tensor")
+    by: dict[int, Size] = {}
+    for s, d in zip(shifts, dims, strict=True):
+        by[wrap_dim(d, len(x.shape))] = sz.add(by.get(wrap_dim(d, len(x.shape)), 0), s)
+
+    def fn(i: tuple[Expr, ...]) -> Index:
+        return tuple(
+            sz.mod(sz.add(v, sz.mul(by[d], -1)), x.shape[d]) if d in by and x.shape[d] != 0 else v
+            for d, v in enumerate(i)
+        )
+
+    return _gathered(ctx, x, fn)
+
+
+@lower(aten.repeat.default)
+def repeat(ctx: Lowering, x: View, repeats: Sequence[Size]) -> View:
+    lead = len(repeats) - len(x.shape)
+    return _gathered(
+        ctx,
+        x,
+        lambda i: tuple(
+            v if s == 0 else sz.mod(v, s) for v, s in zip(i[lead:], x.shape, strict=True)
+        ),
+    )
+
+
+# -------------------------------------------------------------------------------------------
+# padding
+@lower(aten.constant_pad_nd.default)
+def constant_pad_nd(ctx: Lowering, x: View, pad: Sequence[Size], value: Any = 0) -> View:
+    lows, highs = _pads(len(x.shape), pad)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        at = tuple(sz.add(v, sz.mul(lo, -1)) for v, lo in zip(i, lows, strict=True))
+        inside = []
+        for d, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
+            if not sz.known_le(lo, 0):
+                inside.append(compare(ops, "ge", at[d], 0))
+            if not sz.known_le(hi, 0):
+                inside.append(compare(ops, "lt", at[d], x.shape[d]))
+        if not inside:
+            return x.load(ops, at)
+        other = scalar(ctx, ops, value, x.dtype).attr
+        if not isinstance(other, (bool, int, float)):
+            raise NoRule("a symbolic padding value")
+        return ops.masked(all_of(ops, inside), lambda: x.load(ops, at), other)
+
+    return result(ctx, body)
+
+
+def _pads(rank: int, pad: Sequence[Size]) -> tuple[list[Size], list[Size]]:
+    """PyTorch's (last low, last high, one before low, ...) as lows and highs by dimension."""
+    lows: list[Size] = [0] * rank
+    highs: list[Size] = [0] * rank
+    for k in range(len(pad) // 2):
+        lows[rank - 1 - k], highs[rank - 1 - k] = pad[2 * k], pad[2 * k + 1]
+    return lows, highs
+
+
+def reflected(j: Size, size: Size) -> Size:
+    """Index j mirrored at the ends of [0, size), the border elements not repeated."""
+    last = sz.add(size, -1)
+    t = sz.add(last, sz.mul(sz.smax(j, sz.mul(j, -1)), -1))
+    return sz.add(last, sz.mul(sz.smax(t, sz.mul(t, -1)), -1))
+
+
+@lower(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
+def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
+    lows, _ = _pads(len(x.shape), padding)
+    first = len(x.shape) - len(padding) // 2
+
+    def fn(i: tuple[Expr, ...]) -> Index:
+        moved = [sz.add(v, sz.mul(lo, -1)) for v, lo in zip(i, lows, strict=True)]
+        return tuple(v if d < first else reflected(v, x.shape[d]) for d, v in enumerate(moved))
+
+    return _gathered(ctx, x, fn)
+
+
+@lower(
+    aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default
+)
+def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
+    lows, _ = _pads(len(x.shape), padding)
+
+    def fn(i: tuple[Expr, ...]) -> Index:
+        return tuple(
+            sz.smin(sz.smax(sz.add(v, sz.mul(lo, -1)), 0), sz.add(s, -1))
+            for v, lo, s in zip(i, lows, x.shape, strict=True)
+        )
+
+    return _gathered(ctx, x, fn)
+
+
+# -------------------------------------------------------------------------------------------
+# joining Ops that only rename memory: a reader behind them counts as the reader.
+_VIEWS = frozenset(
+    (
+        "view",
+        "permute",
+        "transpose",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "alias",
+        "reshape",
+        "_unsafe_view",
+        "t",
+    )
+)
+_EXTERN_READERS = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "sort",
+        "topk",
+    )
+)
+_MAX_CHAIN = 4
+
+
+@lower(aten.cat.default)
+def cat(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
+    return join(ctx, tensors, dim)
+
+
+def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
+    """A chain of masked loads where few pieces are read by loops (which then inline it), else one
+    loop a piece, all writing one buffer."""
+    rank = len(ctx.out_shape())
+    parts = [t for t in tensors if len(t.shape) == rank and t.shape[wrap_dim(dim, rank)] != 0]
+    dim = wrap_dim(dim, rank)
+    if not parts:
+        return _fill(ctx, 0)
+    assert ctx.node is not None
+    if len(parts) <= _MAX_CHAIN and _read_by_loops(ctx.node):
+        return _cat_chain(ctx, parts, dim)
+    return _cat_pieces(ctx, parts, dim)
+
+
+@lower(aten.stack.default)
+def stack(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
+    d = wrap_dim(dim, len(tensors[0].shape) + 1)
+    return join(
+        ctx,
+        [
+            t.remap((*t.shape[:d], 1, *t.shape[d:]), lambda v: (*v[:d], *v[d + 1 :]))
+            for t in tensors
+        ],
+        d,
+    )
+
+
+def _read_by_loops(node: torch.fx.Node) -> bool:
+    """Whether some reader of node is probably a loop (and neither an extern call nor the
+    caller)."""
+    for user in node.users:
+        name = getattr(getattr(user.target, "overloadpacket", None), "__name__", "output")
+        if user.op == "output" or name in _EXTERN_READERS:
+            continue
+        if name not in _VIEWS or _read_by_loops(user):
+            return True
+    return False
+
+
+def _starts(parts: Sequence[View], dim: int) -> list[Size]:
+    """Where each part starts along dim, and the end."""
+    out: list[Size] = [0]
+    for p in parts:
+        out.append(sz.add(out[-1], p.shape[dim]))
+    return out
+
+
+def _cat_chain(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
+    starts = _starts(parts, dim)
+    dtype = ctx.out_dtype()
+
+    def piece(ops: Recorder, i: tuple[Expr, ...], k: int) -> Node:
+        at = (*i[:dim], sz.add(i[dim], sz.mul(starts[k], -1)), *i[dim + 1 :])
+        sides = [compare(ops, "ge", i[dim], starts[k])] if k else []
+        sides += [compare(ops, "lt", i[dim], starts[k + 1])] if k + 1 < len(parts) else []
+        if not sides:
+            return ops.cast(parts[k].load(ops, at), dtype)
+        return ops.masked(all_of(ops, sides), lambda: ops.cast(parts[k].load(ops, at), dtype), 0)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        value = piece(ops, i, len(parts) - 1)
+        for k in reversed(range(len(parts) - 1)):
+            value = ops.op(
+                "where", compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value
+            )
+        return value
+
+    return result(ctx, body)
+
+
+def _cat_pieces(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
+    dtype = ctx.out_dtype()
+    buf = ctx.new_buffer(dtype, ctx.out_shape(), ctx.out_strides())
+    for part, start in zip(parts, _starts(parts, dim), strict=False):
+        ops = Recorder()
+        vars_ = loop_vars("i", part.shape)
+        index = (*vars_[:dim], sz.add(vars_[dim], start), *vars_[dim + 1 :])
+        value = ops.cast(part.load(ops, vars_), dtype)
+        ctx.ops.append(Pointwise(buf, vars_, value, index, ctx.origin))
+    return ctx.whole(buf)

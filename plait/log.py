@@ -8,6 +8,7 @@ Dumps go to one folder a graph, <debug_dir>/<graph name>/, and to torch's struct
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -80,7 +81,7 @@ class PassLog:
         return self._folder
 
     def dump(self, filename: str, text: str | Callable[[], str]) -> None:
-        """Writes a file into the debug folder, if there is one. A callable is only called if somebody wants the text."""
+        """Writes a file into the debug folder, if there is one. A callable is called only if somebody reads."""
         tracing = _tracing()
         folder = self.folder
         if folder is None and not tracing:
@@ -97,8 +98,8 @@ def _logging_level(level: int) -> int:
 
 
 def _tracing() -> bool:
-    trace_log = logging.getLogger("torch.__trace")
-    return bool(trace_log.handlers) and trace_log.isEnabledFor(logging.DEBUG)
+    """Whether torch writes its structured trace; its handler alone does not tell before the first record."""
+    return "TORCH_TRACE" in os.environ and bool(logging.getLogger("torch.__trace").handlers)
 
 
 def _trace(name: str, content: str) -> None:

@@ -1,0 +1,34 @@
+"""Every test: IR verified between passes, kernels cached below pytest's own cache, Dynamo forgotten, one seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("PLAIT_VERIFY", "1")
+    assert config.cache is not None
+    os.environ.setdefault("PLAIT_CACHE_DIR", str(config.cache.mkdir("plait")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _registered() -> None:
+    """The entry point gives torch the name "plait"; a tree that was never installed registers it by hand."""
+    import torch._dynamo.backends.registry as registry
+
+    if "plait" not in registry.list_backends(exclude_tags=()):
+        from plait.capture.backend import plait_backend
+
+        registry.register_backend(plait_backend, name="plait")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()

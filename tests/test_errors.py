@@ -1,0 +1,60 @@
+"""Every error class by its text, and errors that reach the user of torch.compile unwrapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import plait
+from plait.errors import InputError, InternalError, PlaitError, ToolchainError, Unsupported, UserError
+
+
+def test_text_says_what_where_and_what_to_try() -> None:
+    error = UserError("sizes differ", where="model.py:31", hint="pad the batch")
+    assert str(error) == "sizes differ\n  at model.py:31\n  try: pad the batch"
+    assert (error.what, error.where, error.hint) == ("sizes differ", "model.py:31", "pad the batch")
+    assert str(Unsupported("no float8")) == "no float8"
+
+
+def test_a_bug_says_so_and_what_to_send() -> None:
+    text = str(InternalError("after fuse: node 3 has no dtype"))
+    assert text.startswith("bug in plait: after fuse: node 3 has no dtype")
+    assert "PLAIT_DEBUG_DIR" in text
+
+
+def test_three_kinds() -> None:
+    kinds = (UserError, Unsupported, InternalError)
+    assert all(issubclass(k, PlaitError) for k in kinds)
+    assert not any(issubclass(a, b) for a in kinds for b in kinds if a is not b)
+    assert issubclass(InputError, UserError) and issubclass(ToolchainError, Unsupported)
+
+
+def test_unknown_option_through_torch_compile() -> None:
+    fn = torch.compile(lambda x: x + 1, backend="plait", options={"fusoin": True})
+    with pytest.raises(UserError, match=r"(?s)unknown option 'fusoin' for backend 'plait'.*fusion") as info:
+        fn(torch.ones(2))
+    assert isinstance(info.value, plait.UserError)
+    assert info.value.what == "unknown option 'fusoin' for backend 'plait'"
+
+
+def test_wrong_option_type_through_torch_compile() -> None:
+    fn = torch.compile(lambda x: x + 1, backend="plait", options={"opt_level": "fast"})
+    with pytest.raises(UserError, match="option 'opt_level' must be int, got 'fast'"):
+        fn(torch.ones(2))
+
+
+def test_unknown_mode_through_torch_compile() -> None:
+    fn = torch.compile(lambda x: x + 1, backend="plait", mode="fastest")
+    with pytest.raises(UserError, match=r"(?s)unknown mode 'fastest'.*default, reduce-overhead, max-autotune"):
+        fn(torch.ones(2))
+
+
+@pytest.mark.parametrize("mode", plait.list_modes())
+def test_known_modes(mode: str) -> None:
+    fn = torch.compile(lambda x: x + 1, backend="plait", mode=mode)
+    assert fn(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_known_options() -> None:
+    fn = torch.compile(lambda x: x + 1, backend="plait", options={"fusion": False, "debug": 0})
+    assert fn(torch.ones(2)).tolist() == [2.0, 2.0]

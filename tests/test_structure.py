@@ -1,0 +1,95 @@
+"""The shape of the source tree: imports run one way, files stay short, names that must not appear do not."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "plait"
+ORDER = (
+    "errors", "config", "log", "compat", "runtime", "ir", "graph", "lower", "schedule", "kernel", "wrapper", "compile",
+    "capture", "tools",
+)  # fmt: skip
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def plait_imports(tree: ast.AST) -> list[tuple[str, int]]:
+    """(room, line) of every import of a room of plait, wherever it stands in the file."""
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            names = [f"plait.{a.name}" for a in node.names] if node.module == "plait" else [node.module]
+        found += [(n.split(".")[1], node.lineno) for n in names if n.startswith("plait.")]
+    return found
+
+
+def upward_imports(name: str, source: str) -> list[str]:
+    """Imports of `name`'s source that point to a later room, as text."""
+    rank = {r: i for i, r in enumerate(ORDER)}
+    return [
+        f"{name} imports {other} (line {line})"
+        for other, line in plait_imports(ast.parse(source))
+        if other in rank and rank[other] > rank[name]
+    ]
+
+
+def test_the_check_finds_an_upward_import() -> None:
+    assert upward_imports("ir", "def f():\n    from plait.kernel import cpp\n") == ["ir imports kernel (line 2)"]
+    assert upward_imports("kernel", "import plait.ir.sizes") == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_only_go_down(path: Path) -> None:
+    name = room(path)
+    if name == "__init__":
+        return
+    assert name in ORDER, f"{path} is in no room of the design"
+    assert upward_imports(name, path.read_text()) == []
+
+
+def test_ir_does_not_import_torch() -> None:
+    for path in sorted((PACKAGE / "ir").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not [n for n in names if n.split(".")[0] == "torch"], path
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 800
+
+
+def test_the_compiler_is_small() -> None:
+    suffixes = {".py", ".cpp", ".h"}
+    files = [p for d in ("plait", "native") for p in sorted((ROOT / d).rglob("*")) if p.suffix in suffixes]
+    assert sum(len(p.read_text().splitlines()) for p in files) <= 25_000
+
+
+def test_inductor_is_never_named() -> None:
+    files = [p for p in sorted(ROOT.glob("native/**/*")) if p.suffix in (".cpp", ".h")] + SOURCES
+    assert [str(p) for p in files if "_inductor" in p.read_text()] == []
+
+
+def test_triton_is_unknown_to_ir_and_schedule() -> None:
+    files = [p for d in ("ir", "schedule") for p in sorted((PACKAGE / d).rglob("*.py"))]
+    assert files and [str(p) for p in files if "triton" in p.read_text().lower()] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in SOURCES:
+        doc = ast.get_docstring(ast.parse(path.read_text()))
+        assert doc, f"{path} has no docstring"

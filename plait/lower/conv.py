@@ -1,0 +1,59 @@
+"""Rules for convolution and attention: calls of ATen with eager's memory formats, and what they
+cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.sizes import Size
+from plait.lower.core import Lowering, View, lower
+from plait.lower.extern import call_extern
+
+aten = torch.ops.aten
+
+
+@lower(aten.convolution.default)
+def convolution(
+    ctx: Lowering, x: View, weight: View, bias: View | None, stride: Sequence[Size], padding: Sequence[Size],
+    dilation: Sequence[Size], transposed: bool, output_padding: Sequence[Size], groups: Size,
+) -> Any:  # fmt: skip
+    assert ctx.node is not None
+    # Each element of the result (of the input, if transposed) takes a product with one filter.
+    points = x.shape if transposed else ctx.out_shape()
+    flops = sz.product((2, *points, *weight.shape[1:]))
+    args = (x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    return call_extern(ctx, ctx.node, args, {}, fallback=False, exact=True, flops=flops)
+
+
+@lower(aten.convolution_backward.default)
+def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest: Any) -> Any:
+    assert ctx.node is not None
+    transposed, wanted = rest[4], rest[7]
+    one = sz.product((2, *(x.shape if transposed else grad.shape), *weight.shape[1:]))
+    flops = sz.mul(one, sum(map(bool, wanted[:2])))
+    return call_extern(
+        ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, exact=True, flops=flops
+    )
+
+
+@lower(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
+    assert ctx.node is not None
+    flops = sz.product((4, *q.shape, k.shape[-2]))
+    return call_extern(
+        ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, exact=True, flops=flops
+    )
+
+
+@lower(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def attention_backward(
+    ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any
+) -> Any:
+    assert ctx.node is not None
+    flops = sz.product((10, *q.shape, k.shape[-2]))
+    args = (grad, q, k, v, *rest)
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, exact=True, flops=flops)

@@ -1,0 +1,122 @@
+"""Rules for matrix products: calls of ATen, which writes straight into given memory, or loops where
+the call itself would dominate.
+
+Small products are reductions over k with the products accumulated in f32 (f64 for f64), so that
+bias and activation fuse with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.extern import call_extern
+from plait.lower.shape import broadcast, scalar
+
+aten = torch.ops.aten
+
+
+def is_small(ctx: Lowering, flops: Size) -> bool:
+    """Whether a product costs so little that a loop of ours beats a call."""
+    return isinstance(flops, int) and flops <= ctx.cfg.small_matmul_flops
+
+
+def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
+    return sz.product((2, *batch, m, n, k))
+
+
+def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
+    assert ctx.node is not None
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
+
+
+def _product(ctx: Lowering, a: View, b: View) -> View:
+    """a @ b of (..., m, k) and (..., k, n) as a reduction, in the compute dtype of a."""
+    compute = compute_dtype(a.dtype)
+
+    def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        x, y = a.load(ops, (*i[:-1], r[0])), b.load(ops, (*i[:-2], r[0], i[-1]))
+        return ops.op("mul", ops.cast(x, compute), ops.cast(y, compute))
+
+    return ctx.reduce((*a.shape[:-1], b.shape[-1]), (a.shape[-1],), "sum", body)
+
+
+def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha: Any) -> View:
+    """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the
+    bias, NaNs included."""
+    out, shape, compute = ctx.out_dtype(), product.shape, product.dtype
+    added = None if bias is None or beta == 0 else broadcast(bias, shape)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        value = product.load(ops, i)
+        if alpha != 1:
+            value = ops.op("mul", value, scalar(ctx, ops, alpha, compute))
+        if added is not None:
+            more = ops.cast(added.load(ops, i), compute)
+            if beta != 1:
+                more = ops.op("mul", more, scalar(ctx, ops, beta, compute))
+            value = ops.op("add", value, more)
+        return ops.cast(value, out)
+
+    return ctx.pointwise(shape, out, body)
+
+
+@lower(aten.mm.default)
+def mm(ctx: Lowering, a: View, b: View) -> Any:
+    flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
+    if not is_small(ctx, flops):
+        return _by_aten(ctx, flops, a, b)
+    return _finished(ctx, _product(ctx, a, b), None, 1, 1)
+
+
+@lower(aten.bmm.default)
+def bmm(ctx: Lowering, a: View, b: View) -> Any:
+    flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
+    if not is_small(ctx, flops):
+        return _by_aten(ctx, flops, a, b)
+    return _finished(ctx, _product(ctx, a, b), None, 1, 1)
+
+
+@lower(aten.addmm.default)
+def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
+    if not is_small(ctx, flops):
+        return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
+    return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
+
+
+@lower(aten.baddbmm.default)
+def baddbmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
+    if not is_small(ctx, flops):
+        return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
+    return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
+
+
+@lower(aten.addmv.default)
+def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    flops = _flops((), a.shape[0], 1, a.shape[1])
+    if not is_small(ctx, flops):
+        return _by_aten(ctx, flops, bias, a, x, beta=beta, alpha=alpha)
+    compute = compute_dtype(a.dtype)
+
+    def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        p, q = a.load(ops, (i[0], r[0])), x.load(ops, r)
+        return ops.op("mul", ops.cast(p, compute), ops.cast(q, compute))
+
+    return _finished(ctx, ctx.reduce(a.shape[:1], a.shape[1:], "sum", body), bias, beta, alpha)
+
+
+@lower(aten.addbmm.default, aten._scaled_mm.default, aten._int_mm.default, aten._trilinear.default,
+       aten._grouped_mm.default, aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, any_dtype=True)  # fmt: skip
+def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """Products that only ATen knows."""
+    assert ctx.node is not None
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

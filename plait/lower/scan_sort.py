@@ -1,0 +1,95 @@
+"""Rules for running combinations (cumsum and its kin), as Scan loops, and for sorting and
+searching, which ATen does.
+
+Sums and products run in ATen's accumulation type (f64 for f32) and are rounded once an element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.ir.dtypes import DType, bf16, f16, f32, f64, i64
+from plait.ir.loops import Node, Scan, loop_vars
+from plait.ir.record import Recorder
+from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.extern import call_extern
+from plait.lower.shape import wrap_dim
+
+aten = torch.ops.aten
+
+_ACCUMULATE: dict[DType, DType] = {f32: f64, f16: f32, bf16: f32}
+
+
+def _scan(
+    ctx: Lowering, x: View, dim: int, kind: str, dtype: DType, outs: tuple[bool, ...]
+) -> tuple[View | None, ...]:
+    """The scan of x, cast to dtype, along dim. outs: which results are wanted."""
+    ops, vars_ = Recorder(), loop_vars("i", x.shape)
+    body = ops.cast(x.load(ops, vars_), dtype)
+    dtypes = (dtype, i64)[: len(outs)]
+    names = tuple(
+        ctx.new_buffer(t, x.shape) if want else None for t, want in zip(dtypes, outs, strict=True)
+    )
+    ctx.ops.append(Scan(names, vars_, wrap_dim(dim, len(x.shape)), kind, body, origin=ctx.origin))
+    return tuple(None if n is None else ctx.whole(n) for n in names)
+
+
+def _cumulative(ctx: Lowering, x: View, dim: int, kind: str) -> View:
+    out = ctx.out_dtype()
+    if not x.shape:
+        return ctx.pointwise((), out, lambda ops, i: ops.cast(x.load(ops, i), out))
+
+    (made,) = _scan(ctx, _rounded(ctx, x, out), dim, kind, _ACCUMULATE.get(out, out), (True,))
+    assert made is not None
+    if made.dtype == out:
+        return made
+
+    def narrow(ops: Recorder, i: Any) -> Node:
+        return ops.cast(made.load(ops, i), out)
+
+    return ctx.pointwise(x.shape, out, narrow)
+
+
+def _rounded(ctx: Lowering, x: View, dtype: DType) -> View:
+    """x in the result's dtype, as eager converts before it adds."""
+    if x.dtype == dtype:
+        return x
+    return ctx.pointwise(x.shape, dtype, lambda ops, i: ops.cast(x.load(ops, i), dtype))
+
+
+@lower(aten.cumsum.default)
+def cumsum(ctx: Lowering, x: View, dim: int, *, dtype: torch.dtype | None = None) -> View:
+    return _cumulative(ctx, x, dim, "sum")
+
+
+@lower(aten.cumprod.default)
+def cumprod(ctx: Lowering, x: View, dim: int, *, dtype: torch.dtype | None = None) -> View:
+    return _cumulative(ctx, x, dim, "prod")
+
+
+def _extreme(ctx: Lowering, x: View, dim: int, kind: str) -> tuple[View | None, ...]:
+    if not x.shape:
+        raise NoRule("a scan of a tensor without dimensions")
+    return _scan(ctx, x, dim, kind, x.dtype, (True, True))
+
+
+@lower(aten.cummax.default)
+def cummax(ctx: Lowering, x: View, dim: int) -> tuple[View | None, ...]:
+    return _extreme(ctx, x, dim, "max")
+
+
+@lower(aten.cummin.default)
+def cummin(ctx: Lowering, x: View, dim: int) -> tuple[View | None, ...]:
+    return _extreme(ctx, x, dim, "min")
+
+
+@lower(aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default, aten.median.default,
+       aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.mode.default, aten.searchsorted.Tensor,
+       aten.searchsorted.Scalar, aten.bucketize.Tensor, aten.bucketize.Scalar, aten.histc.default,
+       aten._logcumsumexp.default, aten.logcumsumexp.default)  # fmt: skip
+def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """ATen sorts and searches better than a loop nest would."""
+    assert ctx.node is not None
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

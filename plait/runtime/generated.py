@@ -1,0 +1,267 @@
+"""What a generated Python module calls: kernels by data pointer, memory, checks, and the timing of its main part.
+
+The module that `wrapper/python.py` writes imports torch and this file only. Each function is the meaning of one
+instruction of `wrapper/instructions.py`; nothing here knows the compiler. Offsets and strides are in elements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.runtime.mathtable import NAMES
+
+Boxed = Callable[[list[object]], tuple[object, ...]]
+_MIN_SPLIT_NS = 50_000  # below this, waking other threads costs more than it saves
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+class Kernel:
+    """A kernel of a library: called with tensors and integers, it runs on their data pointers."""
+
+    def __init__(self, function: Callable[..., int], name: str) -> None:
+        self.function, self.name = function, name
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int] = (),
+        work_ns: int = 0,
+        parallel: bool = True,
+    ) -> None:
+        """Runs all of it. work_ns: the estimate that decides whether it is split over torch's number of threads.
+
+        Raises IndexError if one of the kernel's run-time checks failed."""
+        bufs = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+        syms = (ctypes.c_int64 * len(sizes))(*sizes)
+        n = torch.get_num_threads() if parallel and work_ns >= _MIN_SPLIT_NS else 1
+        if n == 1:
+            failed = self.function(0, 1, bufs, syms)
+        else:
+            shares = _pool(n).map(lambda tid: self.function(tid, n, bufs, syms), range(n))
+            failed = max(list(shares))
+        if failed:
+            raise IndexError(f"index out of range in kernel {self.name} (check {failed})")
+
+
+@lru_cache(maxsize=4)
+def _pool(n: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n, thread_name_prefix="plait")
+
+
+@lru_cache(maxsize=256)
+def load_library(path: str) -> ctypes.CDLL:
+    """Opens a kernel library and hands it the table of maths functions. Raises OSError if it cannot be opened."""
+    library = ctypes.CDLL(path)
+    init = getattr(library, "plait_init", None)
+    if init is not None:
+        init.restype = None
+        init(_math_table())
+    return library
+
+
+@lru_cache(maxsize=1)
+def _math_table() -> ctypes.Array[ctypes.c_void_p]:
+    """Addresses in the order of mathtable.NAMES, null where libtorch has none. Never freed: kernels keep it."""
+    found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    addresses = [
+        ctypes.cast(getattr(found, n), ctypes.c_void_p).value if hasattr(found, n) else None
+        for n in NAMES
+    ]
+    return (ctypes.c_void_p * len(NAMES))(*addresses)
+
+
+def kernel(library: str, name: str) -> Kernel:
+    """Kernel `name` of the library at a path. Raises RuntimeError if it is not there."""
+    try:
+        function = getattr(load_library(library), name)
+    except AttributeError:
+        raise RuntimeError(f"kernel {name} is not in library {library}") from None
+    function.restype = ctypes.c_int64
+    function.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+    return Kernel(function, name)
+
+
+# ---------------------------------------------------------------------------------------------- the call
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """ATen calls inside go straight to the kernels: no gradients, no autocast, no version counters."""
+    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
+        yield
+
+
+Keys = tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]
+
+
+def dispatch_state() -> Keys:
+    """What the caller of a program included and excluded; `python_call` restores it."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def python_call(
+    outer: Keys, function: Callable[..., object], *args: object, **kwargs: object
+) -> object:
+    """Calls a user's Python function in the dispatch state of the program's caller, gradients off."""
+    with torch._C._ForceDispatchKeyGuard(*outer):
+        return function(*args, **kwargs)
+
+
+def flat(result: object) -> list[object]:
+    """The results of a call from left to right, lists laid open."""
+    if isinstance(result, (tuple, list)):
+        return [x for item in result for x in flat(item)]
+    return [result]
+
+
+def check_inputs(
+    args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str] | None]
+) -> None:
+    """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device than promised."""
+    if len(args) != len(promised):
+        raise TypeError(f"expected {len(promised)} inputs, got {len(args)}")
+    for value, want in zip(args, promised, strict=True):
+        if want is None:
+            continue
+        name, dtype, device = want
+        if not isinstance(value, Tensor):
+            raise TypeError(f"input '{name}': expected a tensor, got {type(value).__name__}")
+        if value.dtype != dtype:
+            raise TypeError(f"input '{name}': expected dtype {dtype}, got {value.dtype}")
+        if value.device != torch.device(device):
+            raise TypeError(
+                f"input '{name}': expected a plain tensor on device {device}, got one on {value.device}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------- memory
+def arena(nbytes: int, device: str) -> Tensor:
+    """A block of bytes for the intermediates of one call."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def place(
+    block: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    """The tensor at byte `offset` of an arena."""
+    at = block.storage_offset() + offset
+    return _over(block, dtype, at // dtype.itemsize, shape, strides)
+
+
+def reuse(old: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """A tensor on the memory of one that dies."""
+    return _over(old, dtype, old.storage_offset() * old.itemsize // dtype.itemsize, shape, strides)
+
+
+def view(
+    base: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    relative: bool = True,
+) -> Tensor:
+    """base's memory seen in another way; offset from base's first element, or from its storage's start."""
+    at = base.storage_offset() * base.itemsize // dtype.itemsize if relative else 0
+    if dtype == base.dtype:
+        return torch.as_strided(base, shape, strides, at + offset)
+    return _over(base, dtype, at + offset, shape, strides)
+
+
+def _over(
+    t: Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    made = torch.empty(0, dtype=dtype, device=t.device)
+    return made.set_(t.untyped_storage(), at, tuple(shape), tuple(strides))
+
+
+def copy(dst: Tensor, src: Tensor, bump: bool) -> None:
+    """dst.copy_(src); bump: dst's autograd version goes up."""
+    dst.copy_(src)
+    if bump:
+        bump_version(dst)
+
+
+def bump_version(t: Tensor) -> None:
+    """t was written: whoever saved it for a backward pass will notice."""
+    if not t.is_inference():
+        torch.autograd.graph.increment_version(t)
+
+
+# ---------------------------------------------------------------------------------------------- checks
+def require(holds: int, message: str) -> None:
+    """Raises RuntimeError(message) unless holds."""
+    if not holds:
+        raise RuntimeError(message)
+
+
+def require_layout(t: Tensor, name: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+    """Raises RuntimeError unless t has these sizes and strides (free in dimensions of size 0 and 1)."""
+    same = t.dim() == len(shape) and all(
+        n == m and (n <= 1 or s == r)
+        for n, m, s, r in zip(t.shape, shape, t.stride(), strides, strict=True)
+    )
+    if not same:
+        raise RuntimeError(
+            f"'{name}' has sizes {list(t.shape)} and strides {list(t.stride())}, "
+            f"expected {list(shape)} and {list(strides)}"
+        )
+
+
+def require_aligned(t: Tensor, name: str, nbytes: int) -> None:
+    """Raises RuntimeError unless t's data pointer is a multiple of nbytes."""
+    if t.data_ptr() % nbytes:
+        raise RuntimeError(f"'{name}' is not aligned to {nbytes} bytes")
+
+
+def require_finite(t: Tensor, origin: str) -> None:
+    """Raises RuntimeError if t holds a NaN or an infinity."""
+    if (t.is_floating_point() or t.is_complex()) and not bool(torch.isfinite(t).all()):
+        raise RuntimeError(f"a NaN or an infinity in {origin}")
+
+
+# ---------------------------------------------------------------------------------------------- running a module alone
+def random_tensor(
+    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: str
+) -> Tensor:
+    """Random contents: normal for floats, 0 or 1 for integers (valid as an index wherever there are two rows)."""
+    out = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+    if dtype.is_floating_point or dtype.is_complex:
+        return out.normal_()
+    return out.random_(0, 2)
+
+
+def load_constants(path: str, beside: str) -> list[Tensor]:
+    """The constants that were saved beside a module; [] for the empty path."""
+    if not path:
+        return []
+    loaded: list[Tensor] = torch.load(Path(beside).parent / path, weights_only=True)
+    return loaded
+
+
+def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> None:
+    """Calls once, then for about a second, and prints the outputs' shapes and the fastest and the median time."""
+    given = inputs()
+    outs = call(list(given))
+    shapes = [
+        f"{str(o.dtype)[6:]}{list(o.shape)}" if isinstance(o, Tensor) else repr(o) for o in outs
+    ]
+    times: list[int] = []
+    end = time.perf_counter_ns() + 1_000_000_000
+    while time.perf_counter_ns() < end and len(times) < 10_000:
+        start = time.perf_counter_ns()
+        call(list(given))
+        times.append(time.perf_counter_ns() - start)
+    times.sort()
+    middle = times[len(times) // 2]
+    print(f"{name}: {', '.join(shapes)}")
+    print(
+        f"{name}: best {times[0] / 1e3:.1f} us, median {middle / 1e3:.1f} us of {len(times)} calls"
+    )

@@ -1,0 +1,422 @@
+"""The Python target: a wrapper program as a standalone module that people read, run and change.
+
+In: a `WrapperProgram`. Out: source text that imports torch and `plait.runtime.generated` only; `python out.py` makes
+random inputs from the signature and times a call. `load_python` executes such a text and gives a callable with the
+interface of the native program. The kernels are those of the native target, so the bits of the results are too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import keyword
+import linecache
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, assert_never
+
+import torch
+
+from plait.errors import InternalError
+from plait.ir.dtypes import DTYPES, DType
+from plait.ir.sizes import Atom, Expr, Size, free_symbols
+from plait.ir.symtext import Scope, tuple_text
+from plait.lower.dtypes import TO_TORCH
+from plait.wrapper.instructions import (
+    Alloc,
+    Arena,
+    AssertAlignment,
+    AssertScalar,
+    AssertSizeStride,
+    BumpVersion,
+    CallExtern,
+    CallPython,
+    CheckFinite,
+    Constant,
+    Copy,
+    DefineKernel,
+    Fill,
+    Free,
+    Instr,
+    ItemOf,
+    Launch,
+    ListOf,
+    Literal,
+    Note,
+    Operand,
+    Place,
+    Ref,
+    Return,
+    Reuse,
+    SizeOf,
+    Symbol,
+    SymbolInput,
+    TensorInput,
+    View,
+    WrapperProgram,
+)
+from plait.wrapper.walk import input_sizes
+
+_RESERVED = frozenset(
+    {
+        *dir(builtins),
+        *keyword.kwlist,
+        *keyword.softkwlist,
+        "torch",
+        "rt",
+        "args",
+        "outer",
+        "call",
+        "inputs",
+    }
+    | {
+        "library",
+        "constants",
+        "callables",
+        "bind",
+        "LIBRARY",
+        "CONSTANTS",
+        "SIGNATURE",
+        "nan",
+        "inf",
+        "example_inputs",
+    }
+)
+
+
+def make_python(program: WrapperProgram, library: str = "", constants: str = "") -> str:
+    """The module's source.
+
+    library: path of the kernel library, constants: file of the saved constants beside the module; only its main part
+    uses them."""
+    return _Module(program, library, constants).text()
+
+
+class PythonProgram:
+    """A loaded module as a callable: prog(*inputs) -> tuple, prog.boxed(list of inputs) -> tuple (empties the list)."""
+
+    def __init__(self, call: Callable[[list[object]], tuple[object, ...]], source: str) -> None:
+        self._call, self.source = call, source
+
+    def __call__(self, *args: object) -> tuple[object, ...]:
+        return self._call(list(args))
+
+    @property
+    def boxed(self) -> Callable[[list[object]], tuple[object, ...]]:
+        """The same program with its inputs in one list."""
+        return self._call
+
+
+def load_python(
+    source: str,
+    library: str | None,
+    constants: Sequence[torch.Tensor],
+    callables: Sequence[Callable[..., object]],
+    filename: str = "<plait>",
+) -> PythonProgram:
+    """Executes a module's source and binds it. Raises RuntimeError if the library lacks a kernel."""
+    name = f"{filename[:-1]} {len(linecache.cache)}>" if filename == "<plait>" else filename
+    linecache.cache[name] = (
+        len(source),
+        None,
+        source.splitlines(True),
+        name,
+    )  # tracebacks show its lines
+    module = ModuleType("plait_generated")
+    module.__file__ = name
+    exec(compile(source, name, "exec"), module.__dict__)
+    call: Any = module.__dict__["bind"](library, list(constants), list(callables))
+    call._boxed_call = True
+    return PythonProgram(call, source)
+
+
+class _Names(Scope):
+    """Python variables for tensors, kernels and symbols; a symbol is its name, whatever its range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variables: dict[str, str] = {}
+        self.used: set[str] = set(_RESERVED)
+
+    def variable(self, name: str) -> str:
+        """The variable of a tensor or symbol, always the same."""
+        found = self.variables.get(name)
+        if found is None:
+            stem = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+            stem = stem if stem.isidentifier() and not stem.startswith("__") else f"v_{stem}"
+            found, k = stem, 2
+            while found in self.used:
+                found, k = f"{stem}_{k}", k + 1
+            self.used.add(found)
+            self.variables[name] = found
+        return found
+
+    def declare(self, atom: Atom) -> str:
+        return self.variable(atom.name)
+
+
+class _Module:
+    """The text of one module. setup: lines of `bind` before the call, body: lines of the call."""
+
+    def __init__(self, p: WrapperProgram, library: str, constants: str) -> None:
+        self.p, self.library, self.constants = p, library, constants
+        self.names = _Names()
+        self.setup: list[str] = []
+        self.body: list[str] = []
+
+    def text(self) -> str:
+        p = self.p
+        inputs = [self.names.variable(i.name) for i in p.inputs]
+        for i in p.body:
+            self.instruction(i)
+        python_calls = any(isinstance(i, CallPython) for i in p.body)
+        lines = [
+            f'"""{p.name}, compiled by plait: `python {p.name}.py` makes random inputs and times a call."""',
+            "",
+            "import torch",
+            "",
+            "from plait.runtime import generated as rt",
+            "",
+            f"LIBRARY = {self.library!r}",
+            f"CONSTANTS = {self.constants!r}",
+            f"SIGNATURE = {self.signature()}",
+            "",
+            "",
+            "def bind(library, constants, callables):",
+            '    """Binds kernels and the tables of constants and callables; gives call(list of inputs)."""',
+            *(f"    {s}" for s in self.setup),
+            "",
+            "    def call(args):",
+            "        rt.check_inputs(args, SIGNATURE)",
+            *(
+                [f"        {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"]
+                if inputs
+                else []
+            ),
+            "        args.clear()  # an input lives until its last use",
+            *(["        outer = rt.dispatch_state()"] if python_calls else []),
+            "        with rt.below_autograd():",
+            *(f"            {s}" for s in self.body),
+            "",
+            "    return call",
+            "",
+            "",
+            *self.main(),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def signature(self) -> str:
+        parts = []
+        for i in self.p.inputs:
+            plain = isinstance(i, TensorInput) and i.dtype in TO_TORCH
+            parts.append(f"({i.name!r}, {_dtype(i.dtype)}, {i.device!r})" if plain else "None")  # type: ignore[union-attr]
+        return tuple_text(parts)
+
+    def main(self) -> list[str]:
+        atoms = {
+            a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)
+        }
+        for i in self.p.inputs:
+            if isinstance(i, SymbolInput):
+                atoms.setdefault(i.name, Atom("sym", i.name, i.name, lo=0))
+        params = [f"{self.names.variable(n)}={_typical(a)}" for n, a in atoms.items()]
+        lines = [f"def example_inputs({', '.join(params)}):", "    return ["]
+        for i in self.p.inputs:
+            if isinstance(i, TensorInput):
+                kind = (
+                    f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
+                )
+                lines.append(f"        rt.random_tensor({kind}, {i.device!r}),  # {i.name}")
+            elif isinstance(i, SymbolInput):
+                lines.append(f"        {self.names.variable(i.name)},")
+            else:
+                lines.append(f"        None,  # {i.name}")
+        lines += ["    ]", "", "", 'if __name__ == "__main__":']
+        if self.p.n_callables:
+            return [
+                *lines,
+                f"    raise SystemExit('{self.p.name} calls Python objects, which no file can hold')",
+            ]
+        return [
+            *lines,
+            "    call = bind(LIBRARY, rt.load_constants(CONSTANTS, __file__), [])",
+            f"    rt.benchmark(call, example_inputs, {self.p.name!r})",
+        ]
+
+    # ---- instructions
+    def instruction(self, i: Instr) -> None:
+        name, size, sizes = self.names.variable, self.names.size, self.names.sizes
+        add = self.body.append
+        match i:
+            case Symbol():
+                add(f"{name(i.name)} = {self.source(i.value)}")
+            case AssertScalar():
+                add(f"rt.require({size(i.expr)}, {i.message!r})")
+            case AssertSizeStride():
+                add(
+                    f"rt.require_layout({name(i.tensor)}, {i.tensor!r}, {sizes(i.shape)}, {sizes(i.strides)})"
+                )
+            case AssertAlignment():
+                add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
+            case CheckFinite():
+                add(f"rt.require_finite({name(i.tensor)}, {i.origin!r})")
+            case Arena():
+                add(f"{name(i.name)} = rt.arena({size(i.nbytes)}, {i.device!r})")
+            case Place():
+                add(f"{name(i.name)} = rt.place({name(i.arena)}, {size(i.offset)}, {self.type(i)})")
+            case Alloc():
+                made = f"{sizes(i.shape)}, {sizes(i.strides)}, dtype={_dtype(i.dtype)}, device={i.device!r}"
+                add(f"{name(i.name)} = torch.empty_strided({made})")
+            case Reuse():
+                add(f"{name(i.name)} = rt.reuse({name(i.old)}, {self.type(i)})")
+            case Free():
+                add(f"del {name(i.name)}")
+            case View():
+                relative = "" if i.relative else ", relative=False"
+                add(
+                    f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, {size(i.offset)}{relative})"
+                )
+            case Constant():
+                self.setup.append(f"{name(i.name)} = constants[{i.index}]")
+            case DefineKernel():
+                self.setup.append(f"{name(i.name)} = rt.kernel(library, {i.name!r})")
+            case Launch():
+                self.launch(i)
+            case CallExtern() | CallPython():
+                self.call(i)
+            case Copy():
+                add(f"rt.copy({name(i.dst)}, {name(i.src)}, bump={i.bump})")
+            case BumpVersion():
+                add(f"rt.bump_version({name(i.tensor)})")
+            case Fill():
+                add(f"{name(i.tensor)}.fill_({self.operand(i.value)})")
+            case Note():
+                self.body.extend(f"# {s}" for s in i.text.splitlines())
+            case Return():
+                add(f"return {tuple_text([self.operand(o) for o in i.values])}")
+            case _:
+                assert_never(i)
+
+    def type(self, i: Place | Reuse | View) -> str:
+        return f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
+
+    def source(self, value: SizeOf | ItemOf | Size) -> str:
+        match value:
+            case SizeOf(tensor, "offset", _):
+                return f"{self.names.variable(tensor)}.storage_offset()"
+            case SizeOf(tensor, kind, dim):
+                return f"{self.names.variable(tensor)}.{kind}({dim})"
+            case ItemOf(tensor):
+                return f"int({self.names.variable(tensor)}.item())"
+            case int() | Expr():
+                return self.names.size(value)
+            case _:
+                assert_never(value)
+
+    def launch(self, i: Launch) -> None:
+        args = tuple_text([self.names.variable(a) for a in i.args])
+        more = "" if i.parallel else ", parallel=False"
+        sizes = self.names.sizes(i.sizes)
+        self.body.append(
+            f"{self.names.variable(i.kernel)}({args}, {sizes}, work_ns={self.names.size(i.work_ns)}{more})"
+        )
+
+    def call(self, i: CallExtern | CallPython) -> None:
+        args = [self.operand(o) for o in i.args]
+        for key, o in i.kwargs:
+            plain = key.isidentifier() and not keyword.iskeyword(key)
+            args.append(
+                f"{key}={self.operand(o)}" if plain else f"**{{{key!r}: {self.operand(o)}}}"
+            )
+        if isinstance(i, CallExtern):
+            function, several = f"{_operator(i.op)}(", _returns_several(i.op)
+        else:
+            function, several = (
+                f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}",
+                True,
+            )
+            self.body.append(f"# {i.label}")
+        made = f"{function}{', '.join(args)})"
+        targets = ["_" if n is None else self.names.variable(n) for n in i.outs]
+        if not targets:
+            self.body.append(made)
+        elif several:
+            self.body.append(
+                f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = rt.flat({made})"
+            )
+        else:
+            self.body.append(f"{targets[0]} = {made}")
+
+    def operand(self, o: Operand) -> str:
+        match o:
+            case Ref(name):
+                return self.names.variable(name)
+            case Literal():
+                return _literal(o)
+            case ListOf(items):
+                return f"[{', '.join(self.operand(v) for v in items)}]"
+            case int() | Expr():
+                return self.names.size(o)
+            case _:
+                assert_never(o)
+
+
+def sorted_symbols(e: Size) -> list[Atom]:
+    """The symbols of an expression, by name."""
+    return sorted(free_symbols(e), key=lambda a: a.name)
+
+
+def _typical(a: Atom) -> int:
+    """A value for a symbol of which only the range is known."""
+    return int(min(max(8, a.lo), a.hi))
+
+
+def _dtype(d: DType) -> str:
+    return str(TO_TORCH[d]) if d in TO_TORCH else "torch.uint8"
+
+
+def _operator(op: str) -> str:
+    """torch.ops' spelling of 'namespace::name.overload'."""
+    namespace, _, rest = op.partition("::")
+    name, _, overload = rest.partition(".")
+    packet = f"torch.ops.{namespace}.{name}"
+    overload = overload or "default"
+    return (
+        f"{packet}.{overload}"
+        if not keyword.iskeyword(overload)
+        else f"getattr({packet}, {overload!r})"
+    )
+
+
+def _returns_several(op: str) -> bool:
+    namespace, _, rest = op.partition("::")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    returns = getattr(packet, overload or "default")._schema.returns
+    return len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
+
+
+def _literal(o: Literal) -> str:
+    match o.kind:
+        case "none":
+            return "None"
+        case "bool":
+            return str(o.text in ("True", "true", "1"))
+        case "float":
+            value = float.fromhex(o.text)
+            return repr(value) if value - value == 0 else f"float({str(value)!r})"
+        case "str" | "device":
+            return (
+                json.dumps(o.text, ensure_ascii=False)
+                if o.kind == "str"
+                else f"torch.device({o.text!r})"
+            )
+        case "complex":
+            real, imaginary = (float.fromhex(t) for t in o.text.split())
+            return f"complex(float({str(real)!r}), float({str(imaginary)!r}))"
+        case "dtype":
+            return _dtype(DTYPES[o.text]) if o.text in DTYPES else f"torch.{o.text}"
+        case "layout" | "memory_format":
+            return f"torch.{o.text}"
+        case _:
+            raise InternalError(f"a literal of unknown kind {o.kind!r}")

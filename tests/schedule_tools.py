@@ -121,6 +121,23 @@ class Record(Recorder):
 
 
 # ------------------------------------------------------------------------------------------ evaluation
+def values(e: Size, env: Mapping[str, object]) -> np.ndarray:
+    """sizes.evaluate for arrays."""
+    if isinstance(e, int):
+        return np.asarray(e)
+    fns = {
+        "div": np.floor_divide, "mod": np.mod, "min": np.minimum, "max": np.maximum,
+        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    }  # fmt: skip
+    out = np.asarray(e.const)
+    for mono, c in e.terms:
+        term = np.asarray(c)
+        for a in mono:
+            term = term * (env[a.name] if a.kind == "sym" else fns[a.kind](values(a.a, env), values(a.b, env)))
+        out = out + term
+    return out
+
+
 class Space:
     """A grid of points: every variable is an array along its own axis."""
 
@@ -140,7 +157,7 @@ class Space:
 
     def index(self, index: Sequence[Size], args: Sequence[np.ndarray]) -> list[np.ndarray]:
         env = {**self.env, **{f"${k}": a for k, a in enumerate(args)}}
-        return [np.asarray(evaluate(e, env)) for e in index]
+        return [values(e, env) for e in index]
 
     def _node(self, arrays: Arrays, accs: Mapping[str, np.ndarray], n: L.Node, args: list[np.ndarray]) -> np.ndarray:
         dtype = NUMPY[n.dtype.name]

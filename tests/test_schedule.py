@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 from plait.config import Config
+from plait.ir.sizes import Size
 from plait.schedule import schedule
+from plait.schedule.plan import Kernel, Plan, Reduce, Store
 from tests.schedule_tools import Builder, check, kernels
 
 CFG = Config()
 
 
-def softmax(b: Builder, x: str, n: int, m: int) -> str:
+def plan_of(b: Builder, **syms: int) -> Plan:
+    """The checked plan of a builder's program."""
+    program = b.program()
+    plan = schedule(program, CFG)
+    check(plan, program, syms)
+    return plan
+
+
+def stores(k: Kernel) -> list[str]:
+    return [s.buf for s in k.stmts if isinstance(s, Store)]
+
+
+def softmax(b: Builder, x: str, n: Size, m: Size) -> str:
     top = b.reduce((n,), (m,), "max", lambda o, i, r: o.load(x, i, r))
     e = b.pointwise((n, m), lambda o, i, j: o.exp(o.sub(o.load(x, i, j), o.load(top, i))))
     total = b.reduce((n,), (m,), "sum", lambda o, i, r: o.load(e, i, r))
     return b.pointwise((n, m), lambda o, i, j: o.truediv(o.load(e, i, j), o.load(total, i)))
 
 
-def test_softmax_computes() -> None:
-    b = Builder()
-    x = b.input(4, 8)
-    b.output(softmax(b, x, 4, 8))
-    program = b.program()
-    plan = schedule(program, CFG)
-    check(plan, program)
-    assert all(k.name.startswith("plait_") for k in kernels(plan))
+def layer_norm(b: Builder, x: str, w: str, n: Size, m: int) -> str:
+    b.reduce((n,), (m,), "welford", lambda o, i, r: o.load(x, i, r), (True, True, False))
+    mean, m2, _ = b.results()
+    assert mean and m2
+    rstd = b.pointwise(
+        (n,), lambda o, i: o.rsqrt(o.add(o.mul(o.load(m2, i), o.f(1 / m)), o.f(1e-5)))
+    )
+
+    def scaled(o, i, j):  # type: ignore[no-untyped-def]
+        centred = o.sub(o.load(x, i, j), o.load(mean, i))
+        return o.mul(o.mul(centred, o.load(rstd, i)), o.load(w, j))
+
+    return b.pointwise((n, m), scaled)
 
 
 def test_chain_is_one_loop() -> None:
@@ -33,7 +52,146 @@ def test_chain_is_one_loop() -> None:
     for op in ("exp", "neg", "tanh"):
         y = b.map(op, y)
     b.output(y)
-    program = b.program()
-    plan = schedule(program, CFG)
-    assert len(kernels(plan)) == 1
-    check(plan, program)
+    (k,) = kernels(plan_of(b))
+    assert len(k.stmts) == 1
+
+
+def test_softmax_is_one_kernel() -> None:
+    b = Builder()
+    x = b.input(4, 8)
+    y = softmax(b, x, 4, 8)
+    b.output(y)
+    plan = plan_of(b)
+    (k,) = kernels(plan)
+    assert [s.kind for s in k.stmts if isinstance(s, Reduce)] == ["max", "sum"]
+    assert stores(k) == [y]
+    assert {a.name for a in k.args} == {x, y}
+
+
+def test_layer_norm_with_residual_is_one_kernel() -> None:
+    b = Builder()
+    x, r, w = b.input(4, 8), b.input(4, 8), b.input(8)
+    h = b.map("add", x, r)
+    y = layer_norm(b, h, w, 4, 8)
+    b.output(y, h)
+    plan = plan_of(b)
+    (k,) = kernels(plan)
+    assert sorted(stores(k)) == sorted([h, y])
+
+
+def test_dynamic_softmax() -> None:
+    b = Builder()
+    n, m = b.size("s0"), b.size("s1")
+    x = b.input(n, m)
+    b.output(softmax(b, x, n, m))
+    (k,) = kernels(plan_of(b, s0=5, s1=7))
+    assert [str(s) for s in k.sizes] == ["s0", "s1"]
+
+
+def test_reductions_in_different_axes_stay_apart() -> None:
+    b = Builder()
+    x = b.input(4, 8)
+    rows = b.reduce((4,), (8,), "sum", lambda o, i, r: o.load(x, i, r))
+    cols = b.reduce((8,), (4,), "sum", lambda o, i, r: o.load(x, r, i))
+    b.output(rows, cols)
+    plan = plan_of(b)
+    assert len(kernels(plan)) == 2
+    (refusal,) = plan.refusals
+    assert "cannot be made one" in refusal.reason.text
+
+
+def test_reductions_of_one_input_join() -> None:
+    b = Builder()
+    x = b.input(4, 8)
+    outs = [b.reduce((4,), (8,), kind, lambda o, i, r: o.load(x, i, r)) for kind in ("sum", "max", "argmax")]
+    b.output(*outs)
+    assert len(kernels(plan_of(b))) == 1
+
+
+def test_transposed_consumer_joins_by_permuting() -> None:
+    b = Builder()
+    x, y = b.input(4, 8), b.input(8, 4)
+    e = b.map("exp", x)
+    z = b.pointwise((8, 4), lambda o, i, j: o.add(o.load(e, j, i), o.load(y, i, j)))
+    b.output(e, z)
+    assert len(kernels(plan_of(b))) == 1
+
+
+def test_reshaped_consumer_joins_by_splitting() -> None:
+    b = Builder()
+    x = b.input(6, 8)
+    e = b.map("exp", x)
+    z = b.pointwise((2, 24), lambda o, i, j: o.neg(o.load(e, i * 3 + j // 8, j % 8)))
+    s = b.reduce((2,), (24,), "sum", lambda o, i, r: o.load(e, i * 3 + r // 8, r % 8))
+    b.output(e, z, s)
+    assert len(kernels(plan_of(b))) == 1
+
+
+def test_a_step_between_prevents_fusion() -> None:
+    b = Builder()
+    x = b.input(4, 8)
+    e = b.map("exp", x)
+    f = b.extern((4, 8), e)
+    z = b.pointwise((4, 8), lambda o, i, j: o.add(o.load(e, i, j), o.load(f, i, j)))
+    b.output(z)
+    plan = plan_of(b)
+    assert len(kernels(plan)) == 2
+    assert any("test::opaque must run between" in r.reason.text for r in plan.refusals)
+
+
+def test_attention_like_chain() -> None:
+    b = Builder()
+    q = b.input(2, 4, 3, 8)  # batch, tokens, heads, width
+    scale = b.pointwise((2, 3, 4, 8), lambda o, i, h, t, d: o.mul(o.load(q, i, t, h, d), o.f(0.5)))
+    scores = b.extern((2, 3, 4, 4), scale)
+    mask = b.input(4, 4)
+    s = b.pointwise(
+        (2, 3, 4, 4), lambda o, i, h, t, u: o.add(o.load(scores, i, h, t, u), o.load(mask, t, u))
+    )
+    top = b.reduce((2, 3, 4), (4,), "max", lambda o, i, h, t, r: o.load(s, i, h, t, r))
+    e = b.pointwise(
+        (2, 3, 4, 4),
+        lambda o, i, h, t, u: o.exp(o.sub(o.load(s, i, h, t, u), o.load(top, i, h, t))),
+    )
+    total = b.reduce((2, 3, 4), (4,), "sum", lambda o, i, h, t, r: o.load(e, i, h, t, r))
+    p = b.pointwise(
+        (2, 3, 4, 4),
+        lambda o, i, h, t, u: o.truediv(o.load(e, i, h, t, u), o.load(total, i, h, t)),
+    )
+    b.output(p)
+    assert len(kernels(plan_of(b))) == 2
+
+
+def test_pieces_of_a_concatenation() -> None:
+    b = Builder()
+    x, y = b.input(4, 8), b.input(4, 8)
+    e = b.map("exp", x)
+    out = b.buffer((8, 8))
+    b.pointwise((4, 8), lambda o, i, j: o.load(e, i, j), out, lambda i, j: (i, j))
+    b.pointwise((4, 8), lambda o, i, j: o.load(y, i, j), out, lambda i, j: (i + 4, j))
+    z = b.map("neg", out)
+    b.output(z)
+    plan = plan_of(b)
+    assert any("written in pieces" in r.reason.text for r in plan.refusals)
+
+
+def test_scatter_add_after_zeros() -> None:
+    from plait.ir.dtypes import i64
+    from plait.ir.loops import Scatter, arg_symbol, loop_vars
+
+    b = Builder()
+    g, where = b.input(5, 8), b.input(5, dtype=i64)
+    zeros = b.pointwise((6, 8), lambda o, i, j: o.f(0.0))
+    out = b.buffer((6, 8))
+    i, j = loop_vars("i", (5, 8))
+    from tests.schedule_tools import Record
+
+    o = Record(b)
+    b.ops.append(
+        Scatter(out, zeros, (i, j), (arg_symbol(0, 6), j), (o.load(where, i),), o.load(g, i, j), "add")
+    )
+    b.output(out)
+    plan = plan_of(b)
+    fill, scatter = kernels(plan)
+    assert scatter.sequential and not fill.sequential
+    assert [a.name for a in fill.args] == [out]

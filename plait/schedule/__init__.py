@@ -13,6 +13,7 @@ from plait.ir.loops import LoopProgram
 from plait.schedule.deps import Bodies, drop_dead
 from plait.schedule.finish import finish
 from plait.schedule.form import form
+from plait.schedule.fuse import fuse
 from plait.schedule.inline import inline_loops
 from plait.schedule.order import order
 from plait.schedule.plan import Plan
@@ -44,6 +45,7 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead, loops, bodies)
     draft = log("form kernels", form, loops, bodies)
+    draft = log("fuse", fuse, draft, cfg)
     ordered = log("order", order, draft)
     return log("finish", finish, draft, ordered)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from plait.ir.loops import Buffer, LoopProgram
 from plait.schedule.deps import memory_roots, output_buffers
@@ -17,9 +18,12 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     program = draft.program
     names = Names()
     steps: list[Step] = []
+    needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
+    needed.update(i for i in program.inputs if isinstance(i, str))
+    ordered = [replace(u, writes=tuple(w for w in u.writes if w in needed)) for u in ordered]
     for unit in ordered:
         if isinstance(unit.item, Group):
-            steps.append(_kernel(unit.item, program.buffers, names))
+            steps.append(_kernel(unit.item, unit.writes, program.buffers, names))
         else:
             step = unit.item
             assert isinstance(step, Step), step
@@ -31,8 +35,11 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     return Plan(program, tuple(steps), frees, buffers, MemoryPlan(), draft.refusals)
 
 
-def _kernel(group: Group, buffers: Mapping[str, Buffer], names: Names) -> Kernel:
-    stmts = statements(group)
+def _kernel(
+    group: Group, writes: Sequence[str], buffers: Mapping[str, Buffer], names: Names
+) -> Kernel:
+    """The kernel of a group. writes: the buffers that somebody else needs; other stores are left out."""
+    stmts = [s for s in statements(group) if isinstance(s, Reduce) or s.buf in writes]
     origins = [m.loop.origin for m in group.members]
     origin = tuple(dict.fromkeys(text for o in origins for text in o))
     draft = make_kernel("", group.vars, group.rvars, stmts, buffers, origin, 0)

@@ -1,0 +1,365 @@
+"""Fusion: groups that share data become one kernel.
+
+Each group, in program order, is offered to the groups that made what it reads and to those that read the same; the pair that saves most
+bytes goes first. Two groups fuse when `align` finds one space for both, every dependence between them is at the same point (or on a
+reduction's result at its outer point), no step outside lies between them, and the kernel stays within limits. Each refusal is a Reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from plait.config import Config
+from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
+from plait.ir.sizes import Expr, Size, add, mul, substitute, symbol
+from plait.schedule.align import Alignment, Env, Index, Space, align
+from plait.schedule.cost import buffer_nbytes, hint_numel
+from plait.schedule.deps import extent, load_of, output_buffers, roots, space
+from plait.schedule.form import Draft
+from plait.schedule.group import Group, Member, store_index
+from plait.schedule.plan import Fused, Reason, Refusal
+
+MAX_NODES = 1500  # of a kernel's statements
+MAX_WRITES = 16
+MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
+SMALL_NBYTES = 16384  # kernels that touch less are fused for the launch that it saves
+MIN_OUTER = 4  # outer points below which a large loop does not join a reduction: its threads would idle
+LARGE_NUMEL = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece' or 'update'. full: at full level."""
+
+    kind: str
+    index: Index
+    full: bool
+
+
+class _Node:
+    """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run before it (bit k is op k)."""
+
+    def __init__(self, draft: Draft, group: Group) -> None:
+        self.group = group
+        self.members = {m.op: m for m in group.members}
+        self.reads: dict[str, list[tuple[int, Node]]] = {}
+        self.writes: dict[str, _Write] = {}
+        self.size = 0
+        self.ordered = False
+        for m in group.members:
+            facts = draft.bodies.of(roots(m.loop))
+            self.size += facts.size
+            for n in facts.loads:
+                self.reads.setdefault(load_of(n).buf, []).append((m.op, n))
+            self.ordered = self.ordered or _is_ordered(m)
+            self.writes.update(_writes(m))
+
+    def external(self) -> list[str]:
+        """The buffers that it reads and does not make."""
+        return [b for b in self.reads if b not in self.writes]
+
+
+def _is_ordered(m: Member) -> bool:
+    """Whether a loop depends on the order of its reduced axes."""
+    loop = m.loop
+    return isinstance(loop, Scan) or (isinstance(loop, Reduction) and loop.kind.startswith("arg"))
+
+
+def _writes(m: Member) -> dict[str, _Write]:
+    loop = m.loop
+    if isinstance(loop, Pointwise):
+        kind = "point" if loop.index is None else "piece"
+        return {loop.out: _Write(kind, m.at(store_index(loop)), m.full)}
+    if isinstance(loop, Scatter):
+        return {loop.out: _Write("update", m.at(loop.index), m.full)}
+    full = isinstance(loop, Scan)
+    return {o: _Write("point", m.at(loop.vars), full) for o in loop.outs if o is not None}
+
+
+class _Fuser:
+    def __init__(self, draft: Draft, cfg: Config) -> None:
+        self.draft, self.cfg = draft, cfg
+        self.buffers = draft.program.buffers
+        n = len(draft.program.ops)
+        self.leader = list(range(n))
+        self.nodes = {g.members[0].op: _Node(draft, g) for g in draft.groups}
+        self.bits = [1 << k for k in range(n)]
+        self.before: list[int] = []
+        self.preds = [set(p) for p in draft.preds]
+        for k in range(n):
+            bits = 0
+            for p in self.preds[k]:
+                bits |= self.before[p] | 1 << p
+            self.before.append(bits)
+        self.alive = list(range(n))
+        self.readers: dict[str, list[int]] = {}
+        self.writers: dict[str, list[int]] = {}
+        self.kept = set(output_buffers(draft.program))
+        self.n_fresh = 0
+        self.refusals: dict[tuple[str, str], Refusal] = {}
+
+    def fresh(self, size: Size) -> Expr:
+        """A new axis."""
+        self.n_fresh += 1
+        return symbol(f"x{self.n_fresh}", extent=size)
+
+    # ---- the pass
+    def run(self) -> Draft:
+        for k in sorted(self.nodes):
+            self._drop_unit_axes(self.nodes[k])
+            for name in self.nodes[k].reads:
+                self.readers.setdefault(name, []).append(k)
+            for name in self.nodes[k].writes:
+                self.writers.setdefault(name, []).append(k)
+            self._grow(k)
+        groups = [self.nodes[k].group for k in sorted(self.nodes)]
+        refusals = tuple(self.refusals.values())
+        return replace(self.draft, groups=groups, refusals=refusals)
+
+    def _drop_unit_axes(self, node: _Node) -> None:
+        g = node.group
+        unit: Env = {v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1}
+        if not unit:
+            return
+        g.vars = tuple(v for v in g.vars if v.symbol not in unit)
+        g.rvars = tuple(v for v in g.rvars if v.symbol not in unit)
+        self._rebase(node, unit, False)
+
+    def _grow(self, k: int) -> None:
+        """Fuses group k with the best of its candidates until none is left."""
+        tried: set[int] = set()
+        while True:
+            best = next((c for c in self._candidates(k) if c not in tried), None)
+            if best is None:
+                return
+            tried.add(best)
+            outcome = self._fuse(best, k)
+            if isinstance(outcome, Reason):
+                a, b = self.nodes[best].group.name, self.nodes[k].group.name
+                self.refusals.setdefault((a, b), Refusal(a, b, outcome))
+            else:
+                k = self.leader[self._find(k)]
+
+    def _find(self, k: int) -> int:
+        while self.leader[k] != k:
+            k = self.leader[k]
+        return k
+
+    def _candidates(self, k: int) -> list[int]:
+        """Groups worth fusing with k, best first."""
+        node = self.nodes[k]
+        gain: dict[int, int] = {}
+        for name in node.reads:
+            nbytes = buffer_nbytes(self.buffers[name])
+            for w in self.writers.get(name, ()):
+                c = self._find(w)
+                if c != k:
+                    gain[c] = gain.get(c, 0) + 2 * nbytes
+            for r in self.readers.get(name, ())[-MAX_SHARERS:]:
+                c = self._find(r)
+                if c != k and nbytes * 4 >= self._smaller(c, k):
+                    gain[c] = gain.get(c, 0) + nbytes
+        return sorted(gain, key=lambda c: (-gain[c], -c))
+
+    def _smaller(self, a: int, b: int) -> int:
+        """Bytes that the smaller of two groups reads, 0 where both are small."""
+        low, high = sorted(
+            sum(buffer_nbytes(self.buffers[n]) for n in self.nodes[k].reads) for k in (a, b)
+        )
+        return 0 if high <= SMALL_NBYTES else low
+
+    # ---- one pair
+    def _fuse(self, a: int, b: int) -> Fused | Reason:
+        """Fuses groups a and b if that is legal and sane."""
+        x, y = self.nodes[a], self.nodes[b]
+        why = self._limits(x, y) or self._between(a, b)
+        if why is not None:
+            return why
+        host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
+        found = self._align(host, guest)
+        if isinstance(found, Reason):
+            return found
+        self._join(a, b, host, guest, found)
+        return Fused(x.group.name)
+
+    def _limits(self, x: _Node, y: _Node) -> Reason | None:
+        for n, other in ((x, y), (y, x)):
+            for name, w in n.writes.items():
+                touched = name in other.reads or name in other.writes
+                if w.kind == "update" or (w.kind == "piece" and name in other.reads):
+                    return Reason(f"{name} is written in pieces or updated in place")
+                if touched and w.kind == "point" and name in other.writes:
+                    return Reason(f"both write {name}")
+        n_reads = len({*x.external(), *y.external()} - x.writes.keys() - y.writes.keys())
+        if n_reads > self.cfg.max_fusion_reads:
+            return Reason(f"would read {n_reads} buffers, limit {self.cfg.max_fusion_reads}")
+        n_writes = len(x.writes.keys() | y.writes.keys())
+        if n_writes > MAX_WRITES:
+            return Reason(f"would write {n_writes} buffers, limit {MAX_WRITES}")
+        if x.size + y.size > MAX_NODES:
+            return Reason(f"would hold {x.size + y.size} operations, limit {MAX_NODES}")
+        return None
+
+    def _between(self, a: int, b: int) -> Reason | None:
+        """A Reason if something outside both must run after the one and before the other."""
+        for first, last in ((a, b), (b, a)):
+            if not self.before[last] & self.bits[first]:
+                continue
+            for p in {self._find(q) for q in self.preds[last]}:
+                if p not in (a, b) and (self.before[p] | self.bits[p]) & self.bits[first]:
+                    return Reason(f"{self._label(p)} must run between them")
+        return None
+
+    def _label(self, k: int) -> str:
+        if k in self.nodes:
+            return self.nodes[k].group.name
+        op = self.draft.program.ops[k]
+        return str(getattr(op, "op", type(op).__name__))
+
+    def _align(self, host: _Node, guest: _Node) -> Alignment | Reason:
+        hs = Space(host.group.vars, host.group.rvars)
+        gs = Space(guest.group.vars, guest.group.rvars)
+        if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
+            return Reason("an axis is empty")
+        outer = hint_numel(extent(v) for v in hs.vars)
+        if hs.rvars and not gs.rvars and outer < MIN_OUTER:
+            points = hint_numel(extent(v) for v in gs.vars)
+            if points > LARGE_NUMEL and points != outer:
+                return Reason(f"{points} points would run over {outer} outer points")
+        found = align(hs, gs, list(self._ties(host, guest)), self.fresh)
+        if found is None:
+            return Reason(f"spaces {_shape(hs)} and {_shape(gs)} cannot be made one")
+        if (host.ordered or guest.ordered) and not _same_order(gs, found):
+            return Reason("the order of the reduced axes matters")
+        new_host = {m.op: _moved(m, found.host, False) for m in host.group.members}
+        new_guest = {m.op: _moved(m, found.guest, found.full) for m in guest.group.members}
+        for w, r, makers, users in (
+            (host, guest, new_host, new_guest),
+            (guest, host, new_guest, new_host),
+        ):
+            why = self._dependences(w, r, makers, users)
+            if why is not None:
+                return why
+        return found
+
+    def _ties(self, host: _Node, guest: _Node) -> Iterator[tuple[Index, Index]]:
+        """Indices with which both touch one buffer: dependences first, then shared reads."""
+        for name, w in host.writes.items():
+            for at in self._read_at(guest, name):
+                yield w.index, at
+        for name, w in guest.writes.items():
+            for at in self._read_at(host, name):
+                yield at, w.index
+        for name in host.reads:
+            if name in guest.reads and name not in host.writes and name not in guest.writes:
+                ones, others = self._read_at(host, name), self._read_at(guest, name)
+                if len(ones) == 1 and len(others) == 1:
+                    yield ones[0], others[0]
+
+    def _read_at(self, node: _Node, name: str) -> list[Index]:
+        """The different indices at which a group loads a buffer, over its variables."""
+        found = node.reads.get(name, ())
+        return list(dict.fromkeys(node.members[op].at(load_of(n).index) for op, n in found))
+
+    def _dependences(
+        self, maker: _Node, user: _Node, makers: dict[int, Member], users: dict[int, Member]
+    ) -> Reason | None:
+        """A Reason if user loads something at another point than maker stores it."""
+        for name in maker.writes:
+            if name not in user.reads:
+                continue
+            op = next(k for k, m in makers.items() if name in _writes(m))
+            w = _writes(makers[op])[name]
+            for k, n in user.reads[name]:
+                m = users[k]
+                at = m.at(load_of(n).index)
+                if k < op or at != w.index:
+                    return Reason(f"{name} is stored at {_text(w.index)}, loaded at {_text(at)}")
+                if w.full and not (m.full or isinstance(m.loop, Reduction)):
+                    return Reason(f"{name} is made in the reduced range and needed outside of it")
+        return None
+
+    # ---- bookkeeping
+    def _join(self, a: int, b: int, host: _Node, guest: _Node, found: Alignment) -> None:
+        host.group.vars, host.group.rvars = found.space.vars, found.space.rvars
+        self._rebase(host, found.host, False)
+        self._rebase(guest, found.guest, found.full)
+        keep, gone = (a, b) if a < b else (b, a)
+        x, y = self.nodes[keep], self.nodes.pop(gone)
+        x.group.vars, x.group.rvars = found.space.vars, found.space.rvars
+        x.members.update(y.members)
+        x.members = dict(sorted(x.members.items()))
+        x.group.members = list(x.members.values())
+        for name, sites in y.reads.items():
+            x.reads.setdefault(name, []).extend(sites)
+        x.writes.update(y.writes)
+        x.size += y.size
+        x.ordered = x.ordered or y.ordered
+        self.leader[gone] = keep
+        self._merge_order(keep, gone)
+
+    def _merge_order(self, keep: int, gone: int) -> None:
+        bits = self.bits[keep] | self.bits[gone]
+        before = (self.before[keep] | self.before[gone]) & ~bits
+        self.bits[keep], self.before[keep] = bits, before
+        self.preds[keep] |= self.preds[gone]
+        self.alive.remove(gone)
+        more = bits | before
+        for u in self.alive:
+            if self.before[u] & bits and u != keep:
+                self.before[u] |= more
+
+    def _rebase(self, node: _Node, env: Env, full: bool) -> None:
+        """Moves a group's members to new variables. full: pointwise ones are at full level from now on."""
+        members = [_moved(m, env, full) for m in node.group.members]
+        node.group.members = members
+        node.members = {m.op: m for m in members}
+        for m in members:
+            node.writes.update(_writes(m))
+
+
+def _moved(m: Member, env: Env, full: bool) -> Member:
+    """A member after its group's variables became env."""
+    full = m.full or (full and not isinstance(m.loop, Reduction))
+    if not env:
+        return m if full == m.full else replace(m, full=full)
+    own = dict(m.env)
+    for v in space(m.loop):
+        assert v.symbol is not None
+        now = substitute(own.get(v.symbol, v), env)
+        if now == v:
+            own.pop(v.symbol, None)
+        else:
+            own[v.symbol] = now
+    return replace(m, env=own, full=full)
+
+
+def _same_order(guest: Space, found: Alignment) -> bool:
+    """Whether the guest's reduced axes count in the order of the host's."""
+    if not guest.rvars:
+        return True
+    mine = _position(guest.rvars)
+    return substitute(mine, found.guest) == _position(found.space.rvars)
+
+
+def _position(vars_: tuple[Expr, ...]) -> Size:
+    out: Size = 0
+    for v in vars_:
+        out = add(mul(out, extent(v)), v)
+    return out
+
+
+def _shape(s: Space) -> str:
+    outer = "x".join(str(extent(v)) for v in s.vars) or "1"
+    inner = "x".join(str(extent(v)) for v in s.rvars)
+    return f"({outer}; {inner})" if inner else f"({outer})"
+
+
+def _text(index: Index) -> str:
+    return f"[{', '.join(map(str, index))}]"
+
+
+def fuse(draft: Draft, cfg: Config) -> Draft:
+    """The draft with groups fused, and the refusals."""
+    return _Fuser(draft, cfg).run() if cfg.fusion else draft

@@ -252,7 +252,7 @@ class Parser {
       case 10: return View{slot(), slot(), shape(), expr(), in_.flag()};
       case 11: return Constant{slot(), in_.id(0, plan_.n_constants, "constant")};
       case 12: return launch();
-      case 13: return CallExtern{in_.string(), in_.string(), operands(), keywords(), results(), slots()};
+      case 13: return CallExtern{in_.string(), in_.string(), operands(), keywords(), results(), slots(), in_.flag()};
       case 14: return CallPython{in_.id(0, plan_.n_callables, "callable"), in_.string(), operands(), keywords(), results()};
       case 15: return Copy{slot(), slot(), in_.flag()};
       case 16: return BumpVersion{slot()};

@@ -97,7 +97,7 @@ struct Result {
   int32_t id;
 };
 struct KeywordOperand { std::string name; Operand value; };
-struct CallExtern { std::string op, overload; std::vector<Operand> args; std::vector<KeywordOperand> kwargs; std::vector<Result> outs; std::vector<SlotId> into; };
+struct CallExtern { std::string op, overload; std::vector<Operand> args; std::vector<KeywordOperand> kwargs; std::vector<Result> outs; std::vector<SlotId> into; bool may_keep; };
 struct CallPython { int32_t index; std::string label; std::vector<Operand> args; std::vector<KeywordOperand> kwargs; std::vector<Result> outs; };
 struct Copy { SlotId dst, src; bool bump; };
 struct BumpVersion { SlotId tensor; };

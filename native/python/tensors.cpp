@@ -1,0 +1,66 @@
+// native/python/tensors.cpp: the one file that includes python_variable.h (13 s to compile), and the translation of errors.
+#include "python/tensors.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "core/plan.h"
+#include "python/object.h"
+#include "torch/program.h"
+
+namespace plait {
+
+bool is_tensor(PyObject* o) { return THPVariable_Check(o); }
+const at::Tensor& unpack(PyObject* tensor) { return THPVariable_Unpack(tensor); }
+PyObject* wrap(at::Tensor&& t) { return THPVariable_Wrap(std::move(t)); }
+PyObject* wrap(const at::Tensor& t) { return THPVariable_Wrap(t); }
+const at::Generator* unpack_generator(PyObject* o) { return THPGenerator_Check(o) ? &reinterpret_cast<THPGenerator*>(o)->cdata : nullptr; }
+
+std::string text(PyObject* o) {
+  Py_ssize_t n = 0;
+  const char* s = PyUnicode_AsUTF8AndSize(o, &n);
+  if (!s) throw PythonError{};
+  return {s, static_cast<size_t>(n)};
+}
+int64_t integer(PyObject* o) {
+  const long long v = PyLong_AsLongLong(o);
+  if (v == -1 && PyErr_Occurred()) throw PythonError{};
+  return v;
+}
+void put(PyObject* dict, const char* key, PyObject* owned) {
+  const Ref value = Ref::check(owned);
+  if (PyDict_SetItemString(dict, key, value.get()) < 0) throw PythonError{};
+}
+
+namespace {
+void raise_input_error(const char* what) {
+  const Ref errors(PyImport_ImportModule("plait.errors"));
+  if (!errors) return;
+  const Ref type(PyObject_GetAttrString(errors.get(), "InputError"));
+  if (type) PyErr_SetString(type.get(), what);
+}
+}  // namespace
+
+void set_error() {
+  try {
+    throw;
+  } catch (const PythonError&) {
+  } catch (python_error& e) {
+    e.restore();
+  } catch (const PlanError& e) {
+    PyErr_SetString(plan_error, e.what());
+  } catch (const LoadError& e) {
+    PyErr_SetString(load_error, e.what());
+  } catch (const InputError& e) {
+    raise_input_error(e.what());
+  } catch (const InputTypeError& e) {
+    PyErr_SetString(PyExc_TypeError, e.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+}
+
+}  // namespace plait

@@ -1,0 +1,473 @@
+// native/torch/load.cpp: Plan -> Program. Everything that can be decided once is decided here.
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <climits>
+#include <optional>
+
+#include "program.h"
+
+namespace plait {
+
+c10::ScalarType scalar_type(DType dtype) {
+  using S = c10::ScalarType;
+  switch (dtype) {
+    case DType::b1: return S::Bool;
+    case DType::u8: return S::Byte;
+    case DType::u16: return S::UInt16;
+    case DType::u32: return S::UInt32;
+    case DType::u64: return S::UInt64;
+    case DType::i8: return S::Char;
+    case DType::i16: return S::Short;
+    case DType::i32: return S::Int;
+    case DType::i64: return S::Long;
+    case DType::f16: return S::Half;
+    case DType::bf16: return S::BFloat16;
+    case DType::f32: return S::Float;
+    case DType::f64: return S::Double;
+    case DType::c32: return S::ComplexHalf;
+    case DType::c64: return S::ComplexFloat;
+    case DType::c128: return S::ComplexDouble;
+    default: throw LoadError("the element type 'opaque' cannot be allocated");
+  }
+}
+
+DType from_scalar_type(c10::ScalarType type) {
+  for (int32_t d = 0; d < static_cast<int32_t>(DType::opaque); ++d)
+    if (scalar_type(static_cast<DType>(d)) == type) return static_cast<DType>(d);
+  return DType::opaque;
+}
+
+const char* torch_name(DType dtype) {
+  static constexpr const char* names[] = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128", "opaque", "any"};
+  return names[static_cast<size_t>(dtype)];
+}
+
+namespace {
+constexpr int64_t kRegionBreakBytes = 1 << 20;  // memory that dies inside a region and is worth ending it for, if an allocation follows
+constexpr int64_t kSmallRegionNs = 10'000;
+}  // namespace
+
+// Two walks over the body: the first learns what each slot is and how it is used, the second emits steps.
+class Loader {
+ public:
+  explicit Loader(Program& p) : p_(p), plan_(p.plan_), patches_(plan_.slots.size()), last_use_(plan_.slots.size(), -1) {}
+
+  void run() {
+    fold_constants();
+    p_.slots_.resize(plan_.slots.size());
+    for (size_t s = 0; s < plan_.slots.size(); ++s) {
+      p_.slots_[s].name = plan_.slots[s].name;
+      p_.slots_[s].dtype = plan_.slots[s].dtype;
+      if (plan_.slots[s].dtype < DType::opaque) p_.slots_[s].scalar = scalar_type(plan_.slots[s].dtype);
+      p_.slots_[s].root = static_cast<SlotId>(s);
+    }
+    for (const Input& i : plan_.inputs) learn(i);
+    for (at_ = 0; at_ < n_instrs(); ++at_) std::visit([this](const auto& i) { learn(i); }, plan_.body[static_cast<size_t>(at_)]);
+    drops_.resize(plan_.body.size());
+    for (size_t s = 0; s < p_.slots_.size(); ++s) plan_drop(static_cast<SlotId>(s));
+    for (at_ = 0; at_ < n_instrs(); ++at_) {
+      std::visit([this](const auto& i) { emit(i); }, plan_.body[static_cast<size_t>(at_)]);
+      for (const Step& drop : drops_[static_cast<size_t>(at_)]) (region_open() ? pending_drops_ : p_.steps_).push_back(drop);
+    }
+    flatten_patches();
+    p_.small_ = p_.externs_.empty() && p_.pythons_.empty();
+    for (const RegionInfo& r : p_.regions_) p_.small_ = p_.small_ && r.is_static && r.work_ns < kSmallRegionNs;
+  }
+
+ private:
+  using Kind = SlotInfo::Kind;
+
+  int n_instrs() const { return static_cast<int>(plan_.body.size()); }
+  SlotInfo& info(SlotId s) { return p_.slots_[static_cast<size_t>(s)]; }
+  const std::optional<int64_t>& constant(ExprId e) const { return constants_[static_cast<size_t>(e)]; }
+
+  // ------------------------------------------------------------------------------------------- expressions
+  void fold_constants() {
+    const size_t n = plan_.exprs.size();
+    constants_.resize(n);
+    evaluated_.resize(n);
+    p_.values_.resize(n);
+    p_.symbol_exprs_.resize(plan_.symbols.size());
+    for (size_t i = 0; i < n; ++i) {
+      const ExprNode& e = plan_.exprs[i];
+      if (e.op == ExprNode::Op::symbol) {
+        p_.symbol_exprs_[static_cast<size_t>(e.a)].push_back(static_cast<ExprId>(i));
+        evaluated_[i] = true;  // written when the symbol is defined
+      } else if (e.op == ExprNode::Op::constant || (constants_[static_cast<size_t>(e.a)] && constants_[static_cast<size_t>(e.b)])) {
+        evaluate(e, p_.values_.data(), p_.values_[i]);
+        constants_[i] = p_.values_[i];
+        evaluated_[i] = true;
+      }
+    }
+  }
+
+  // Emits the evaluation of what is not yet known of these expressions.
+  void need(const std::vector<ExprId>& ids) {
+    std::vector<ExprId> todo, found;
+    for (ExprId e : ids) todo.push_back(e);
+    while (!todo.empty()) {
+      const ExprId e = todo.back();
+      todo.pop_back();
+      if (evaluated_[static_cast<size_t>(e)]) continue;
+      evaluated_[static_cast<size_t>(e)] = true;
+      found.push_back(e);
+      todo.push_back(static_cast<ExprId>(plan_.exprs[static_cast<size_t>(e)].a));
+      todo.push_back(static_cast<ExprId>(plan_.exprs[static_cast<size_t>(e)].b));
+    }
+    if (found.empty()) return;
+    std::sort(found.begin(), found.end());  // operands stand before their users
+    push(StepKind::eval, static_cast<int32_t>(p_.evals_.size()), static_cast<int32_t>(found.size()));
+    p_.evals_.insert(p_.evals_.end(), found.begin(), found.end());
+  }
+  void need(const Shape& shape) {
+    need(shape.sizes);
+    need(shape.strides);
+  }
+
+  // ------------------------------------------------------------------------------------------- first walk
+  Meta meta(const Shape& shape, DType dtype) const {
+    Meta m;
+    m.ids = shape;
+    m.is_static = true;
+    for (const auto* ids : {&shape.sizes, &shape.strides})
+      for (ExprId e : *ids) m.is_static = m.is_static && constant(e).has_value();
+    if (!m.is_static) return m;
+    int64_t span = 1, want = 1;
+    bool empty = false;
+    m.contiguous = true;
+    for (size_t d = 0; d < shape.sizes.size(); ++d) {
+      m.sizes.push_back(*constant(shape.sizes[d]));
+      m.strides.push_back(*constant(shape.strides[d]));
+      empty = empty || m.sizes[d] == 0;
+      span += (m.sizes[d] - 1) * m.strides[d];
+    }
+    for (size_t d = m.sizes.size(); d-- > 0;) {
+      m.contiguous = m.contiguous && m.strides[d] == want;
+      want *= std::max<int64_t>(m.sizes[d], 1);
+    }
+    m.nbytes = empty ? 0 : span * element_size(dtype);
+    return m;
+  }
+
+  SlotInfo& define(SlotId s, Kind kind, const Shape& shape = {}) {
+    SlotInfo& i = info(s);
+    i.kind = kind;
+    i.meta = meta(shape, i.dtype);
+    last_use_[static_cast<size_t>(s)] = at_;
+    return i;
+  }
+  // The slot and everything whose memory it lives in are alive until now.
+  void touch(SlotId s) {
+    for (; s != kNone; s = info(s).base) last_use_[static_cast<size_t>(s)] = at_;
+  }
+  void use_header(SlotId s, bool escapes = false) {
+    touch(s);
+    info(s).header = true;
+    info(s).escapes = info(s).escapes || escapes;
+  }
+  void use_operand(const Operand& o, bool escapes) {
+    if (o.kind == Operand::Kind::ref) use_header(o.id, escapes);
+    for (const Operand& item : o.items) use_operand(item, escapes);
+  }
+  void use_results(const std::vector<Result>& outs) {
+    for (const Result& r : outs)
+      if (r.kind == Result::Kind::tensor) define(r.id, Kind::result);
+  }
+
+  void learn(const Input& i) {
+    if (i.kind == Input::Kind::symbol) return;
+    SlotInfo& s = info(i.id);
+    s.kind = i.kind == Input::Kind::tensor ? Kind::input : Kind::opaque;
+    s.meta = meta(i.shape, s.dtype);
+  }
+  void learn(const Symbol& i) {
+    if (i.source != Symbol::Source::expr) use_header(i.tensor);
+  }
+  void learn(const AssertScalar&) {}
+  void learn(const AssertSizeStride& i) { use_header(i.tensor); }
+  void learn(const AssertAlignment& i) { touch(i.tensor); }
+  void learn(const CheckFinite& i) { use_header(i.tensor); }
+  void learn(const Arena& i) {
+    if (i.device != "cpu") throw LoadError("an arena on device '" + i.device + "'");
+    define(i.slot, Kind::arena);
+    p_.arena_slot_ = i.slot;
+    p_.arena_bytes_ = constant(i.nbytes).value_or(0);
+  }
+  void learn(const Place& i) {
+    SlotInfo& s = define(i.slot, Kind::place, i.shape);
+    s.base = i.arena;
+    s.offset = i.offset;
+    if (!constant(i.offset)) return;
+    s.root = i.arena;
+    s.delta = *constant(i.offset);
+    s.folded = true;
+  }
+  void learn(const Alloc& i) {
+    if (i.device != "cpu") throw LoadError("an allocation on device '" + i.device + "'");
+    scalar_type(define(i.slot, Kind::alloc, i.shape).dtype);
+  }
+  void learn(const Reuse& i) {
+    SlotInfo& s = define(i.slot, Kind::view, i.shape);
+    s.base = i.old;
+    s.root = info(i.old).root;
+    s.delta = info(i.old).delta;
+    s.folded = true;
+  }
+  void learn(const Free&) {}  // liveness is computed here: it ends no later than Free says
+  void learn(const View& i) {
+    SlotInfo& s = define(i.slot, Kind::view, i.shape);
+    const SlotInfo& base = info(i.base);
+    s.base = i.base;
+    s.offset = i.offset;
+    // The storage of an allocation starts where it points; elsewhere only the tensor knows.
+    const bool from_storage = !i.relative && info(base.root).kind != Kind::alloc;
+    s.relative = i.relative;
+    if (!constant(i.offset) || from_storage) return;
+    s.root = base.root;
+    s.delta = (i.relative ? base.delta : 0) + *constant(i.offset) * element_size(s.dtype);
+    s.folded = true;
+  }
+  void learn(const Constant& i) { define(i.slot, Kind::constant).offset = i.index; }
+  void learn(const Launch& i) {
+    for (SlotId s : i.args) touch(s);
+  }
+  void learn(const CallExtern& i) {
+    const bool escapes = i.may_keep;
+    for (const Operand& o : i.args) use_operand(o, escapes);
+    for (const KeywordOperand& o : i.kwargs) use_operand(o.value, escapes);
+    for (SlotId s : i.into) use_header(s);
+    use_results(i.outs);
+    p_.needs_guard_ = true;
+  }
+  void learn(const CallPython& i) {
+    for (const Operand& o : i.args) use_operand(o, true);
+    for (const KeywordOperand& o : i.kwargs) use_operand(o.value, true);
+    use_results(i.outs);
+    p_.needs_guard_ = true;
+  }
+  void learn(const Copy& i) {
+    use_header(i.dst);
+    use_header(i.src);
+    p_.needs_guard_ = true;
+  }
+  void learn(const BumpVersion& i) { use_header(i.tensor); }
+  void learn(const Fill& i) {
+    use_header(i.tensor);
+    p_.needs_guard_ = true;
+  }
+  void learn(const Return& i) {
+    for (const Operand& o : i.values) {
+      use_operand(o, true);
+      if (o.kind == Operand::Kind::ref) info(o.id).escapes = true;
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------- second walk
+  void push(StepKind kind, int32_t a = kNone, int32_t b = kNone) { p_.steps_.push_back({kind, a, b}); }
+
+  void plan_drop(SlotId s) {
+    const SlotInfo& i = info(s);
+    const int last = last_use_[static_cast<size_t>(s)];
+    const bool owned = i.kind == Kind::alloc || i.kind == Kind::result || ((i.kind == Kind::view || i.kind == Kind::place) && i.header);
+    if (owned) p_.owned_.push_back(s);
+    if (i.kind == Kind::place) return;  // its header is kept from call to call and owns nothing
+    if (last + 1 == n_instrs() || (!owned && i.kind != Kind::input)) return;
+    const Step drop{i.kind == Kind::input ? StepKind::drop_input : StepKind::drop, s, kNone};
+    if (last < 0) p_.steps_.push_back(drop);
+    else drops_[static_cast<size_t>(last)].push_back(drop);
+  }
+
+  bool region_open() const { return !region_.empty(); }
+
+  void close_region() {
+    if (!region_open()) return;
+    RegionInfo r{static_cast<int32_t>(p_.launches_.size()), static_cast<int32_t>(region_.size())};
+    for (LaunchInfo& l : region_) {
+      const auto& work = constant(l.work_ns);
+      r.is_static = r.is_static && work.has_value();
+      if (work) r.work_ns += *work;
+      p_.launches_.push_back(std::move(l));
+    }
+    push(StepKind::region, static_cast<int32_t>(p_.regions_.size()));
+    p_.regions_.push_back(r);
+    region_.clear();
+    p_.steps_.insert(p_.steps_.end(), pending_drops_.begin(), pending_drops_.end());
+    pending_drops_.clear();
+  }
+
+  // Memory that dies in the open region is only given back at its end: large memory is worth ending it before an allocation.
+  void close_before_alloc() {
+    for (const Step& d : pending_drops_) {
+      const SlotInfo& i = info(d.a);
+      if (i.kind != Kind::view && (!i.meta.is_static || i.kind == Kind::result || i.meta.nbytes >= kRegionBreakBytes)) return close_region();
+    }
+  }
+
+  // A tensor or pointer that is not at a constant distance from a root, and its header where one is needed.
+  void emit_slot(SlotId s) {
+    const SlotInfo& i = info(s);
+    if (!i.folded) {
+      need(std::vector<ExprId>{i.offset});
+      push(StepKind::pointer, s);
+    }
+    if (!i.header) return;
+    need(i.meta.ids);
+    push(StepKind::header, s);
+  }
+  int32_t add_buf(SlotId s) {
+    patches_[static_cast<size_t>(info(s).root)].push_back({static_cast<int32_t>(p_.n_bufs_), info(s).delta});
+    return static_cast<int32_t>(p_.n_bufs_++);
+  }
+
+  void emit(const Symbol& i) {
+    switch (i.source) {
+      case Symbol::Source::expr:
+        need(std::vector<ExprId>{i.expr});
+        push(StepKind::define, i.symbol, i.expr);
+        return;
+      case Symbol::Source::item:
+        close_region();
+        push(StepKind::read_symbol, at_);
+        return;
+      default: push(StepKind::read_symbol, at_);
+    }
+  }
+  void emit(const AssertScalar& i) {
+    need(std::vector<ExprId>{i.expr});
+    push(StepKind::assert_scalar, at_);
+  }
+  void emit(const AssertSizeStride& i) {
+    need(i.shape);
+    push(StepKind::assert_size_stride, at_);
+  }
+  void emit(const AssertAlignment& i) { push(StepKind::assert_alignment, at_); mark_pointer(i.tensor); }
+  void emit(const CheckFinite&) {
+    close_region();
+    push(StepKind::check_finite, at_);
+  }
+  void emit(const Arena& i) {
+    need(std::vector<ExprId>{i.nbytes});
+    push(StepKind::arena, i.slot, i.nbytes);
+  }
+  void emit(const Place& i) { emit_slot(i.slot); }
+  void emit(const Alloc& i) {
+    close_before_alloc();
+    need(i.shape);
+    push(StepKind::alloc, i.slot);
+  }
+  void emit(const Reuse& i) { emit_slot(i.slot); }
+  void emit(const Free&) {}
+  void emit(const View& i) { emit_slot(i.slot); }
+  void emit(const Constant&) {}
+  void emit(const Launch& i) {
+    LaunchInfo l{i.kernel, kernel(i.kernel), {static_cast<int32_t>(p_.n_bufs_), static_cast<int32_t>(i.args.size())},
+                 {static_cast<int32_t>(p_.n_syms_), static_cast<int32_t>(i.sizes.size())}, i.sizes, false, i.work_ns, i.parallel, i.barrier};
+    for (SlotId s : i.args) add_buf(s);
+    need(i.sizes);
+    need(std::vector<ExprId>{i.work_ns});
+    for (ExprId e : i.sizes) l.dynamic_sizes = l.dynamic_sizes || !constant(e);
+    p_.n_syms_ += static_cast<int64_t>(i.sizes.size());
+    region_.push_back(std::move(l));
+  }
+  KernelFn kernel(int32_t k) {
+    kernels_.resize(plan_.kernels.size());
+    KernelFn& fn = kernels_[static_cast<size_t>(k)];
+    if (!p_.library_) throw LoadError("the program has kernels and no kernel library was given");
+    if (!fn) fn = p_.library_->kernel(plan_.kernels[static_cast<size_t>(k)].name);
+    return fn;
+  }
+
+  void need_operand(const Operand& o) {
+    if (o.kind == Operand::Kind::size) need(std::vector<ExprId>{o.id});
+    for (const Operand& item : o.items) need_operand(item);
+  }
+  template <class Call>
+  void need_operands(const Call& i) {
+    for (const Operand& o : i.args) need_operand(o);
+    for (const KeywordOperand& o : i.kwargs) need_operand(o.value);
+  }
+  void emit(const CallExtern& i) {
+    close_region();
+    need_operands(i);
+    push(StepKind::call_extern, static_cast<int32_t>(p_.externs_.size()));
+    ExternCall call = resolve_extern(i, constants_);
+    bind_gemm(call);
+    p_.stack_size_ = std::max(p_.stack_size_, call.stack.size());
+    p_.externs_.push_back(std::move(call));
+  }
+  // mm and addmm of float or double with shapes that the plan knows run on pointers alone, see extern.cpp.
+  void bind_gemm(ExternCall& call) {
+    if (call.road != ExternCall::Road::mm && call.road != ExternCall::Road::addmm) return;
+    for (SlotId s : call.tensors) {
+      const SlotInfo& i = info(s);
+      const bool known = i.kind == Kind::input || i.kind == Kind::alloc || i.kind == Kind::place || i.kind == Kind::view;
+      if (!known || i.dtype != info(call.tensors[0]).dtype || (i.dtype != DType::f32 && i.dtype != DType::f64)) return;
+      need(i.meta.ids);
+    }
+    call.bufs = static_cast<int32_t>(p_.n_bufs_);
+    for (SlotId s : call.tensors) add_buf(s);
+  }
+  void emit(const CallPython& i) {
+    close_region();
+    need_operands(i);
+    push(StepKind::call_python, static_cast<int32_t>(p_.pythons_.size()));
+    p_.pythons_.push_back({i.index, i.label, i.args, i.kwargs, i.outs});
+  }
+  void emit(const Copy&) {
+    close_region();
+    push(StepKind::copy, at_);
+  }
+  void emit(const BumpVersion& i) { push(StepKind::bump, i.tensor); }
+  void emit(const Fill& i) {
+    close_region();
+    need_operand(i.value);
+    push(StepKind::fill, at_);
+  }
+  void emit(const Return& i) {
+    close_region();
+    for (const Operand& o : i.values) need_operand(o);
+    p_.outputs_ = &i.values;
+  }
+
+  // A root whose pointer is used by more than patches (headers of views, dynamic offsets, checks).
+  void mark_pointer(SlotId s) { info(info(s).root).needs_pointer = true; }
+
+  void flatten_patches() {
+    for (size_t s = 0; s < p_.slots_.size(); ++s) {
+      SlotInfo& i = p_.slots_[s];
+      if ((i.kind == Kind::view || i.kind == Kind::place) && (i.header || !i.folded)) {
+        mark_pointer(static_cast<SlotId>(s));
+        if (i.base != kNone) mark_pointer(i.base);
+      }
+    }
+    for (size_t s = 0; s < p_.slots_.size(); ++s) {
+      SlotInfo& i = p_.slots_[s];
+      i.patches = {static_cast<int32_t>(p_.patches_.size()), static_cast<int32_t>(patches_[s].size())};
+      i.needs_pointer = i.needs_pointer || !patches_[s].empty();
+      p_.patches_.insert(p_.patches_.end(), patches_[s].begin(), patches_[s].end());
+    }
+  }
+
+  Program& p_;
+  const Plan& plan_;
+  std::vector<std::vector<Patch>> patches_;
+  std::vector<int> last_use_;
+  std::vector<std::vector<Step>> drops_;
+  std::vector<std::optional<int64_t>> constants_;
+  std::vector<bool> evaluated_;
+  std::vector<LaunchInfo> region_;
+  std::vector<Step> pending_drops_;
+  std::vector<KernelFn> kernels_;
+  int at_ = -1;
+};
+
+Program::Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants, const Host& host, void* owner)
+    : plan_(std::move(plan)), library_(std::move(library)), constants_(std::move(constants)), host_(host), owner_(owner) {
+  if (constants_.size() != static_cast<size_t>(plan_.n_constants))
+    throw LoadError("the program wants " + std::to_string(plan_.n_constants) + " constants and got " + std::to_string(constants_.size()));
+  full_precision_ = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+  Loader(*this).run();
+}
+
+}  // namespace plait

@@ -1,0 +1,252 @@
+// native/torch/program.h: a Plan bound to this process, ready to be called, and the state of one call.
+//
+// load() (load.cpp) turns a verified Plan into a flat list of steps: sizes that are constants are folded, consecutive
+// launches become regions, and a tensor that only kernels read is reduced to pointer arithmetic. run() (run.cpp) walks
+// the steps over a Frame. A Frame belongs to one call at a time: two threads in one program hold two frames.
+//
+// Pointers: a slot is a `root` (its pointer is known only when it is defined) or lies at a constant byte distance from one.
+// Every place where kernels read a pointer is a patch of its root, so defining a root writes all of them and a static
+// View or Place costs nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+
+#include "core/arena.h"
+#include "core/library.h"
+#include "core/plan.h"
+#include "core/region.h"
+
+namespace plait {
+
+class Program;
+
+struct Patch {
+  int32_t buf;    // index into Frame::bufs
+  int64_t delta;  // bytes from the root
+};
+
+// A list of ids [first, first + n) in one of Program's tables.
+struct Range {
+  int32_t first = 0, n = 0;
+};
+
+// Sizes and strides of a slot: constants, or expressions gathered at the call.
+struct Meta {
+  Shape ids;
+  std::vector<int64_t> sizes, strides;  // valid where is_static
+  bool is_static = false, contiguous = false;
+  int64_t nbytes = 0;  // from first to past last element, valid where is_static
+};
+
+struct SlotInfo {
+  std::string name;
+  DType dtype = DType::kAny;
+  c10::ScalarType scalar = c10::ScalarType::Undefined;  // of dtype
+  enum class Kind { none, input, opaque, constant, arena, place, alloc, view, result } kind = Kind::none;  // view: View and Reuse
+  SlotId root = kNone;
+  int64_t delta = 0;     // bytes from root's pointer
+  SlotId base = kNone;   // view: whose storage it shares; place: the arena
+  ExprId offset = kNone; // view, place: not folded into delta
+  bool relative = true, folded = false;
+  bool header = false;   // an at::Tensor of this slot is needed
+  bool escapes = false;  // somebody may keep the at::Tensor
+  bool needs_pointer = false;  // of a root: Frame::pointers is filled
+  Meta meta;
+  Range patches;  // of a root
+};
+
+struct Frame;
+
+// An operator call with everything resolved but tensors and dynamic sizes.
+struct ExternCall {
+  // What is put into the stack at a call: stack[pos] = ...
+  struct Fill {
+    enum class Kind { tensor, opaque, integer, real, number_tensor, tensor_list, optional_tensor_list, int_list } kind;
+    int32_t pos;
+    int32_t id = kNone;           // slot or expression
+    std::vector<int32_t> ids;     // lists: slots (kNone: absent) or expressions
+  };
+  enum class Road { boxed, mm, addmm, bmm, baddbmm };
+  std::string name;
+  std::optional<c10::OperatorHandle> op;
+  std::vector<c10::IValue> stack;
+  std::vector<Fill> fills;
+  std::vector<Result> outs;
+  bool returns_list = false, builtin = true;
+  Road road = Road::boxed;
+  std::vector<SlotId> tensors;  // fast roads: operands in order, output last
+  double beta = 1, alpha = 1;
+  // mm, addmm on pointers alone: where the operands stand in Frame::bufs
+  int32_t bufs = kNone;
+};
+
+struct PythonCall {
+  int32_t index;
+  std::string label;
+  std::vector<Operand> args;
+  std::vector<KeywordOperand> kwargs;
+  std::vector<Result> outs;
+};
+
+struct RegionInfo {
+  int32_t first, n;     // launches, in order
+  int64_t work_ns = 0;  // of all, where is_static
+  bool is_static = true;
+};
+
+struct LaunchInfo {
+  int32_t kernel;
+  KernelFn fn;
+  Range args, sizes;  // into Frame::bufs and Frame::syms
+  std::vector<ExprId> size_ids;
+  bool dynamic_sizes = false;
+  ExprId work_ns;
+  bool parallel, barrier;
+};
+
+enum class StepKind : int32_t {
+  eval, define, read_symbol, arena, alloc, pointer, header, region, call_extern, call_python,
+  copy, bump, fill, drop, drop_input, assert_scalar, assert_size_stride, assert_alignment, check_finite
+};
+struct Step {
+  StepKind kind;
+  int32_t a = kNone, b = kNone;
+};
+
+// What the Python binding lends: this library part knows no Python.
+struct Host {
+  void* (*release_gil)();
+  void (*retake_gil)(void* state);
+  void (*call_python)(const Program&, Frame&, const PythonCall&);  // with the GIL held
+  c10::IValue (*to_ivalue)(void* object);                          // with the GIL held
+};
+
+struct Frame {
+  std::vector<int64_t> values;            // of expressions
+  std::vector<void*> bufs;                // kernel arguments
+  std::vector<int64_t> syms;
+  std::vector<Task> tasks;                // one a launch
+  std::vector<at::Tensor> tensors;        // by slot: what the frame owns
+  std::vector<const at::Tensor*> refs;    // by slot: &tensors[slot], or the caller's
+  std::vector<char*> pointers;            // by slot, of roots
+  std::vector<void*> opaques;             // by slot: borrowed objects of the host
+  std::vector<c10::IValue> stack;
+  ArenaBlock arena;
+  at::Storage arena_storage;              // borrows arena's memory for headers of Places
+  char* arena_at = nullptr;               // where the patches of the arena point
+  bool owns_inputs = false;
+  c10::DispatchKeySet excluded_by_us;     // what run() added to the thread's excluded keys
+  void* gil = nullptr;
+};
+
+class Program {
+ public:
+  // Throws PlanError, LoadError. callables are borrowed objects of the host.
+  Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants, const Host& host, void* owner);
+
+  std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
+  void give_frame(std::unique_ptr<Frame> frame) noexcept;
+
+  // Inputs are bound one by one, then run() is called, then the outputs are read, then the frame is given back.
+  // `bind` trusts that misfit() found nothing.
+  void bind(Frame& f, const Input& input, const at::Tensor& t) const;
+  enum class Misfit { none, dtype, device };
+  Misfit misfit(const Input& input, const at::Tensor& t) const;
+  void require_fit(const Input& input, const at::Tensor& t) const;  // throws InputTypeError
+  void run(Frame& f) const;
+  void reset(Frame& f) const noexcept;  // drops every tensor of the call
+
+  const Plan& plan() const { return plan_; }
+  const std::vector<Operand>& outputs() const { return *outputs_; }
+  const SlotInfo& slot(SlotId s) const { return slots_[static_cast<size_t>(s)]; }
+  void set_symbol(Frame& f, int32_t symbol, int64_t value) const;
+  // A tensor result of an extern or Python call.
+  void define(Frame& f, SlotId s, at::Tensor value) const;
+  const std::vector<RegionInfo>& regions() const { return regions_; }
+  const std::vector<LaunchInfo>& launches() const { return launches_; }
+  void* owner() const { return owner_; }  // what the host handed in
+  const std::vector<PythonCall>& pythons() const { return pythons_; }
+  const std::vector<ExternCall>& externs() const { return externs_; }
+  size_t n_steps() const { return steps_.size(); }
+  int64_t arena_bytes() const { return arena_bytes_; }
+
+ private:
+  friend class Loader;
+
+  void patch(Frame& f, SlotId s, char* pointer) const;
+  void take_arena(Frame& f, const Step& step) const;
+  const at::Storage& storage_of(Frame& f, SlotId s) const;
+  void allocate(Frame& f, SlotId s) const;
+  void set_pointer(Frame& f, SlotId s) const;
+  void bind_header(Frame& f, SlotId s) const;
+  void share_version(Frame& f, SlotId s) const;
+  const std::string& kernel_name(int32_t launch) const;
+  void run_steps(Frame& f) const;
+  void run_region(Frame& f, const RegionInfo& r, bool profiled) const;
+  void copy(Frame& f, const Copy& c) const;
+  void call_extern(Frame& f, const ExternCall& c) const;
+  void call_boxed(Frame& f, const ExternCall& c) const;
+  void push_operands(Frame& f, const ExternCall& c) const;
+  c10::IValue opaque(Frame& f, SlotId s) const;
+  c10::impl::LocalDispatchKeySet outer_keys(const Frame& f) const;
+  bool full_precision() const { return full_precision_; }
+  bool call_gemm(Frame& f, const ExternCall& c) const;
+  void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const;
+  void check_finite(Frame& f, const CheckFinite& c) const;
+  void check_size_stride(Frame& f, const AssertSizeStride& a) const;
+  void check_alignment(Frame& f, const AssertAlignment& a) const;
+  void fill(Frame& f, const Fill& i) const;
+  void read_symbol(Frame& f, const Symbol& s) const;
+  void evaluate_range(Frame& f, int32_t first, int32_t n) const;
+  void drop(Frame& f, SlotId s) const;
+  void run_python(Frame& f, const PythonCall& c) const;
+  void step(Frame& f, const Step& s, bool profiled) const;
+  template <class T>
+  const T& instr(int32_t index) const { return std::get<T>(plan_.body[static_cast<size_t>(index)]); }
+  int64_t value(const Frame& f, ExprId e) const { return f.values[static_cast<size_t>(e)]; }
+
+  Plan plan_;
+  std::shared_ptr<Library> library_;
+  std::vector<at::Tensor> constants_;
+  Host host_;
+  void* owner_;
+  std::vector<SlotInfo> slots_;
+  std::vector<Patch> patches_;
+  std::vector<std::vector<ExprId>> symbol_exprs_;  // nodes of each symbol
+  std::vector<int64_t> values_;                    // initial values: constants
+  std::vector<ExprId> evals_;                      // what eval steps compute, in order
+  std::vector<Step> steps_;
+  std::vector<LaunchInfo> launches_;
+  std::vector<RegionInfo> regions_;
+  std::vector<ExternCall> externs_;
+  std::vector<PythonCall> pythons_;
+  std::vector<SlotId> owned_;     // slots to reset after a call
+  const std::vector<Operand>* outputs_ = nullptr;
+  SlotId arena_slot_ = kNone;
+  int64_t arena_bytes_ = 0;
+  int64_t n_bufs_ = 0, n_syms_ = 0;
+  size_t stack_size_ = 0;
+  bool needs_guard_ = false;
+  bool full_precision_ = true;  // float matmuls may not be rounded to bfloat16 or TF32
+  bool small_ = false;  // its work is known to be below what releasing the GIL costs
+  std::vector<std::unique_ptr<Frame>> frames_;
+  mutable std::atomic<int64_t> typical_ticks_{0};  // of the last call
+};
+
+c10::ScalarType scalar_type(DType dtype);  // throws LoadError for opaque
+const char* torch_name(DType dtype);         // "float32"
+DType from_scalar_type(c10::ScalarType type);
+ExternCall resolve_extern(const CallExtern& call, const std::vector<std::optional<int64_t>>& constants);
+
+// A sanity check of an input failed: wrong dtype or device.
+struct InputTypeError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace plait

@@ -1,0 +1,50 @@
+"""Types of the extension module; docs/native-interface.md says what everything means."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+class PlanError(ValueError): ...
+class LoadError(RuntimeError): ...
+
+@final
+class Library:
+    def __new__(cls, path: str, math_names: Sequence[str]) -> Library: ...
+
+@final
+class Boxed:
+    @property
+    def _boxed_call(self) -> bool: ...
+    @property
+    def program(self) -> Program: ...
+    def __call__(self, args: list[Any], /) -> tuple[Any, ...]: ...
+
+@final
+class Program:
+    def __new__(
+        cls,
+        plan: bytes,
+        library: Library | None,
+        constants: Sequence[torch.Tensor],
+        callables: Sequence[object],
+    ) -> Program: ...
+    def __call__(self, *args: Any) -> tuple[Any, ...]: ...
+    @property
+    def boxed(self) -> Boxed: ...
+    def stats(self) -> dict[str, Any]: ...
+
+@final
+class Bound:
+    def __new__(
+        cls,
+        program: Program,
+        inputs: Sequence[torch.Tensor | tuple[Any, ...]],
+        names: Sequence[str],
+        single: bool,
+    ) -> Bound: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+def arena_stats() -> dict[str, int]: ...
+def trim_arenas() -> None: ...
+def math_addresses(names: Sequence[str]) -> tuple[int, ...]: ...

@@ -1,0 +1,39 @@
+"""Plan bytes, a kernel library and the tables beside them become a callable program.
+
+This is all that a compiled program needs: nothing of the compiler is imported here. The classes live in the
+extension `plait._native`; docs/native-interface.md says what they take and return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch  # torch's libraries have to be in the process before the extension
+
+from plait._native import (
+    Bound,
+    Library,
+    LoadError,
+    PlanError,
+    Program,
+    arena_stats,
+    trim_arenas,
+)
+from plait.runtime import mathtable
+
+__all__ = ["Bound", "LoadError", "PlanError", "Program", "arena_stats", "load", "trim_arenas"]
+
+
+def load(
+    plan: bytes,
+    library: str | None,
+    constants: Sequence[torch.Tensor] = (),
+    callables: Sequence[object] = (),
+) -> Program:
+    """Verifies the plan and binds it to this process.
+
+    library: path of the kernel library, None for a program without kernels. constants, callables: the tables that the
+    plan numbers. Raises PlanError for damaged bytes, LoadError where a kernel, operator or table entry is missing.
+    """
+    kernels = None if library is None else Library(library, mathtable.NAMES)
+    return Program(plan, kernels, list(constants), list(callables))

@@ -17,7 +17,7 @@ from plait.schedule.fuse import fuse
 from plait.schedule.inline import inline_loops
 from plait.schedule.order import order
 from plait.schedule.plan import Plan
-from plait.schedule.scatter import split_scatters
+from plait.schedule.normal import normalise
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     log = log or _Quiet()
     bodies = Bodies()
     loops = log("drop dead loops", drop_dead, program, bodies)
-    loops = log("split scatters", split_scatters, loops)
+    loops = log("normal form", normalise, loops)
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead, loops, bodies)
     draft = log("form kernels", form, loops, bodies)

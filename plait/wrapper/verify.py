@@ -1,7 +1,7 @@
 """What a legal wrapper program is, written down and checked; run after every pass in tests and when debugging.
 
 Every name is defined once and before its uses, freed at most once and never used after that (aliases included); every
-output is live, every symbol bound; arena ranges of live tensors are apart, and nothing in an arena outlives the call.
+output is live, every symbol bound; arena ranges in use together are apart, and nothing in an arena outlives the call.
 Errors are InternalError and name the pass, the instruction and the rule.
 """
 
@@ -258,14 +258,15 @@ class _Verifier:
             end > sz.evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)
         ):
             self.fail(f"it ends beyond the {room} bytes of {i.arena}")
-        for name, other in self.placed.items():
-            if other.arena == i.arena and name not in self.freed:
+        for other in self.placed.values():
+            if other.arena == i.arena:
                 self.check_apart(i, other)
         self.placed[i.name] = i
 
     def check_apart(self, i: Place, other: Place) -> None:
+        last, first = self.last_use(other.name), self.first_use(i.name)
         # What a kernel overwrites in place starts at the same byte and is read for the last time by that kernel.
-        if i.offset == other.offset and self.last_use(other.name) <= self.first_use(i.name):
+        if last < first or (last == first and i.offset == other.offset):
             return
         if _overlap(self.ranges[i.name], self.ranges[other.name]):
             self.fail(f"its memory overlaps that of {other.name}, which is live")

@@ -73,7 +73,7 @@ class Evaluate:
         self.lowered, self.program = lowered, lowered.program
         self.bufs: dict[str, T] = {}
         self.env: dict[str, T] = {}
-        self.failed = ""
+        self.empty = False  # the loop being run has no points
         for k, given in enumerate(self.program.inputs):
             if isinstance(given, str):
                 self.bufs[given] = inputs[k]
@@ -111,6 +111,7 @@ class Evaluate:
     # ---- bodies
     def grid(self, vars_: Sequence[sz.Expr], extents: Sequence[int]) -> dict[str, T]:
         env = dict(self.env)
+        self.empty = 0 in extents
         for k, (v, n) in enumerate(zip(vars_, extents, strict=True)):
             shape = [1] * len(vars_)
             shape[k] = n
@@ -160,9 +161,9 @@ class Evaluate:
             index = [torch.where(mask, i, torch.zeros_like(i)) for i in index]
             if buf.numel() == 0:
                 return torch.zeros((), dtype=buf.dtype)
-        if any(i.numel() == 0 for i in index):
+        if self.empty or any(i.numel() == 0 for i in index):
             shape = torch.broadcast_shapes(*(i.shape for i in index))
-            return buf.new_empty(shape)
+            return torch.zeros(shape, dtype=buf.dtype)
         for i, s in zip(index, buf.shape, strict=True):
             assert int(i.min()) >= 0 and int(i.max()) < s, f"{attr} leaves {tuple(buf.shape)}"
         out = buf[tuple(index)] if index else buf

@@ -49,6 +49,8 @@ class Atom:
             and self._hash == other._hash
             and (self.kind, self.key, self.lo, self.hi) == (other.kind, other.key, other.lo, other.hi)
             and self.extent == other.extent
+            and self.a == other.a  # equal text does not do: symbols of one name may differ in range
+            and self.b == other.b
         )
 
     def __repr__(self) -> str:

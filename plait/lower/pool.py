@@ -1,0 +1,577 @@
+"""Rules for pooling and resampling: windows small enough are written out, larger ones are reductions.
+
+Gradients gather: each input element sums over the windows that hold it, so nothing collides and any number of
+threads may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.dtypes import DType, f32, f64, i64
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.shape import all_of, compare, result
+
+aten = torch.ops.aten
+
+_MAX_TAPS = 25  # windows with more elements become reductions
+Point = tuple[Size, ...]
+Bounds = tuple[tuple[Size, Size], ...]  # (first, end) by dimension
+
+
+def _spread(value: Any, n: int) -> tuple[int, ...]:
+    """An int or a list of 1 or n ints as n ints. Raises NoRule for symbolic ones."""
+    items = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(v, int) for v in items):
+        raise NoRule("a window of unknown size")
+    return items * n if len(items) == 1 else items
+
+
+def _lowest(dtype: DType) -> float | int:
+    if dtype.is_float:
+        return float("-inf")
+    return 0 if dtype.kind != "i" else -(2 ** (8 * dtype.nbytes - 1))
+
+
+def _inside(ops: Recorder, at: Point, bounds: Bounds) -> list[Node]:
+    """The conditions for first <= at < end that are not certain."""
+    out = []
+    for e, (first, end) in zip(at, bounds, strict=True):
+        if not sz.known_le(first, e):
+            out.append(compare(ops, "ge", e, first))
+        if not sz.known_lt(e, end):
+            out.append(compare(ops, "lt", e, end))
+    return out
+
+
+def _whole(shape: Sequence[Size]) -> Bounds:
+    return tuple((0, s) for s in shape)
+
+
+def _tap(
+    ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: float | int
+) -> Node:
+    """x[lead, at] in its compute dtype, `other` outside of bounds."""
+    compute = compute_dtype(x.dtype)
+    conditions = _inside(ops, at, bounds)
+
+    def load() -> Node:
+        return ops.cast(x.load(ops, (*lead, *at)), compute)
+
+    return ops.masked(all_of(ops, conditions), load, other) if conditions else load()
+
+
+def _chain(ops: Recorder, op: str, values: Iterator[Node]) -> Node:
+    return reduce(lambda a, b: ops.op(op, a, b), values)
+
+
+# ------------------------------------------------------------------------------------------- windows
+class _Window:
+    """The geometry of n-dimensional pooling: tap k of the window at output point o is o*stride - padding +
+    k*dilation."""
+
+    def __init__(
+        self,
+        n: int,
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        sizes: Sequence[Size],
+        outs: Sequence[Size],
+    ) -> None:
+        self.kernel = _spread(kernel, n)
+        self.stride = _spread(stride, n) if stride != [] and stride != () else self.kernel
+        self.padding, self.dilation = _spread(padding, n), _spread(dilation, n)
+        self.sizes, self.outs = tuple(sizes), tuple(outs)
+
+    @property
+    def taps(self) -> list[tuple[int, ...]]:
+        """All taps, row-major."""
+        return list(product(*map(range, self.kernel)))
+
+    def at(self, o: Point, k: Sequence[Size]) -> Point:
+        """The input position of tap k."""
+        return tuple(
+            sz.add(sz.add(sz.mul(e, s), -p), sz.mul(t, d))
+            for e, t, s, p, d in zip(o, k, self.stride, self.padding, self.dilation, strict=True)
+        )
+
+    def first(self, o: Point) -> Point:
+        """The input position of the first tap that lies in the input."""
+        starts = self.at(o, [0] * len(o))
+        return tuple(
+            sz.add(b, sz.mul(sz.ceildiv(sz.smax(sz.mul(b, -1), 0), d), d))
+            for b, d in zip(starts, self.dilation, strict=True)
+        )
+
+    def holders(self, i: Point) -> Iterator[tuple[Point, Bounds]]:
+        """Output points whose window may hold input position i, each with the bounds that say whether it does."""
+        spans = [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+        counts = [-(-span // s) for span, s in zip(spans, self.stride, strict=True)]
+        if len(list(product(*map(range, counts)))) > _MAX_TAPS:
+            raise NoRule("windows that overlap too much")
+        for back in product(*map(range, counts)):
+            o: list[Size] = []
+            bounds: list[tuple[Size, Size]] = []
+            for e, a, s, p, span, size in zip(
+                i, back, self.stride, self.padding, spans, self.outs, strict=True
+            ):
+                o.append(sz.add(sz.floordiv(sz.add(e, p), s), -a))
+                least = sz.smax(sz.ceildiv(sz.add(e, p - span + 1), s), 0)
+                bounds.append((least if (a + 1) * s > span else 0, size))
+            yield tuple(o), tuple(bounds)
+
+
+# ------------------------------------------------------------------------------------------- maximum
+@lower(aten.max_pool2d_with_indices.default)
+def max_pool2d(
+    ctx: Lowering,
+    x: View,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:
+    return _max_pool(ctx, x, 2, kernel, stride, padding, dilation)
+
+
+@lower(aten.max_pool3d_with_indices.default)
+def max_pool3d(
+    ctx: Lowering,
+    x: View,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:
+    return _max_pool(ctx, x, 3, kernel, stride, padding, dilation)
+
+
+def _max_pool(
+    ctx: Lowering, x: View, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[View, View]:
+    lead = len(x.shape) - n
+    sizes = x.shape[lead:]
+    window = _Window(n, kernel, stride, padding, dilation, sizes, ctx.out_shape(0)[lead:])
+    if len(window.taps) > _MAX_TAPS:
+        raise NoRule("a large window")
+
+    def taps(i: Point) -> list[tuple[Point, Bounds]]:
+        return [(window.at(i[lead:], k), _whole(sizes)) for k in window.taps]
+
+    return _maximum(ctx, x, lead, taps, lambda i: window.first(i[lead:]))
+
+
+def _maximum(
+    ctx: Lowering,
+    x: View,
+    lead: int,
+    taps: Callable[[Point], list[tuple[Point, Bounds]]],
+    first: Callable[[Point], Point],
+) -> tuple[View, View]:
+    """The greatest tap of each window and its position in the input, row-major; the first one of equals, a NaN
+    before all."""
+    low = _lowest(x.dtype)
+    strides = sz.contiguous_strides(x.shape[lead:])
+
+    def position(ops: Recorder, at: Point) -> Node:
+        return ops.index(sz.total(sz.mul(e, s) for e, s in zip(at, strides, strict=True)))
+
+    def values(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        found = (_tap(ops, x, i[:lead], at, bounds, low) for at, bounds in taps(i))
+        return ops.cast(_chain(ops, "max", found), x.dtype)
+
+    def positions(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        compute = compute_dtype(x.dtype)
+        best, where = ops.const(low, compute), position(ops, first(i))
+        for at, bounds in taps(i):
+            value = _tap(ops, x, i[:lead], at, bounds, low)
+            better = ops.op("gt", value, best)
+            if compute.is_float:
+                better = ops.op("or", better, ops.op("isnan", value))
+            best = ops.op("where", better, value, best)
+            where = ops.op("where", better, position(ops, at), where)
+        return where
+
+    return result(ctx, values, 0), result(ctx, positions, 1)
+
+
+@lower(aten.max_pool2d_with_indices_backward.default)
+def max_pool2d_backward(
+    ctx: Lowering,
+    grad: View,
+    x: View,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: View,
+) -> View:
+    return _max_pool_backward(ctx, grad, x, 2, kernel, stride, padding, dilation, indices)
+
+
+@lower(aten.max_pool3d_with_indices_backward.default)
+def max_pool3d_backward(
+    ctx: Lowering,
+    grad: View,
+    x: View,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: View,
+) -> View:
+    return _max_pool_backward(ctx, grad, x, 3, kernel, stride, padding, dilation, indices)
+
+
+def _max_pool_backward(
+    ctx: Lowering,
+    grad: View,
+    x: View,
+    n: int,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    indices: View,
+) -> View:
+    lead = len(x.shape) - n
+    sizes = x.shape[lead:]
+    window = _Window(n, kernel, stride, padding, dilation, sizes, grad.shape[lead:])
+    strides = sz.contiguous_strides(sizes)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        mine = ops.index(sz.total(sz.mul(e, s) for e, s in zip(i[lead:], strides, strict=True)))
+        compute = compute_dtype(grad.dtype)
+
+        def share(o: Point, bounds: Bounds) -> Node:
+            best = _tap(ops, indices, i[:lead], o, bounds, -1)
+            given = _tap(ops, grad, i[:lead], o, bounds, 0)
+            return ops.op("where", ops.op("eq", best, mine), given, ops.const(0, compute))
+
+        return ops.cast(
+            _chain(ops, "add", (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype
+        )
+
+    return result(ctx, body)
+
+
+# ------------------------------------------------------------------------------------------- average
+def _divisor(window: _Window, o: Point, include_pad: bool, override: int | None) -> Size:
+    """By how much the sum of the window at o is divided."""
+    if override is not None:
+        return override
+    out: Size = 1
+    for b, k, p, size in zip(
+        window.at(o, [0] * len(o)), window.kernel, window.padding, window.sizes, strict=True
+    ):
+        end = sz.smin(sz.add(b, k), sz.add(size, p))
+        if not include_pad:
+            b, end = sz.smax(b, 0), sz.smin(end, size)
+        out = sz.mul(out, sz.add(end, sz.mul(b, -1)))
+    return out
+
+
+def _divided(ops: Recorder, value: Node, divisor: Size) -> Node:
+    by = ops.cast(ops.index(divisor), value.dtype)
+    return ops.op("truediv" if value.dtype.is_float else "truncdiv", value, by)
+
+
+def _avg_pool(
+    ctx: Lowering,
+    x: View,
+    n: int,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    include_pad: bool,
+    override: int | None,
+) -> View:
+    lead = len(x.shape) - n
+    bounds = _whole(x.shape[lead:])
+    window = _Window(n, kernel, stride, padding, 1, x.shape[lead:], ctx.out_shape()[lead:])
+    summed = None
+    if len(window.taps) > _MAX_TAPS:
+        summed = ctx.reduce(
+            ctx.out_shape(),
+            window.kernel,
+            "sum",
+            lambda ops, i, r: _tap(ops, x, i[:lead], window.at(i[lead:], r), bounds, 0),
+        )
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        taps = (_tap(ops, x, i[:lead], window.at(i[lead:], k), bounds, 0) for k in window.taps)
+        total = summed.load(ops, i) if summed is not None else _chain(ops, "add", taps)
+        return ops.cast(
+            _divided(ops, total, _divisor(window, i[lead:], include_pad, override)), x.dtype
+        )
+
+    return result(ctx, body)
+
+
+@lower(aten.avg_pool2d.default)
+def avg_pool2d(ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+               count_include_pad: bool = True, divisor_override: int | None = None) -> View:  # fmt: skip
+    return _avg_pool(ctx, x, 2, kernel, stride, padding, count_include_pad, divisor_override)
+
+
+@lower(aten.avg_pool3d.default)
+def avg_pool3d(ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+               count_include_pad: bool = True, divisor_override: int | None = None) -> View:  # fmt: skip
+    return _avg_pool(ctx, x, 3, kernel, stride, padding, count_include_pad, divisor_override)
+
+
+def _avg_pool_backward(
+    ctx: Lowering,
+    grad: View,
+    x: View,
+    n: int,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    include_pad: bool,
+    override: int | None,
+) -> View:
+    lead = len(x.shape) - n
+    window = _Window(n, kernel, stride, padding, 1, x.shape[lead:], grad.shape[lead:])
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        def share(o: Point, bounds: Bounds) -> Node:
+            given = _tap(ops, grad, i[:lead], o, bounds, 0)
+            return _divided(ops, given, sz.smax(_divisor(window, o, include_pad, override), 1))
+
+        return ops.cast(
+            _chain(ops, "add", (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype
+        )
+
+    return result(ctx, body)
+
+
+@lower(aten.avg_pool2d_backward.default)
+def avg_pool2d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
+                        count_include_pad: bool, divisor_override: int | None) -> View:  # fmt: skip
+    return _avg_pool_backward(
+        ctx, grad, x, 2, kernel, stride, padding, count_include_pad, divisor_override
+    )
+
+
+@lower(aten.avg_pool3d_backward.default)
+def avg_pool3d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
+                        count_include_pad: bool, divisor_override: int | None) -> View:  # fmt: skip
+    return _avg_pool_backward(
+        ctx, grad, x, 3, kernel, stride, padding, count_include_pad, divisor_override
+    )
+
+
+# ------------------------------------------------------------------------------------------- adaptive windows
+def _shares(i: Point, of: Sequence[Size], into: Sequence[Size]) -> list[tuple[Point, Bounds]]:
+    """Positions among `of` that belong to position i among `into`, when `of` is cut into that many equal
+    overlapping parts: from floor(i*of/into) up to ceil((i+1)*of/into). Raises NoRule if the sizes are unknown or
+    the parts large."""
+    counts, first, ends = [], [], []
+    for e, a, b in zip(i, of, into, strict=True):
+        if not isinstance(a, int) or not isinstance(b, int):
+            raise NoRule("adaptive pooling of unknown sizes")
+        counts.append(a // b if a % b == 0 else -(-a // b) + 1)
+        first.append(sz.floordiv(sz.mul(e, a), b))
+        ends.append(sz.ceildiv(sz.mul(sz.add(e, 1), a), b))
+    if sz.product(counts) not in range(_MAX_TAPS + 1):
+        raise NoRule("a large window")
+    bounds = tuple((f, end) for f, end in zip(first, ends, strict=True))
+    return [
+        (tuple(sz.add(f, k) for f, k in zip(first, tap, strict=True)), bounds)
+        for tap in product(*map(range, counts))
+    ]
+
+
+def _part_size(i: Point, of: Sequence[Size], into: Sequence[Size]) -> Size:
+    (_, bounds) = _shares(i, of, into)[0]
+    return sz.product(sz.add(end, sz.mul(first, -1)) for first, end in bounds)
+
+
+def _adaptive_avg(ctx: Lowering, x: View, n: int) -> View:
+    lead = len(x.shape) - n
+    sizes, outs = x.shape[lead:], ctx.out_shape()[lead:]
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        taps = (_tap(ops, x, i[:lead], at, b, 0) for at, b in _shares(i[lead:], sizes, outs))
+        return ops.cast(
+            _divided(ops, _chain(ops, "add", taps), _part_size(i[lead:], sizes, outs)), x.dtype
+        )
+
+    return result(ctx, body)
+
+
+@lower(aten._adaptive_avg_pool2d.default)
+def adaptive_avg_pool2d(ctx: Lowering, x: View, output_size: Any) -> View:
+    return _adaptive_avg(ctx, x, 2)
+
+
+@lower(aten._adaptive_avg_pool3d.default)
+def adaptive_avg_pool3d(ctx: Lowering, x: View, output_size: Any) -> View:
+    return _adaptive_avg(ctx, x, 3)
+
+
+def _adaptive_avg_backward(ctx: Lowering, grad: View, x: View, n: int) -> View:
+    lead = len(x.shape) - n
+    sizes, outs = x.shape[lead:], grad.shape[lead:]
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        def share(o: Point, bounds: Bounds) -> Node:
+            return _divided(
+                ops, _tap(ops, grad, i[:lead], o, bounds, 0), _part_size(o, sizes, outs)
+            )
+
+        return ops.cast(
+            _chain(ops, "add", (share(o, b) for o, b in _shares(i[lead:], outs, sizes))), grad.dtype
+        )
+
+    return result(ctx, body)
+
+
+@lower(aten._adaptive_avg_pool2d_backward.default)
+def adaptive_avg_pool2d_backward(ctx: Lowering, grad: View, x: View) -> View:
+    return _adaptive_avg_backward(ctx, grad, x, 2)
+
+
+@lower(aten._adaptive_avg_pool3d_backward.default)
+def adaptive_avg_pool3d_backward(ctx: Lowering, grad: View, x: View) -> View:
+    return _adaptive_avg_backward(ctx, grad, x, 3)
+
+
+@lower(aten.adaptive_max_pool2d.default)
+def adaptive_max_pool2d(ctx: Lowering, x: View, output_size: Any) -> tuple[View, View]:
+    return _adaptive_max(ctx, x, 2)
+
+
+@lower(aten.adaptive_max_pool3d.default)
+def adaptive_max_pool3d(ctx: Lowering, x: View, output_size: Any) -> tuple[View, View]:
+    return _adaptive_max(ctx, x, 3)
+
+
+def _adaptive_max(ctx: Lowering, x: View, n: int) -> tuple[View, View]:
+    lead = len(x.shape) - n
+    sizes, outs = x.shape[lead:], ctx.out_shape(0)[lead:]
+
+    def taps(i: Point) -> list[tuple[Point, Bounds]]:
+        return _shares(i[lead:], sizes, outs)
+
+    return _maximum(ctx, x, lead, taps, lambda i: taps(i)[0][0])
+
+
+# ------------------------------------------------------------------------------------------- resampling
+@lower(
+    aten.upsample_nearest1d_backward.default,
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_nearest3d_backward.default,
+)
+def upsample_nearest_backward(
+    ctx: Lowering,
+    grad: View,
+    output_size: Sequence[Size],
+    input_size: Sequence[Size],
+    *scales: float | None,
+) -> View:
+    """Where every input element was repeated a whole number of times, its gradient is the sum over its copies."""
+    lead = 2
+    times = [sz.exact_div(o, i) for o, i in zip(output_size, input_size[lead:], strict=True)]
+    whole = [t for t in times if isinstance(t, int)]
+    if len(whole) < len(times) or any(
+        s is not None and s != t for s, t in zip(scales, whole, strict=False)
+    ):
+        raise NoRule("resampling by a factor that is not whole")
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        copies = (
+            tuple(sz.add(sz.mul(e, t), k) for e, t, k in zip(i[lead:], whole, tap, strict=True))
+            for tap in product(*map(range, whole))
+        )
+        taps = (_tap(ops, grad, i[:lead], at, _whole(grad.shape[lead:]), 0) for at in copies)
+        return ops.cast(_chain(ops, "add", taps), grad.dtype)
+
+    return result(ctx, body)
+
+
+@lower(aten.upsample_bilinear2d.default)
+def upsample_bilinear2d(
+    ctx: Lowering,
+    x: View,
+    output_size: Sequence[Size],
+    align_corners: bool,
+    scale_h: float | None = None,
+    scale_w: float | None = None,
+) -> View:
+    compute = f64 if x.dtype == f64 else f32
+    outs, sizes, scales = ctx.out_shape()[-2:], x.shape[-2:], (scale_h, scale_w)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        (y0, y1, fy), (x0, x1, fx) = (
+            _between(ops, i[2 + d], sizes[d], outs[d], align_corners, scales[d], compute)
+            for d in range(2)
+        )
+
+        def mixed(a: Node, b: Node, f: Node) -> Node:
+            rest = ops.op("sub", ops.const(1.0, compute), f)
+            return ops.op("add", ops.op("mul", a, rest), ops.op("mul", b, f))
+
+        def at(y: Size, z: Size) -> Node:
+            return ops.cast(x.load(ops, (i[0], i[1], y, z)), compute)
+
+        return ops.cast(
+            mixed(mixed(at(y0, x0), at(y0, x1), fx), mixed(at(y1, x0), at(y1, x1), fx), fy), x.dtype
+        )
+
+    return result(ctx, body)
+
+
+def _between(
+    ops: Recorder, o: Expr, size: Size, out: Size, align: bool, scale: float | None, compute: DType
+) -> tuple[Expr, Expr, Node]:
+    """The two input positions around output position o and the weight of the second, in ATen's arithmetic."""
+
+    def number(e: Size) -> Node:
+        return ops.cast(ops.index(e), compute)
+
+    def const(v: float) -> Node:
+        return ops.const(v, compute)
+
+    if align:
+        steps = sz.add(out, -1)
+        step = (
+            ops.op("truediv", number(sz.add(size, -1)), number(sz.smax(steps, 1)))
+            if steps != 0
+            else const(0.0)
+        )
+        position = ops.op("mul", step, number(o))
+    else:
+        step = (
+            const(1.0 / scale)
+            if scale is not None and scale > 0
+            else ops.op("truediv", number(size), number(out))
+        )
+        middle = ops.op("mul", step, ops.op("add", number(o), const(0.5)))
+        position = ops.op("max", ops.op("sub", middle, const(0.5)), const(0.0))
+    last = ops.index(sz.add(size, -1))
+    low = ops.op("min", ops.cast(ops.op("floor", position), i64), last)
+    high = ops.op("min", ops.op("add", low, ops.const(1, i64)), last)
+    weight = ops.op(
+        "min",
+        ops.op("max", ops.op("sub", position, ops.cast(low, compute)), const(0.0)),
+        const(1.0),
+    )
+    return ops.indirect(low, size), ops.indirect(high, size), weight

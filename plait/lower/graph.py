@@ -71,6 +71,7 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
 class _Walk:
     def __init__(self, captured: Captured, cfg: Config) -> None:
         self.captured = captured
+        self.cfg = cfg
         self.module = captured.graph
         self.ctx = Lowering(captured.name, cfg)
         self.env = self.ctx.env
@@ -254,6 +255,8 @@ class _Walk:
     def _lower(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         target: Any = node.target
         rule = RULES.get(target)
+        if not self.cfg.kernels:
+            return self._extern(node, args, kwargs, "kernels are switched off")
         if rule is None:
             return self._extern(node, args, kwargs, "no lowering rule")
         if target not in ANY_DTYPE:

@@ -214,7 +214,20 @@ def _var_mean(
     axes = Axes(x, dim)
     mean, m2 = moments(ctx, axes, compute_dtype(x.dtype))
     var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0))
-    return axes.restore(var, keepdim), axes.restore(convert(ctx, mean, ctx.out_dtype(1)), keepdim)
+    return axes.restore(var, keepdim), axes.restore(_mean_or_nan(ctx, axes, mean, ctx.out_dtype(1)), keepdim)
+
+
+def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, out: DType) -> View:
+    """Welford's mean of nothing is 0, eager's is NaN."""
+    if sz.known_lt(0, axes.numel):
+        return convert(ctx, mean, out)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        empty = ops.op("eq", ops.index(axes.numel), ops.const(0, i64))
+        nan = ops.const(float("nan"), mean.dtype)
+        return ops.cast(ops.op("where", empty, nan, mean.load(ops, i)), out)
+
+    return ctx.pointwise(axes.shape, out, body)
 
 
 @lower(aten.linalg_vector_norm.default)

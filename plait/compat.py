@@ -25,7 +25,9 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plait.errors import InternalError, PlaitError, Unsupported, UserError
@@ -217,17 +219,17 @@ class ExportEnv:
             for dim, size in enumerate(fake.shape):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
                     where.setdefault(size.node.expr, (arg, dim))
-        bounds = {}
+        bounds: dict[Any, tuple[int, int | None]] = {}
         for symbol in where:
             span = shape_env.bound_sympy(symbol)
             # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
             low = int(span.lower) if span.lower > 2 else 0
-            bounds[str(symbol)] = (low, int(span.upper) if span.upper < 2**62 else None)
+            bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
         checks = [
             *_derived_sizes(fakes, where),
-            *(_condition(e, where) for e in _open_guards(shape_env)),
+            *(_condition(e, where) for e in _open_guards(shape_env, bounds)),
         ]
-        return SizeFacts(bounds, tuple(checks))
+        return SizeFacts({str(s): b for s, b in bounds.items()}, tuple(checks))
 
 
 def _apart(tree: Any) -> Any:
@@ -243,16 +245,15 @@ def _apart(tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, fresh, tree)
 
 
-def _open_guards(shape_env: Any) -> list[Any]:
-    """Conditions of the trace that are neither equal symbols nor ranges of one symbol."""
+def _open_guards(shape_env: Any, bounds: dict[Any, tuple[int, int | None]]) -> list[Any]:
+    """Conditions that the trace recorded and that equal symbols and the checked ranges do not imply."""
+    ranges = {
+        s: ValueRanges(low, int_oo if high is None else high) for s, (low, high) in bounds.items()
+    }
     found = []
     for guard in shape_env.guards:
-        expr = shape_env.simplify(guard.expr)
-        if expr.is_Boolean and expr in (sympy.true, sympy.false):
-            continue
-        if shape_env._maybe_evaluate_static(expr) is not None:
-            continue
-        if expr not in found:
+        expr = shape_env.replace(guard.expr)
+        if expr not in found and bound_sympy(expr, ranges) != ValueRanges(sympy.true, sympy.true):
             found.append(expr)
     return found
 

@@ -58,9 +58,12 @@ class Signature:
     @property
     def takes_tensors(self) -> bool:
         """Whether every argument is a tensor itself."""
-        return all(x is VALUE for x in self.leaves) and len(self.leaves) == self.n_args + len(
+        if not all(x is VALUE for x in self.leaves) or len(self.leaves) != self.n_args + len(
             self.keywords
-        )
+        ):
+            return False
+        flat = ((VALUE,) * self.n_args, dict.fromkeys(self.keywords, VALUE))
+        return pytree.tree_structure(flat) == self.in_spec
 
     @property
     def single(self) -> bool:
@@ -70,7 +73,7 @@ class Signature:
     @property
     def returns_tuple(self) -> bool:
         """Whether the result is a flat tuple of tensors and sizes."""
-        spec = pytree.tree_structure(tuple(self.out_leaves), is_leaf=lambda x: x is VALUE)
+        spec = pytree.tree_structure((VALUE,) * len(self.out_leaves))
         return all(x is VALUE for x in self.out_leaves) and spec == self.out_spec
 
 

@@ -1,0 +1,268 @@
+"""`plait.compile`: programs against eager, what it checks and how it says so, state, dynamic sizes, signatures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim
+
+import plait
+from plait.errors import InputError, Unsupported, UserError
+from tests.against_eager import sharing, tree_equal
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+Y = torch.linspace(1, 2, 24).view(4, 6)
+
+
+def agrees(fn: Callable[..., Any], *calls: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """plait.compile on the first call's arguments, compared with eager on all of them."""
+    run = plait.compile(fn, calls[0], **kwargs)
+    for args in calls:
+        with torch.no_grad():
+            want = fn(*args)
+        for _ in range(2):
+            out = run(*args)
+            tree_equal(out, want, "result")
+            assert sharing(args, out) == sharing(args, want)
+    return run
+
+
+CASES: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
+    "pointwise": (lambda x, y: (x + y).tanh(), (X, Y)),
+    "matmul": (lambda x, y: F.gelu(x @ y.t()).softmax(-1), (X, Y)),
+    "tuple": (lambda x, y: (x + y, x - y), (X, Y)),
+    "list": (lambda x, y: [x + y, x - y], (X, Y)),
+    "one-tuple": (lambda x: (x + 1,), (X,)),
+    "nested": (lambda x, y: {"a": [x + y, (x * y,)], "b": None, "c": 3}, (X, Y)),
+    "nested arguments": (lambda d: d["a"] * d["b"][0] + d["b"][1], ({"a": X, "b": [Y, 2.0]},)),
+    "constants among arguments": (lambda x, n, flag: x * n if flag else x, (X, 3, True)),
+    "None among arguments": (lambda x, m: x if m is None else x * m, (X, None)),
+    "view of input": (lambda x: x.t(), (X,)),
+    "input": (lambda x: x, (X,)),
+    "size": (lambda x: (x.shape[0], x.sum()), (X,)),
+    "constant tensor": (lambda x: x + torch.tensor([1.0, 2, 3, 4, 5, 6]), (X,)),
+    "no inputs": (lambda: torch.ones(3) * 2, ()),
+    "zero elements": (lambda x: (x + 1).sum(0), (torch.ones(0, 6),)),
+    "complex": (lambda x: torch.fft.rfft(x).abs(), (X,)),
+    "transposed input": (lambda x: x + 1, (X.t(),)),
+    "one input twice": (lambda x, y: x * y, (X, X)),
+    "no grad inside": (lambda x: x.detach().exp(), (X,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_eager(name: str) -> None:
+    fn, args = CASES[name]
+    agrees(fn, args)
+
+
+@pytest.mark.parametrize("name", ["pointwise", "matmul", "nested", "view of input"])
+def test_agrees_with_eager_as_python(name: str) -> None:
+    fn, args = CASES[name]
+    agrees(fn, args, options={"wrapper": "python"})
+
+
+def test_flat_signatures_are_the_native_callable_itself() -> None:
+    from plait import _native
+
+    for name in ("pointwise", "matmul", "tuple", "one-tuple", "one input twice"):
+        fn, args = CASES[name]
+        assert isinstance(plait.compile(fn, args), _native.Bound), name
+
+
+def test_one_input_twice_is_two_inputs() -> None:
+    run = plait.compile(lambda x, y: x * y, (X, X))
+    torch.testing.assert_close(run(X, Y), X * Y)
+
+
+def test_keywords() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return x - y
+
+    run = plait.compile(fn, (X, Y))
+    torch.testing.assert_close(run(x=X, y=Y), X - Y)
+    torch.testing.assert_close(run(X, y=Y), X - Y)
+    run = plait.compile(fn, {"x": X, "y": Y})
+    torch.testing.assert_close(run(y=Y, x=X), X - Y)
+
+
+# ------------------------------------------------------------------------------------------------ state
+def test_modules_and_changes_of_their_parameters() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    run = agrees(model, (X,))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    torch.testing.assert_close(run(X), model(X).detach())
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+    torch.testing.assert_close(run(X), model(X).detach())
+
+
+def test_results_require_no_grad() -> None:
+    run = plait.compile(nn.Linear(6, 3), (X,))
+    assert not run(X).requires_grad and torch.is_grad_enabled()
+
+
+def test_buffers_are_written_back() -> None:
+    eager = nn.BatchNorm1d(6)
+    model = copy.deepcopy(eager)
+    run = plait.compile(model, (X,))
+    assert int(model.num_batches_tracked) == 0, "compiling must not run the model"
+    for _ in range(3):
+        torch.testing.assert_close(run(X), eager(X).detach())
+    tree_equal(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
+
+
+def test_mutated_arguments_are_written_back() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y)
+        return x * 2
+
+    x = X.clone()
+    run = plait.compile(fn, (x, Y))
+    assert torch.equal(x, X)
+    torch.testing.assert_close(run(x, Y), (X + Y) * 2)
+    torch.testing.assert_close(x, X + Y)
+
+
+def test_tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.head = nn.Linear(8, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, i: Tensor) -> Tensor:
+            return self.head(self.embed(i))
+
+    agrees(Tied(), (torch.tensor([1, 2]),))
+
+
+def test_dropout_in_training_mode() -> None:
+    run = plait.compile(nn.Dropout(0.5), (torch.ones(1000),))
+    a, b = run(torch.ones(1000)), run(torch.ones(1000))
+    assert set(a.tolist()) == {0.0, 2.0} and not torch.equal(a, b)
+
+
+def test_transformer() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    agrees(model, (torch.randn(2, 5, 32),))
+
+
+# ------------------------------------------------------------------------------------------------ dynamic sizes
+def test_dynamic_batch() -> None:
+    batch = Dim("batch", min=2, max=64)
+    run = agrees(
+        lambda x, w: F.softmax(x @ w, -1),
+        *((torch.randn(n, 6), X.t()) for n in (4, 2, 64)),
+        dynamic_shapes={"x": {0: batch}, "w": None},
+    )
+    with pytest.raises(InputError, match="65"):
+        run(torch.randn(65, 6), X.t())
+    with pytest.raises(InputError, match="'x'.*expected size 6 in dimension 1, got 7"):
+        run(torch.randn(4, 7), X.t())
+
+
+def test_one_dim_in_two_inputs_must_agree() -> None:
+    n = Dim("n")
+    run = agrees(lambda x, y: x + y, (X, Y), (X[:2], Y[:2]), dynamic_shapes={"x": {0: n}, "y": {0: n}})
+    with pytest.raises(InputError, match="'y'"):
+        run(X, Y[:2])
+
+
+def test_derived_dimension() -> None:
+    half = Dim("half")
+    run = agrees(
+        lambda x, y: x[: y.shape[0]] + y,
+        *((torch.randn(2 * n, 3), torch.randn(n, 3)) for n in (4, 5)),
+        dynamic_shapes={"x": {0: 2 * half}, "y": {0: half}},
+    )
+    with pytest.raises(InputError, match="sizes break a condition of the program"):
+        run(torch.randn(9, 3), torch.randn(4, 3))
+
+
+def test_automatic_dimension_with_a_condition() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.view(-1, 3, 2) if x.shape[0] % 3 == 0 else x
+
+    run = agrees(fn, (torch.randn(6, 4),), (torch.randn(9, 4),), dynamic_shapes={"x": {0: Dim.AUTO}})
+    with pytest.raises(InputError, match="sizes break a condition of the program"):
+        run(torch.randn(7, 4))
+
+
+def test_size_as_a_result() -> None:
+    agrees(lambda x: (x.shape[0] * 2, x + 1), (X,), (X[:3],), dynamic_shapes={"x": {0: Dim("n")}})
+
+
+def test_dynamic_shapes_that_contradict() -> None:
+    with pytest.raises(UserError, match="dynamic_shapes contradicts the program"):
+        plait.compile(lambda x: x.view(2, 2, 6) + 1, (X,), dynamic_shapes={"x": {0: Dim("n")}})
+    with pytest.raises(UserError, match="dynamic_shapes does not fit"):
+        plait.compile(lambda x: x, (X,), dynamic_shapes={"z": {0: Dim("n")}})
+
+
+# ------------------------------------------------------------------------------------------------ bad calls
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((X[:3], Y), "input 'x': expected size 4 in dimension 0, got 3"),
+        ((X, Y.double()), "input 'y': expected dtype f32, got f64"),
+        ((X[0], Y), "input 'x': expected 2 dimensions, got 1"),
+        ((X.view(6, 4).t(), Y), "input 'x': expected stride 6 in dimension 0, got 1"),
+        ((X, 3), "input 'y': expected a tensor, got int"),
+        ((X,), "expected 2 arguments, got 1"),
+        ((X, Y, X), "expected 2 arguments, got 3"),
+        ((X, Y.to("meta")), "input 'y': expected device cpu, got meta"),
+    ],
+)
+def test_wrong_inputs_are_named(args: Sequence[Any], message: str, wrapper: str) -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    run = plait.compile(fn, (X, Y), options={"wrapper": wrapper})
+    with pytest.raises(InputError, match=message):
+        run(*args)
+    torch.testing.assert_close(run(X, Y), X + Y)
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+def test_wrong_keyword(wrapper: str) -> None:
+    run = plait.compile(lambda x, y: x + y, (X, Y), options={"wrapper": wrapper})
+    with pytest.raises(InputError, match="'z'"):
+        run(X, z=Y)
+
+
+def test_wrong_constant() -> None:
+    run = plait.compile(lambda x, n: x * n, (X, 3))
+    with pytest.raises(InputError, match="input 'n': the program was compiled for 3, got 4"):
+        run(X, 4)
+
+
+def test_wrong_nesting() -> None:
+    run = plait.compile(lambda d: d["a"] + 1, ({"a": X},))
+    with pytest.raises(InputError, match="arguments are nested as"):
+        run({"b": X})
+
+
+def test_wrong_uses_of_compile() -> None:
+    with pytest.raises(UserError, match="needs a function or module, got int"):
+        plait.compile(3, (X,))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="example_inputs must be a tuple"):
+        plait.compile(nn.ReLU(), 3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="example_inputs do not fit Linear: too many positional arguments"):
+        plait.compile(nn.Linear(6, 3), (X, X))
+    with pytest.raises(UserError, match="unknown option 'fast'"):
+        plait.compile(nn.Linear(6, 3), (X,), options={"fast": True})
+
+
+def test_what_cannot_be_traced() -> None:
+    with pytest.raises(Unsupported, match="plait.compile cannot trace"):
+        plait.compile(lambda x: x if x.sum() > 0 else -x, (X,))

@@ -1,0 +1,86 @@
+"""Compiling and running, training included, loads nothing of the compiler that PyTorch ships.
+
+The exceptions are torch's own doing and are stated here: `torch.cond`, `flex_attention`, user Triton kernels and
+compiled optimiser steps.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FORBIDDEN = tuple(
+    f"torch._inductor.{name}"
+    for name in (
+        "graph", "lowering", "scheduler", "ir", "compile_fx", "select_algorithm", "pattern_matcher", "decomposition",
+        "codegen.wrapper", "codegen.triton", "codegen.cpp",
+    )
+)  # fmt: skip
+
+MODEL = """
+import sys, torch, torch.nn as nn, torch.nn.functional as F
+torch.manual_seed(0)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.conv = nn.Conv1d(16, 8, 3)
+        self.norm = nn.BatchNorm1d(8)
+    def forward(self, i):
+        x = self.body(self.embed(i))
+        return self.norm(self.conv(x.transpose(1, 2))).relu().mean()
+model = Model()
+tokens = torch.randint(0, 20, (3, 7))
+"""
+RUNS = {
+    "inference": """
+fn = torch.compile(model.eval(), backend="plait")
+with torch.no_grad():
+    fn(tokens)
+""",
+    "training": """
+fn = torch.compile(model, backend="plait")
+for _ in range(2):
+    fn(tokens).backward()
+""",
+    "dynamic training": """
+fn = torch.compile(model, backend="plait", dynamic=True)
+for n in (3, 4):
+    fn(torch.randint(0, 20, (n, 7))).backward()
+""",
+    "checkpointing": """
+from torch.utils.checkpoint import checkpoint
+def f(x):
+    return checkpoint(lambda x: F.dropout(x.sin(), 0.5), x, use_reentrant=False).sum()
+torch.compile(f, backend="plait")(torch.randn(8, requires_grad=True)).backward()
+""",
+    "plait.compile": """
+import plait
+plait.compile(model.eval(), (tokens,))(tokens)
+plait.compile(lambda x: x.exp(), (torch.randn(4, 3),), dynamic_shapes={"x": {0: torch.export.Dim("n")}})(torch.randn(5, 3))
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_forbidden_is_loaded(name: str) -> None:
+    code = MODEL + RUNS[name] + "\nprint([m for m in sys.argv[1:] if m in sys.modules])\n"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *FORBIDDEN], env=env, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_the_check_would_find_them() -> None:
+    code = "import sys, torch._inductor.ir\nprint([m for m in sys.argv[1:] if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code, *FORBIDDEN], capture_output=True, text=True, timeout=300)
+    assert "torch._inductor.ir" in done.stdout, done.stderr

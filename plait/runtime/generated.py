@@ -221,10 +221,17 @@ def require_aligned(t: Tensor, name: str, nbytes: int) -> None:
         raise RuntimeError(f"'{name}' is not aligned to {nbytes} bytes")
 
 
-def require_finite(t: Tensor, origin: str) -> None:
+def item(t: Tensor, name: str) -> int:
+    """The value of a one-element tensor as an integer. Raises RuntimeError for another number of elements."""
+    if t.numel() != 1:
+        raise RuntimeError(f"'{name}' has {t.numel()} elements, one was expected")
+    return int(t.item())
+
+
+def require_finite(t: Tensor, name: str, origin: str) -> None:
     """Raises RuntimeError if t holds a NaN or an infinity."""
     if (t.is_floating_point() or t.is_complex()) and not bool(torch.isfinite(t).all()):
-        raise RuntimeError(f"a NaN or an infinity in {origin}")
+        raise RuntimeError(f"'{name}' holds a NaN or an infinity, computed by {origin}")
 
 
 # ---------------------------------------------------------------------------------------------- running a module alone

@@ -189,8 +189,8 @@ class _Encoder:
             case "float":
                 return [_float_bits(_read_float(text))]
             case "complex":
-                value = complex(text)
-                return [_float_bits(value.real), _float_bits(value.imag)]
+                real, imaginary = text.split()
+                return [_float_bits(_read_float(real)), _float_bits(_read_float(imaginary))]
             case "dtype":
                 return [_DTYPE[text]]
             case _:

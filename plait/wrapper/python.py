@@ -259,7 +259,7 @@ class _Module:
             case AssertAlignment():
                 add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
             case CheckFinite():
-                add(f"rt.require_finite({name(i.tensor)}, {i.origin!r})")
+                add(f"rt.require_finite({name(i.tensor)}, {i.tensor!r}, {i.origin!r})")
             case Arena():
                 add(f"{name(i.name)} = rt.arena({size(i.nbytes)}, {i.device!r})")
             case Place():
@@ -307,7 +307,7 @@ class _Module:
             case SizeOf(tensor, kind, dim):
                 return f"{self.names.variable(tensor)}.{kind}({dim})"
             case ItemOf(tensor):
-                return f"int({self.names.variable(tensor)}.item())"
+                return f"rt.item({self.names.variable(tensor)}, {tensor!r})"
             case int() | Expr():
                 return self.names.size(value)
             case _:

@@ -5,11 +5,11 @@ Sizes may be symbolic: decisions use `hint`, which puts a plausible number in pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from plait.ir.loops import Buffer, Node, index_exprs
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, evaluate, free_symbols, mul, numel
+from plait.ir.sizes import Atom, Expr, Size, add, evaluate, floordiv, free_symbols, mul, numel
 from plait.schedule.deps import extent, load_of
 
 HINT = 64  # what an unknown size is taken to be
@@ -85,18 +85,20 @@ def kernel_work_ns(
     vars_: Sequence[Expr],
     rvars: Sequence[Expr],
     nodes: Sequence[Node],
-    inner: Mapping[Node, bool],
+    inner: Set[Node],
     args: Sequence[Buffer],
 ) -> Size:
     """An estimate of a kernel's time on one core: the larger of moving its bytes and of its arithmetic. inner: nodes at full level."""
     outer = numel(extent(v) for v in vars_)
     full = mul(outer, numel(extent(v) for v in rvars))
-    full_cycles = sum(node_cost(n) for n in nodes if inner[n])
-    outer_cycles = sum(node_cost(n) for n in nodes if not inner[n])
-    loads = {load_of(n).buf: n for n in nodes if n.op == "load"}
-    full_bytes = sum(b.dtype.nbytes for b in args if b.name not in loads or inner[loads[b.name]])
+    full_cycles = sum(node_cost(n) for n in nodes if n in inner or not rvars)
+    outer_cycles = sum(node_cost(n) for n in nodes if n not in inner and rvars)
+    outer_only = {load_of(n).buf for n in nodes if n.op == "load" and n not in inner}
+    points = max(hint(full), 1)
+    touched = sum(min(buffer_nbytes(b), points * b.dtype.nbytes) for b in args)
+    speed = CACHE_BYTES_A_NS if touched <= CACHE_BYTES else DRAM_BYTES_A_NS
+    moved = sum(b.dtype.nbytes for b in args if not rvars or b.name not in outer_only)
     # Thousandths of a nanosecond a point, so that the estimate stays an integer expression.
-    per_full = max(full_cycles / CYCLES_A_NS, full_bytes / DRAM_BYTES_A_NS)
-    per_outer = outer_cycles / CYCLES_A_NS
-    total = mul(full, round(per_full * 1000) + 1) + mul(outer, round(per_outer * 1000))
-    return total // 1000 if isinstance(total, int) else total // 1000
+    per_point = round(1000 * max(full_cycles / CYCLES_A_NS, moved / speed))
+    per_outer = round(1000 * outer_cycles / CYCLES_A_NS)
+    return floordiv(add(mul(full, per_point), mul(outer, per_outer)), 1000)

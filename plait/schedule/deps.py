@@ -50,10 +50,11 @@ _SPECIAL_COST = {"cast": 0.5, "load": 0.5, "index": 0.5, "bounded": 1.0, "bitcas
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a body does at one point. loads: its load nodes, each once. cost: cycles of its arithmetic, loads left out.
+    """What a body does at one point. loads: its load nodes, each once; indices: its index nodes. cost: cycles of its arithmetic, loads left out.
     checks: it holds a run-time bounds check. size: number of nodes."""
 
     loads: tuple[Node, ...]
+    indices: tuple[Node, ...]
     cost: float
     checks: bool
     size: int
@@ -75,6 +76,7 @@ class Bodies:
 
 def _facts(roots: tuple[Node, ...]) -> Facts:
     loads: list[Node] = []
+    indices: list[Node] = []
     cost = 0.0
     checks = False
     size = 0
@@ -83,10 +85,12 @@ def _facts(roots: tuple[Node, ...]) -> Facts:
         if n.op == "load":
             loads.append(n)
             continue
+        if n.op == "index":
+            indices.append(n)
         checks = checks or n.op == "bounded"
         row = OPS.get(n.op)
         cost += row.cost if row is not None else _SPECIAL_COST.get(n.op, 0.0)
-    return Facts(tuple(loads), cost, checks, size)
+    return Facts(tuple(loads), tuple(indices), cost, checks, size)
 
 
 def roots(loop: Loop) -> tuple[Node, ...]:

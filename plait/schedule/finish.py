@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.ir.loops import Buffer, LoopProgram
-from plait.schedule.deps import memory_roots, output_buffers
+from plait.ir.loops import Buffer, Loop, LoopProgram, Pointwise, Scan, Scatter, index_exprs
+from plait.ir.sizes import Size
+from plait.schedule.axes import Access, choose_axes
+from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers, roots
 from plait.schedule.form import Draft, Unit
-from plait.schedule.group import Group, statements
+from plait.schedule.group import Group, is_ordered, moved, statements, store_index
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
+from plait.schedule.layout import flat_index, follow
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
 
 
 def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     """The plan, with every buffer in memory of its own."""
     program = draft.program
+    buffers = dict(program.buffers)
     names = Names()
-    steps: list[Step] = []
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
     needed.update(i for i in program.inputs if isinstance(i, str))
     ordered = [replace(u, writes=tuple(w for w in u.writes if w in needed)) for u in ordered]
+    steps: list[Step] = []
     for unit in ordered:
         if isinstance(unit.item, Group):
-            steps.append(_kernel(unit.item, unit.writes, program.buffers, names))
+            steps.append(_Finisher(unit, draft, buffers).kernel(names))
         else:
             step = unit.item
             assert isinstance(step, Step), step
@@ -31,21 +35,68 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     access = [(u.reads, u.writes) for u in ordered]
     frees = last_uses(program, access)
     alive = _alive(program, access)
-    buffers = {name: b for name, b in program.buffers.items() if name in alive}
-    return Plan(program, tuple(steps), frees, buffers, MemoryPlan(), draft.refusals)
+    kept = {name: b for name, b in buffers.items() if name in alive}
+    return Plan(program, tuple(steps), frees, kept, MemoryPlan(), draft.refusals)
 
 
-def _kernel(
-    group: Group, writes: Sequence[str], buffers: Mapping[str, Buffer], names: Names
-) -> Kernel:
-    """The kernel of a group. writes: the buffers that somebody else needs; other stores are left out."""
-    stmts = [s for s in statements(group) if isinstance(s, Reduce) or s.buf in writes]
-    origins = [m.loop.origin for m in group.members]
-    origin = tuple(dict.fromkeys(text for o in origins for text in o))
-    draft = make_kernel("", group.vars, group.rvars, stmts, buffers, origin, 0)
-    words = origin_words(origins) or _kinds(draft)
-    name = names.new(words, content_text(group.vars, group.rvars, stmts, draft.args))
-    return make_kernel(name, group.vars, group.rvars, stmts, buffers, origin, 0)
+class _Finisher:
+    """Turns one group into a kernel. buffers: layouts chosen so far; those of the group's own free buffers are chosen here."""
+
+    def __init__(self, unit: Unit, draft: Draft, buffers: dict[str, Buffer]) -> None:
+        assert isinstance(unit.item, Group)
+        self.unit, self.group, self.buffers = unit, unit.item, buffers
+        self.facts = [draft.bodies.of(roots(m.loop)) for m in self.group.members]
+        made = {o for m in self.group.members for o in loop_outs(m.loop)}
+        self.loads = [
+            (load_of(n).buf, m.at(load_of(n).index))
+            for m, facts in zip(self.group.members, self.facts, strict=True)
+            for n in facts.loads
+            if load_of(n).buf not in made or isinstance(m.loop, Scatter)
+        ]
+        self.stores = [
+            (o, m.at(index)) for m in self.group.members for o, index in _stored(m.loop)
+            if o in unit.writes
+        ]  # fmt: skip
+
+    def kernel(self, names: Names) -> Kernel:
+        """The kernel, on the best axes."""
+        g = self.group
+        self._choose_layouts()
+        axes = choose_axes(g.vars, g.rvars, self._accesses(), any(map(is_ordered, g.members)))
+        members = [moved(m, axes.env, False) for m in g.members]
+        final = Group(g.name, axes.vars, axes.rvars, members)
+        stmts = [s for s in statements(final) if isinstance(s, Reduce) or s.buf in self.unit.writes]
+        origins = [m.loop.origin for m in members]
+        origin = tuple(dict.fromkeys(text for o in origins for text in o))
+        draft = make_kernel("", final.vars, final.rvars, stmts, self.buffers, origin)
+        words = origin_words(origins) or _kinds(draft)
+        content = content_text(final.vars, final.rvars, stmts, draft.args)
+        return replace(draft, name=names.new(words, content))
+
+    def _choose_layouts(self) -> None:
+        sources = [(self.buffers[name], index) for name, index in self.loads]
+        for name, index in self.stores:
+            self.buffers[name] = follow(self.buffers[name], index, sources)
+
+    def _accesses(self) -> list[Access]:
+        out = []
+        for weight, touched in ((1, self.loads), (2, self.stores)):
+            for name, index in touched:
+                b = self.buffers[name]
+                out.append(Access(flat_index(b, index), weight * b.dtype.nbytes))
+        for m, facts in zip(self.group.members, self.facts, strict=True):
+            for n in facts.indices:
+                out += (Access(e, 0) for e in m.at(index_exprs(n)))
+            if isinstance(m.loop, Scan):
+                out.append(Access(m.at(m.loop.vars)[m.loop.axis], 0))
+        return out
+
+
+def _stored(loop: Loop) -> list[tuple[str, tuple[Size, ...]]]:
+    """The buffers that a loop stores to, and where."""
+    if isinstance(loop, (Pointwise, Scatter)):
+        return [(loop.out, store_index(loop))]
+    return [(o, loop.vars) for o in loop_outs(loop)]
 
 
 def _kinds(kernel: Kernel) -> list[str]:
@@ -55,17 +106,17 @@ def _kinds(kernel: Kernel) -> list[str]:
     return list(kinds) or (["scatter"] if scatters else ["pointwise"])
 
 
-Access = tuple[tuple[str, ...], tuple[str, ...]]
+Touched = tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def _alive(program: LoopProgram, access: Sequence[Access]) -> set[str]:
+def _alive(program: LoopProgram, access: Sequence[Touched]) -> set[str]:
     """The buffers that still occur."""
     used = {name for both in access for names in both for name in names}
     inputs = (i for i in program.inputs if isinstance(i, str))
     return {*used, *inputs, *program.constants, *output_buffers(program)}
 
 
-def last_uses(program: LoopProgram, access: Sequence[Access]) -> tuple[tuple[str, ...], ...]:
+def last_uses(program: LoopProgram, access: Sequence[Touched]) -> tuple[tuple[str, ...], ...]:
     """For every step the buffers that nobody uses after it. Inputs are among them only if they are donated; outputs and constants never are.
 
     Buffers that share memory are freed together."""

@@ -17,7 +17,7 @@ from plait.schedule.align import Alignment, Env, Index, Space, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, output_buffers, roots, space
 from plait.schedule.form import Draft
-from plait.schedule.group import Group, Member, store_index
+from plait.schedule.group import Group, Member, is_ordered, moved, store_index
 from plait.schedule.plan import Fused, Reason, Refusal
 
 MAX_NODES = 1500  # of a kernel's statements
@@ -46,24 +46,20 @@ class _Node:
         self.reads: dict[str, list[tuple[int, Node]]] = {}
         self.writes: dict[str, _Write] = {}
         self.size = 0
-        self.ordered = False
+        self.ordered = False  # the order of the reduced axes matters
+        self.running = False  # there is a scan, which wants one reduced axis
         for m in group.members:
             facts = draft.bodies.of(roots(m.loop))
             self.size += facts.size
             for n in facts.loads:
                 self.reads.setdefault(load_of(n).buf, []).append((m.op, n))
-            self.ordered = self.ordered or _is_ordered(m)
+            self.ordered = self.ordered or is_ordered(m)
+            self.running = self.running or isinstance(m.loop, Scan)
             self.writes.update(_writes(m))
 
     def external(self) -> list[str]:
         """The buffers that it reads and does not make."""
         return [b for b in self.reads if b not in self.writes]
-
-
-def _is_ordered(m: Member) -> bool:
-    """Whether a loop depends on the order of its reduced axes."""
-    loop = m.loop
-    return isinstance(loop, Scan) or (isinstance(loop, Reduction) and loop.kind.startswith("arg"))
 
 
 def _writes(m: Member) -> dict[str, _Write]:
@@ -230,10 +226,12 @@ class _Fuser:
         found = align(hs, gs, list(self._ties(host, guest)), self.fresh)
         if found is None:
             return Reason(f"spaces {_shape(hs)} and {_shape(gs)} cannot be made one")
+        if (host.running or guest.running) and len(found.space.rvars) != 1:
+            return Reason("a running reduction needs one axis")
         if (host.ordered or guest.ordered) and not _same_order(gs, found):
             return Reason("the order of the reduced axes matters")
-        new_host = {m.op: _moved(m, found.host, False) for m in host.group.members}
-        new_guest = {m.op: _moved(m, found.guest, found.full) for m in guest.group.members}
+        new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
+        new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
         for w, r, makers, users in (
             (host, guest, new_host, new_guest),
             (guest, host, new_guest, new_host),
@@ -296,6 +294,7 @@ class _Fuser:
         x.writes.update(y.writes)
         x.size += y.size
         x.ordered = x.ordered or y.ordered
+        x.running = x.running or y.running
         self.leader[gone] = keep
         self._merge_order(keep, gone)
 
@@ -312,27 +311,11 @@ class _Fuser:
 
     def _rebase(self, node: _Node, env: Env, full: bool) -> None:
         """Moves a group's members to new variables. full: pointwise ones are at full level from now on."""
-        members = [_moved(m, env, full) for m in node.group.members]
+        members = [moved(m, env, full) for m in node.group.members]
         node.group.members = members
         node.members = {m.op: m for m in members}
         for m in members:
             node.writes.update(_writes(m))
-
-
-def _moved(m: Member, env: Env, full: bool) -> Member:
-    """A member after its group's variables became env."""
-    full = m.full or (full and not isinstance(m.loop, Reduction))
-    if not env:
-        return m if full == m.full else replace(m, full=full)
-    own = dict(m.env)
-    for v in space(m.loop):
-        assert v.symbol is not None
-        now = substitute(own.get(v.symbol, v), env)
-        if now == v:
-            own.pop(v.symbol, None)
-        else:
-            own[v.symbol] = now
-    return replace(m, env=own, full=full)
 
 
 def _same_order(guest: Space, found: Alignment) -> bool:

@@ -8,7 +8,7 @@ a Kernel. Members stay in program order, so a value is always there before it is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plait.ir.dtypes import i64
 from plait.ir.loops import (
@@ -26,7 +26,7 @@ from plait.ir.loops import (
     with_args,
 )
 from plait.ir.sizes import Atom, Expr, Size, substitute
-from plait.schedule.deps import load_of, loop_outs
+from plait.schedule.deps import load_of, loop_outs, space
 from plait.schedule.plan import Reduce, Stmt, Store
 
 Index = tuple[Size, ...]
@@ -72,6 +72,28 @@ def new_group(op: int, loop: Loop) -> Group:
         outer = loop.vars[: loop.axis] + loop.vars[loop.axis + 1 :]
         return Group(name, outer, (loop.vars[loop.axis],), [Member(op, loop, full=True)])
     return Group(name, loop.vars, (), [Member(op, loop)])
+
+
+def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
+    """A member after its group's variables became env."""
+    full = m.full or (full and not isinstance(m.loop, Reduction))
+    if not env:
+        return m if full == m.full else replace(m, full=full)
+    own = dict(m.env)
+    for v in space(m.loop):
+        assert v.symbol is not None
+        now = substitute(own.get(v.symbol, v), env)
+        if now == v:
+            own.pop(v.symbol, None)
+        else:
+            own[v.symbol] = now
+    return replace(m, env=own, full=full)
+
+
+def is_ordered(m: Member) -> bool:
+    """Whether a loop depends on the order of its reduced axes."""
+    loop = m.loop
+    return isinstance(loop, Scan) or (isinstance(loop, Reduction) and loop.kind.startswith("arg"))
 
 
 def store_index(loop: Pointwise | Scatter) -> Index:

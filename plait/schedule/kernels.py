@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol
+from plait.schedule.cost import kernel_work_ns
 from plait.schedule.deps import extent, load_of
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 
@@ -35,7 +36,6 @@ def make_kernel(
     stmts: Sequence[Stmt],
     buffers: Mapping[str, Buffer],
     origin: tuple[str, ...],
-    work_ns: Size,
 ) -> Kernel:
     """A Kernel with its arguments and size symbols found in the statements: loaded buffers first, then stored ones."""
     nodes = all_nodes(stmts)
@@ -45,7 +45,26 @@ def make_kernel(
     outs = tuple(dict.fromkeys(stored))
     sequential = any(isinstance(s, Store) and _collides(s) for s in stmts)
     sizes = size_symbols(vars_ + rvars, stmts, nodes, args)
+    inner = inner_nodes(nodes, rvars, stmts)
+    work_ns = kernel_work_ns(vars_, rvars, nodes, inner, args)
     return Kernel(name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin)
+
+
+def inner_nodes(nodes: Sequence[Node], rvars: Sequence[Expr], stmts: Sequence[Stmt]) -> set[Node]:
+    """The nodes at full level: those that hold a reduced variable or a running result."""
+    atoms = {v.symbol for v in rvars}
+    running = {s.name for s in stmts if isinstance(s, Reduce) and s.running}
+    out: set[Node] = set()
+    for n in nodes:
+        if not out.isdisjoint(n.args) or (n.op == "acc" and n.attr in running):
+            out.add(n)
+        elif atoms and any(not atoms.isdisjoint(_free(e)) for e in index_exprs(n)):
+            out.add(n)
+    return out
+
+
+def _free(e: Size) -> frozenset[Atom]:
+    return frozenset() if isinstance(e, int) else free_symbols(e)
 
 
 def _collides(s: Store) -> bool:

@@ -1,0 +1,161 @@
+"""The axes of a finished kernel: in memory order, as few and as long as can be, under canonical names.
+
+Two axes that lie side by side become one where every access, linearised with its buffer's strides, sees them as one range; so a
+contiguous pointwise loop of any rank ends in one axis. The last axis is the one with the smallest strides for most bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.ir.sizes import Atom, Expr, Size, add, coefficient, floordiv, free_symbols, mod, mul
+from plait.ir.sizes import substitute, symbol
+from plait.schedule.cost import hint, hint_numel
+from plait.schedule.deps import extent
+
+Env = dict[Atom, Size]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Something that depends on the variables: the linear address of a load or store, or an integer that a body computes (nbytes 0).
+    nbytes: of an element; a store counts twice."""
+
+    flat: Size
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """New variables, and the old ones in terms of them."""
+
+    vars: tuple[Expr, ...]
+    rvars: tuple[Expr, ...]
+    env: Env
+
+
+def _atom(v: Expr) -> Atom:
+    assert v.symbol is not None
+    return v.symbol
+
+
+class _Table:
+    """Accesses and how they depend on the current variables."""
+
+    def __init__(self, vars_: Sequence[Expr], accesses: Sequence[Access]) -> None:
+        unique = dict.fromkeys(accesses)
+        self.flats = [a.flat for a in unique]
+        self.weights: list[int] = []
+        self.strides: list[dict[Atom, Size | None]] = []
+        atoms = {_atom(v): v for v in vars_}
+        for a in unique:
+            used = [x for x in free_symbols(a.flat) if x in atoms] if not isinstance(a.flat, int) else []
+            self.strides.append({x: coefficient(a.flat, x) for x in used})
+            self.weights.append(a.nbytes * hint_numel(extent(atoms[x]) for x in used))
+
+    def before(self, a: Atom, b: Atom) -> int:
+        """> 0 if a belongs outside of b: bytes for which a has the larger stride less those for which b has."""
+        votes = 0
+        for strides, weight in zip(self.strides, self.weights, strict=True):
+            x, y = strides.get(a), strides.get(b)
+            if x is None or y is None or not weight:
+                continue
+            m, n = abs(hint(x)), abs(hint(y))
+            votes += weight * ((m > n) - (m < n))
+        return votes
+
+    def joined(self, outer: Atom, inner: Atom, whole: Expr) -> bool:
+        """Replaces two axes by one if no access objects."""
+        n = inner.extent
+        assert n is not None
+        new: list[Size] = []
+        for flat, strides in zip(self.flats, self.strides, strict=True):
+            if outer not in strides and inner not in strides:
+                new.append(flat)
+                continue
+            s, t = strides.get(outer, 0), strides.get(inner, 0)
+            if s is None or t is None:
+                merged = substitute(flat, {outer: floordiv(whole, n), inner: mod(whole, n)})
+                if _divisions(merged) > _divisions(flat):
+                    return False
+                new.append(merged)
+            elif s == mul(t, n):
+                rest = add(flat, add(mul(_var(outer), mul(s, -1)), mul(_var(inner), mul(t, -1))))
+                new.append(add(rest, mul(whole, t)))
+            else:
+                return False
+        w = _atom(whole)
+        for k, (flat, strides) in enumerate(zip(new, self.strides, strict=True)):
+            if outer in strides or inner in strides:
+                kept = {x: s for x, s in strides.items() if x not in (outer, inner)}
+                self.strides[k] = {**kept, w: coefficient(flat, w)}
+        self.flats = new
+        return True
+
+
+def _var(a: Atom) -> Expr:
+    return symbol(a.name, a.lo, a.hi, a.extent)
+
+
+def _divisions(e: Size) -> int:
+    """How many divisions, remainders and the like an expression holds."""
+    if isinstance(e, int):
+        return 0
+    return sum(
+        1 + _divisions(a.a) + _divisions(a.b) for mono, _ in e.terms for a in mono if a.kind != "sym"
+    )
+
+
+def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
+    """Variables from the largest strides to the smallest, by insertion so that ties keep their order."""
+    out: list[Expr] = []
+    for v in vars_:
+        k = len(out)
+        while k > 0 and table.before(_atom(out[k - 1]), _atom(v)) < 0:
+            k -= 1
+        out.insert(k, v)
+    return out
+
+
+def choose_axes(
+    vars_: Sequence[Expr], rvars: Sequence[Expr], accesses: Sequence[Access], ordered: bool
+) -> Axes:
+    """The axes of a kernel. ordered: reduced axes must keep their order."""
+    table = _Table((*vars_, *rvars), accesses)
+    env: Env = {}
+    groups: list[list[Expr]] = []
+    for prefix, level, fixed in (("i", vars_, False), ("r", rvars, ordered)):
+        axes = list(level) if fixed else _sorted(table, level)
+        _collapse(table, axes, env)
+        names: Env = {}
+        renamed = []
+        for k, v in enumerate(axes):
+            new = symbol(f"{prefix}{k}", extent=extent(v))
+            renamed.append(new)
+            names[_atom(v)] = new
+        for v in level:
+            env[_atom(v)] = substitute(env.get(_atom(v), v), names)
+        groups.append(renamed)
+    old = {_atom(v): v for v in (*vars_, *rvars)}
+    changed = {a: e for a, e in env.items() if a in old and e != old[a]}
+    return Axes(tuple(groups[0]), tuple(groups[1]), changed)
+
+
+def _collapse(table: _Table, axes: list[Expr], env: Env) -> None:
+    """Joins neighbours in axes, innermost first; env gets every variable that is gone."""
+    k = len(axes) - 2
+    while k >= 0:
+        outer, inner = _atom(axes[k]), _atom(axes[k + 1])
+        assert outer.extent is not None and inner.extent is not None
+        whole = symbol(f"{outer.name}.{inner.name}", extent=mul(outer.extent, inner.extent))
+        if table.joined(outer, inner, whole):
+            parts: Env = {
+                outer: floordiv(whole, inner.extent),
+                inner: mod(whole, inner.extent),
+            }
+            for a, e in env.items():
+                env[a] = substitute(e, parts)
+            env.update(parts)
+            axes[k : k + 2] = [whole]
+        k -= 1

@@ -1,0 +1,1 @@
+"""Kernel targets: a `Kernel` of the plan becomes source text and a symbol. One target a family of files."""

@@ -1,0 +1,253 @@
+"""Writes one kernel's loop nest as C++: the body of a function (tid, nthreads, bufs, syms).
+
+Comes in: a `Nest`. The nest is a chain of blocks: function, row (outer loop variables), vector, inner loops. A value is written
+once, in the outermost block where all that it depends on is known; that is all the hoisting there is. Addresses are split the same way.
+Vector values run over `lanes` consecutive values of the nest's axis; the last, partial vector uses lanes < n only (`tail`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from plait.ir.dtypes import DType
+from plait.ir.loops import Node, walk
+from plait.ir.sizes import Atom, Size, product
+from plait.kernel.cpp_access import Access
+from plait.kernel.cpp_expr import memory
+from plait.kernel.cpp_passes import Nest, row_points
+from plait.kernel.cpp_reduce import Accumulators
+from plait.kernel.cpp_space import blocks, extent
+from plait.kernel.cpp_values import Values
+from plait.runtime.toolchain import Isa
+from plait.schedule.plan import Kernel, Reduce, Stmt
+
+
+def kernel_body(kernel: Kernel, nest: Nest, isa: Isa) -> str:
+    """The statements of the kernel's function."""
+    return NestWriter(kernel, nest, isa).text()
+
+
+class NestWriter:
+    """Loops and passes of one kernel. Values, memory accesses and accumulators have writers of their own."""
+
+    def __init__(self, kernel: Kernel, nest: Nest, isa: Isa) -> None:
+        self.kernel, self.nest = kernel, nest
+        self.v = Values(nest, isa, [n for n in walk(nest.space.roots()) if n.op == "bounded"])
+        self.access = Access(self.v)
+        self.v.loader = self.access
+        self.accs = Accumulators(self.v)
+        self.outer = tuple(a for a in nest.space.vars if nest.inner or a != nest.axis)
+
+    def text(self) -> str:
+        v = self.v
+        with v.block():
+            self._arguments()
+            if v.checks:
+                v.line("i64 fail = 0;")
+            self._share()
+            at = v.here
+            self._rows()
+            v.line(f"return {'fail' if v.checks else '0'};")
+            return "\n".join(at.lines)
+
+    def _arguments(self) -> None:
+        v = self.v
+        for k, s in enumerate(self.kernel.sizes):
+            assert s.symbol is not None
+            v.names[s.symbol] = f"z{k}"
+            v.depth_of[s.symbol] = 0
+            v.line(f"const i64 z{k} = syms[{k}];")
+        for k, b in enumerate(self.kernel.args):
+            v.bases[b.name] = f"b{k}"
+            v.line(f"{memory(b.dtype)}* const b{k} = ({memory(b.dtype)}*)bufs[{k}];")
+        for k, a in enumerate((*self.nest.space.vars, *self.nest.space.rvars)):
+            v.names[a] = f"x{k}"
+
+    # ---------------------------------------------------------------------------------- split over threads
+    def _share(self) -> None:
+        """lo, hi: this thread's share of the units (a unit: an outer point, or a group of vectors of one)."""
+        v, nest = self.v, self.nest
+        units: Size = product(extent(a) for a in self.outer)
+        if nest.axis is not None and not nest.inner:
+            units = units * blocks(extent(nest.axis), nest.lanes * nest.unroll)
+        if isinstance(units, int) and (units == 1 or nest.sequential):
+            v.line("if (tid != 0) return 0;")
+        if units == 1:
+            v.line("const i64 lo = 0, hi = 1;")
+            return
+        v.line(f"const i64 units = {v.integer(units)};")
+        if nest.sequential:
+            if not isinstance(units, int):
+                v.line("if (tid != 0) return 0;")
+            v.line("const i64 lo = 0, hi = units;")
+        else:
+            v.line("const i64 lo = units * tid / nthreads, hi = units * (tid + 1) / nthreads;")
+        v.line("if (lo >= hi) return 0;")
+
+    def _rows(self) -> None:
+        v, nest = self.v, self.nest
+        vector = nest.axis is not None and not nest.inner
+        if self.outer or vector:
+            v.line("i64 u = lo;")
+        per_row = v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll)) if vector and nest.axis else "1"
+        if self.outer:
+            self._first_point(per_row, vector)
+        elif vector:
+            v.line("i64 blk = lo;")
+        opening = "while (u < hi) {" if self.outer else "{"
+        for size in self._kept_buffers():
+            v.line(size)
+        with v.loop(opening, self.outer):
+            if vector:
+                assert nest.axis is not None
+                step = nest.lanes * nest.unroll
+                n = v.integer(extent(nest.axis))
+                v.line(f"const i64 last = blk + (hi - u) < {per_row} ? blk + (hi - u) : {per_row};")
+                end = f"last * {step} < {n} ? last * {step} : {n}" if step > 1 else "last"
+                v.line(f"const i64 end = {end};")
+                v.line(f"i64 {v.names[nest.axis]} = blk * {step};")
+                for _ in self.segments("end"):
+                    self._points()
+            else:
+                self._points()
+            if self.outer:
+                self._next_point(vector)
+
+    def _first_point(self, per_row: str, vector: bool) -> None:
+        v = self.v
+        rest = "u"
+        if vector:
+            v.line(f"i64 blk = u % ({per_row}), rest = u / ({per_row});")
+            rest = "rest"
+        elif len(self.outer) > 1:
+            v.line("i64 rest = u;")
+            rest = "rest"
+        for a in self.outer[:0:-1]:
+            n = v.integer(extent(a))
+            v.line(f"i64 {v.names[a]} = rest % ({n}); rest /= ({n});")
+        v.line(f"i64 {v.names[self.outer[0]]} = {rest};")
+
+    def _next_point(self, vector: bool) -> None:
+        v = self.v
+        v.line("u += last - blk; blk = 0;" if vector else "++u;")
+        text = ""
+        for a in self.outer[:0:-1]:
+            x = v.names[a]
+            text += f"if (++{x} == {v.integer(extent(a))}) {{ {x} = 0; "
+        v.line(f"{text}++{v.names[self.outer[0]]};{' }' * (len(self.outer) - 1)}")
+
+    # ------------------------------------------------------------------------------------ loops and passes
+    def segments(self, end: str, first: str = "") -> Iterator[None]:
+        """The loops over the axis from its present value to `end`: several vectors, one vector, the lanes left over.
+        For each, the block is open while the caller writes its contents."""
+        v, nest = self.v, self.nest
+        assert nest.axis is not None
+        x, lanes, n = v.names[nest.axis], nest.lanes, extent(nest.axis)
+        if lanes == 1:
+            with self._segment(f"for (; {x} < {end}; ++{x}) {{", 1, False):
+                yield
+            return
+        for reps in dict.fromkeys((nest.unroll, 1)):
+            step = lanes * reps
+            if isinstance(n, int) and (n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)):
+                continue
+            with self._segment(f"for (; {x} + {step} <= {end}; {x} += {step}) {{", reps, False):
+                yield
+        if not isinstance(n, int) or n % lanes:
+            with self._segment(f"if ({x} < {end}) {{", 1, True):
+                v.line(f"const i64 n = {end} - {x};")
+                v.line("const vi32 lm = lane_mask(n);")
+                yield
+
+    @contextmanager
+    def _segment(self, opening: str, reps: int, tail: bool) -> Iterator[None]:
+        v = self.v
+        assert self.nest.axis is not None
+        before = v.reps, v.tail
+        v.reps, v.tail = reps, tail
+        with v.loop(opening, (self.nest.axis,)):
+            yield
+        v.reps, v.tail = before
+
+    def _points(self) -> None:
+        """All passes of one row (or one group of vectors), then the stores at outer level."""
+        v = self.v
+        for p, stmts in enumerate(self.nest.passes):
+            v.pass_number = p
+            self._pass(stmts)
+        v.pass_number = len(self.nest.passes)
+        for s in self.nest.last:
+            for v.rep in range(v.reps):
+                self.access.store(s)
+        v.rep = 0
+
+    def _pass(self, stmts: tuple[Stmt, ...]) -> None:
+        v, nest = self.v, self.nest
+        reps = nest.unroll if nest.inner else v.reps
+        reduces = [s for s in stmts if isinstance(s, Reduce)]
+        self.accs.begin(reduces, reps)
+        loops = [a for a in nest.order if not (nest.inner and a == nest.axis)]
+        innermost = nest.axis if nest.inner else loops.pop() if loops else None
+        with v.nested([(a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v.integer(extent(a))}; ++{v.names[a]}) {{") for a in loops]):
+            if innermost is None:
+                self._statements(stmts)
+            else:
+                self._innermost(innermost, stmts, reduces, reps)
+        self.accs.finish(reduces, reps)
+
+    def _innermost(self, a: Atom, stmts: tuple[Stmt, ...], reduces: list[Reduce], reps: int) -> None:
+        """The innermost loop, cut into chunks where sums need a second level of accumulators to stay accurate."""
+        v, nest = self.v, self.nest
+        x, n = v.names[a], v.integer(extent(a))
+        chunk = self.accs.chunk(reduces, a)
+        start, end = "0", n
+        with v.maybe(f"for (i64 c = 0; c < {n}; c += {chunk}) {{" if chunk else None):
+            if chunk:
+                v.line(f"const i64 ce = c + {chunk} < {n} ? c + {chunk} : {n};")
+                start, end = "c", "ce"
+            self.accs.begin_chunk(reduces, reps)
+            if nest.inner:
+                with v.maybe("{"):
+                    v.line(f"i64 {x} = {start};")
+                    for _ in self.segments(end):
+                        self._statements(stmts)
+            else:
+                with v.loop(f"for (i64 {x} = {start}; {x} < {end}; ++{x}) {{", (a,)):
+                    self._statements(stmts)
+            self.accs.end_chunk(reduces, reps)
+
+    def _statements(self, stmts: tuple[Stmt, ...]) -> None:
+        v = self.v
+        for v.rep in range(v.reps):
+            for s in stmts:
+                if isinstance(s, Reduce):
+                    self.accs.update(s)
+                else:
+                    self.access.store(s)
+        v.rep = 0
+
+    def _kept_buffers(self) -> Iterator[str]:
+        """Row buffers for values that several passes need."""
+        v, nest = self.v, self.nest
+        padded = nest.axis if nest.inner else None
+        strides = row_points(nest.order, nest.lanes, padded)
+        for k, n in enumerate(nest.kept):
+            points = product(s for _, s in strides[:1])
+            first = extent(strides[0][0])
+            if strides[0][0] == padded:
+                first = blocks(first, nest.lanes) * nest.lanes
+            size = points * first * (1 if nest.inner else nest.lanes * nest.unroll)
+            assert isinstance(size, int)
+            v.keep_names[n] = f"kept{k}"
+            yield f"alignas(64) {_element(n.dtype)} kept{k}[{size}];"
+        v.keep_strides = strides
+
+
+def _element(d: DType) -> str:
+    return memory(d)
+
+
+def loop_nodes(nest: Nest) -> list[Node]:
+    """All nodes of the nest, arguments first."""
+    return list(walk(nest.space.roots()))

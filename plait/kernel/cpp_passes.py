@@ -1,0 +1,251 @@
+"""Decisions about a kernel's loop nest, made on data: passes over the inner axes, values kept between passes, the vector axis.
+
+Comes in: a `Space`. Goes out: a `Nest`, which `cpp_nest.py` writes down as loops. Costs are those of the op table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from plait.ir.loops import Node, walk
+from plait.ir.ops import OPS
+from plait.ir.sizes import Atom, Size, bounds, mul
+from plait.kernel.cpp_space import (
+    Space,
+    coefficient,
+    dependences,
+    extent,
+    offset_of,
+    stmt_nodes,
+    trip_count,
+)
+from plait.schedule.plan import Reduce, Stmt, Store
+
+ROW_BUFFER_BYTES = 65536
+"""The most that one kernel keeps on the stack between passes."""
+KEEP_COST = 3.0
+"""A value that costs more cycles than this is kept for a later pass, a cheaper one is computed again."""
+
+
+@dataclass(frozen=True)
+class Nest:
+    """A kernel with its loop structure decided.
+
+    axis: the vectorised loop variable, or None (no loop at all). inner: it is a reduction axis. lanes: vector length, 1 for scalar code.
+    unroll: vectors in flight. passes: full-level statements a pass. last: outer-level stores. kept: full-level node -> pass that computes it
+    and keeps it in a row buffer. order: the reduction axes, outermost first, as they are looped over."""
+
+    space: Space
+    axis: Atom | None
+    inner: bool
+    lanes: int
+    unroll: int
+    passes: tuple[tuple[Stmt, ...], ...]
+    last: tuple[Store, ...]
+    kept: dict[Node, int]
+    order: tuple[Atom, ...]
+    sequential: bool
+
+
+def plan_nest(space: Space, lanes: int, sequential: bool) -> Nest:
+    """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar code."""
+    deps = dependences(space)
+    passes, last = _passes(space, deps)
+    axis, inner = (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
+    if axis is None:
+        lanes, axis = 1, space.vars[-1] if space.vars else None
+        inner = False
+    order = space.rvars
+    if inner:
+        assert axis is not None
+        order = (*(r for r in space.rvars if r != axis), axis)
+    unroll = _unroll(space, deps, passes, last, axis, inner, lanes)
+    kept = _kept(space, deps, passes, 1 if inner else lanes * unroll)
+    return Nest(space, axis, inner, lanes, unroll, passes, last, kept, order, sequential)
+
+
+# ---------------------------------------------------------------------------------------------- passes
+def _passes(
+    space: Space, deps: Callable[[Node], frozenset[object]]
+) -> tuple[tuple[tuple[Stmt, ...], ...], tuple[Store, ...]]:
+    """Cuts the full-level statements into passes by their dependence on finished reductions.
+
+    Full stores go into the last pass and outer stores after all passes: an output may share memory with an input."""
+    done: dict[str, int] = {}  # reduction -> the pass that computes it
+    running: set[str] = set()
+    level: dict[int, int] = {}
+    full = [s for s in space.stmts if isinstance(s, Reduce) or (s.full and space.rvars)]
+    for k, s in enumerate(full):
+        at = 0
+        for d in sorted(x for n in stmt_nodes(s) for x in deps(n) if isinstance(x, str)):
+            at = max(at, done[d] + (d not in running))
+        level[k] = at
+        if isinstance(s, Reduce):
+            done[s.name] = at
+            if s.running:
+                running.add(s.name)
+    end = max(level.values(), default=0)
+    blocking = {
+        d for s in full if isinstance(s, Reduce) and not s.running for n in stmt_nodes(s) for d in deps(n)
+    }
+    for k, s in enumerate(full):
+        used = {d for n in stmt_nodes(s) for d in deps(n)}
+        if isinstance(s, Store):
+            pinned = used & running & blocking
+            level[k] = level[k] if pinned else end
+        elif s.running and not (({s.name} | used) & blocking):
+            level[k] = end
+    passes = tuple(tuple(s for k, s in enumerate(full) if level[k] == p) for p in range(end + 1))
+    last = tuple(s for s in space.stmts if isinstance(s, Store) and not (s.full and space.rvars))
+    return tuple(p for p in passes if p), last
+
+
+def _kept(
+    space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...], width: int
+) -> dict[Node, int]:
+    """Full-level values needed by several passes and too dear to compute twice, with the pass that computes them."""
+    points = trip_count(space.rvars)
+    if len(passes) < 2 or not isinstance(points, int):
+        return {}
+    inner = frozenset(space.rvars)
+    seen: dict[Node, int] = {}
+    kept: dict[Node, int] = {}
+    room = ROW_BUFFER_BYTES
+    for p, stmts in enumerate(passes):
+        stack = [n for s in stmts for n in stmt_nodes(s)]
+        here: set[Node] = set()
+        while stack:
+            n = stack.pop()
+            if n in here or not deps(n) & inner:
+                continue
+            here.add(n)
+            if n in seen:
+                nbytes = (points + 64) * width * n.dtype.nbytes
+                if n in kept:
+                    continue
+                if n.dtype.nbytes >= 4 and _cost(n, inner, deps) > KEEP_COST and nbytes <= room:
+                    kept[n] = seen[n]
+                    room -= nbytes
+                    continue
+            stack.extend(n.args)
+        for n in here:
+            seen.setdefault(n, p)
+    return kept
+
+
+def _cost(root: Node, inner: frozenset[Atom], deps: Callable[[Node], frozenset[object]]) -> float:
+    """Cycles to compute a full-level node anew."""
+    return sum(OPS[n.op].cost for n in walk((root,)) if n.op in OPS and deps(n) & inner)
+
+
+# ------------------------------------------------------------------------------------------------ axis
+@dataclass(frozen=True)
+class Access:
+    """One load or store: its offset, element size, whether its index also depends on data, and how often it runs
+    (relative weight)."""
+
+    offset: Size
+    nbytes: int
+    indirect: frozenset[object]
+    full: bool
+
+
+def accesses(space: Space, deps: Callable[[Node], frozenset[object]]) -> Iterator[Access]:
+    """Every distinct load and every store."""
+    inner = frozenset(space.rvars)
+    for n in walk(space.roots()):
+        if n.op == "load":
+            args = n.args[:-1] if getattr(n.attr, "masked", False) else n.args
+            data = frozenset().union(*(deps(a) for a in args))
+            yield Access(offset_of(n), n.dtype.nbytes, data, bool(deps(n) & inner))
+    for s in space.stmts:
+        if isinstance(s, Store):
+            data = frozenset().union(*(deps(a) for a in s.index_args))
+            yield Access(s.index[0], space.buffers[s.buf].dtype.nbytes, data, s.full)
+
+
+def _axis(
+    space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...],
+    last: tuple[Store, ...], lanes: int, sequential: bool,
+) -> tuple[Atom | None, bool]:  # fmt: skip
+    """The axis with unit stride for most bytes, and whether it is an inner one."""
+    reduces = [s for p in passes for s in p if isinstance(s, Reduce)]
+    ordered = any(s.running for s in reduces)
+    positions = any(s.kind in ("argmax", "argmin") for s in reduces)
+    candidates: list[tuple[Atom, bool]] = []
+    if sequential:
+        if space.vars and not space.rvars:
+            candidates.append((space.vars[-1], False))
+    else:
+        candidates += [(a, False) for a in space.vars]
+    if not ordered and not sequential:
+        inner = space.rvars[-1:] if positions else space.rvars
+        candidates += [(a, True) for a in inner]
+    found = list(accesses(space, deps))
+    best: tuple[float, int, Atom | None, bool] = (_scalar_cost(found), 0, None, False)
+    for k, (a, is_inner) in enumerate(candidates):
+        cost = _axis_cost(a, is_inner, found, lanes, bool(space.rvars))
+        if (cost, -k) < best[:2]:
+            best = (cost, -k, a, is_inner)
+    return best[2], best[3]
+
+
+def _scalar_cost(found: list[Access]) -> float:
+    return sum(4.0 * (16.0 if a.full else 1.0) for a in found) + 1e-6
+
+
+def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inner: bool) -> float:
+    """Relative time of a point when lanes run along axis."""
+    n = bounds(extent(axis))[1]
+    waste = 1.0
+    if n < 1e9:
+        full = max(1, -(-int(n) // lanes)) * lanes
+        waste = full / max(1, int(n))
+    cost = 0.0
+    for a in found:
+        weight = 16.0 if a.full or not has_inner else 1.0
+        stride = coefficient(a.offset, axis)
+        if axis in a.indirect or stride is None:
+            each = 4.0
+        elif stride == 0:
+            each = 0.02
+        elif stride == 1:
+            each = a.nbytes / 4 * 0.25 + 0.05
+        else:
+            each = 3.0
+        if inner and not a.full:
+            each = 2.0
+        cost += weight * each * (waste if each < 2 else 1.0)
+    return cost + (0.5 if inner else 0.0)
+
+
+def _unroll(
+    space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...],
+    last: tuple[Store, ...], axis: Atom | None, inner: bool, lanes: int,
+) -> int:  # fmt: skip
+    """Vectors in flight: several for cheap reductions, which would wait for one accumulator, else one."""
+    reduces = [s for p in passes for s in p if isinstance(s, Reduce) and not s.running]
+    if axis is None or lanes == 1 or not reduces:
+        return 1
+    cost = sum(OPS[n.op].cost for n in walk(space.roots()) if n.op in OPS)
+    n = extent(axis)
+    room = n // lanes if isinstance(n, int) else 4
+    for unroll in (4, 2):
+        if cost <= 8 and room >= unroll and len(reduces) * unroll <= 8:
+            return unroll
+    return 1
+
+
+def row_points(order: tuple[Atom, ...], lanes: int, padded: Atom | None) -> list[tuple[Atom, Size]]:
+    """Strides of a row buffer over the reduction axes, the innermost padded to whole vectors where it is the vector axis."""
+    out: list[tuple[Atom, Size]] = []
+    step: Size = 1
+    for a in reversed(order):
+        out.append((a, step))
+        n = extent(a)
+        if a == padded:
+            assert isinstance(n, int)
+            n = -(-n // lanes) * lanes
+        step = mul(step, n)
+    return out[::-1]

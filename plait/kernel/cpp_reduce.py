@@ -1,0 +1,222 @@
+"""Accumulators of one kernel: declaration, update, combination over vectors and lanes.
+
+One accumulator (one a vector in flight) for each Reduce; argmax and argmin have a value and a position. Long f32 sums have two levels: a
+chunk is summed on its own and then added, so that the error grows with the square root of the length at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.ir.dtypes import DType, b1, f32, i64
+from plait.ir.loops import Const, Node, node
+from plait.ir.sizes import Atom, Expr, Size, add, mul, product
+from plait.kernel.cpp_expr import Parts, ctype, literal, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
+from plait.kernel.cpp_space import extent
+from plait.kernel.cpp_values import Values
+from plait.schedule.plan import Reduce
+
+CHUNK = 256
+"""Additions to one accumulator before it is emptied into the second level."""
+_OP = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "or", "all": "and", "xor": "xor"}
+_ARG = {"argmax": "gt", "argmin": "lt"}
+
+
+class Accumulators:
+    """Writes the reductions of a kernel into the blocks of a `Values`."""
+
+    def __init__(self, values: Values) -> None:
+        self.v = values
+        self.now: dict[tuple[str, int], Parts] = {}
+        self.whole: dict[tuple[str, int], Parts] = {}
+        self.positions: dict[tuple[str, int], Parts] = {}
+
+    def is_vector(self, s: Reduce) -> bool:
+        """Whether the accumulator has lanes: always when lanes run over the reduced axis."""
+        v = self.v
+        return v.lanes > 1 and (v.nest.inner or v.is_vector(s.value))
+
+    def begin(self, reduces: Sequence[Reduce], reps: int) -> None:
+        """Declares the accumulators of a pass in the innermost block."""
+        v = self.v
+        for s in reduces:
+            vector = self.is_vector(s)
+            if vector and not v.nest.inner:
+                v.vector_roots.add(s.name)
+            for rep in range(reps if vector else 1):
+                d = s.value.dtype
+                first = identity(s.kind, d)
+                self.now[s.name, rep] = self._declare(d, first, vector)
+                if s.kind in _ARG:
+                    self.positions[s.name, rep] = self._declare(i64, 0, vector)
+                if s.running:
+                    v.acc_values[s.name, rep] = self.now[s.name, rep]
+            if s.running:
+                loops = len(v.nest.order) - (1 if v.nest.inner else 0)
+                v.depth_of[s.name] = len(v.chain) - 1 + loops
+
+    def _declare(self, d: DType, first: Const, vector: bool) -> Parts:
+        v = self.v
+        one = literal(first, d)
+        names = tuple(v.name("a") for _ in range(n_parts(d) if vector else 1))
+        for name, text in zip(names, splat(one, d) if vector else (one,), strict=True):
+            v.line(f"{vtype(d) if vector else ctype(d)} {name} = {text};")
+        return names
+
+    # ---------------------------------------------------------------------------------------------- chunks
+    def chunk(self, reduces: Sequence[Reduce], innermost: Atom) -> int:
+        """Points of the innermost loop in one chunk; 0 to leave the loop whole."""
+        n, step = extent(innermost), self._points_an_addition()
+        if not any(self._is_long(s) for s in reduces):
+            return 0
+        return 0 if isinstance(n, int) and n <= 2 * CHUNK * step else CHUNK * step
+
+    def _points_an_addition(self) -> int:
+        nest = self.v.nest
+        return nest.lanes * nest.unroll if nest.inner else 1
+
+    def _is_long(self, s: Reduce) -> bool:
+        if s.kind != "sum" or s.value.dtype != f32 or s.running:
+            return False
+        n = product(extent(a) for a in self.v.nest.space.rvars)
+        return not isinstance(n, int) or n > 2 * CHUNK * self._points_an_addition()
+
+    def begin_chunk(self, reduces: Sequence[Reduce], reps: int) -> None:
+        """Sets long sums aside and starts new ones."""
+        for s in reduces:
+            if self._is_long(s):
+                vector = self.is_vector(s)
+                for rep in range(reps if vector else 1):
+                    self.whole[s.name, rep] = self.now[s.name, rep]
+                    self.now[s.name, rep] = self._declare(f32, 0.0, vector)
+
+    def end_chunk(self, reduces: Sequence[Reduce], reps: int) -> None:
+        """Adds the chunk to what was set aside."""
+        for s in reduces:
+            if self._is_long(s):
+                for rep in range(reps if self.is_vector(s) else 1):
+                    (whole,), (part,) = self.whole[s.name, rep], self.now[s.name, rep]
+                    self.v.line(f"{whole} += {part};")
+                    self.now[s.name, rep] = (whole,)
+
+    # ---------------------------------------------------------------------------------------------- update
+    def update(self, s: Reduce) -> None:
+        """Combines the present value (of copy v.rep) into the accumulator."""
+        v, d = self.v, s.value.dtype
+        vector = self.is_vector(s)
+        if not vector and v.rep > 0:
+            return
+        value = v.vector(s.value) if vector else v.get(s.value)
+        if s.kind in _ARG:
+            self._update_position(s, value, vector)
+            return
+        acc = self.now[s.name, v.rep if vector else 0]
+        if not vector:
+            text = scalar_op(_OP[s.kind], d, (acc[0], value[0]), d)
+            v.line(f"{acc[0]} = {text};")
+            return
+        if v.tail and v.nest.inner:
+            rest = splat(literal(identity(s.kind, d), d), d)
+            value = vector_op("where", d, (("lm",), value, rest), d)
+        for name, text in zip(acc, vector_op(_OP[s.kind], d, (acc, value), d), strict=True):
+            v.line(f"{name} = {text};")
+
+    def _update_position(self, s: Reduce, value: Parts, vector: bool) -> None:
+        v, d = self.v, s.value.dtype
+        rep = v.rep if vector else 0
+        best, at = self.now[s.name, rep], self.positions[s.name, rep]
+        here = self._position()
+        if not vector:
+            better = scalar_op(_ARG[s.kind], d, (value[0], best[0]), b1)
+            if d.is_float:
+                better = f"{better} || ({value[0]} != {value[0]} && {best[0]} == {best[0]})"
+            v.line(f"if ({better}) {{ {best[0]} = {value[0]}; {at[0]} = {v.get(here)[0]}; }}")
+            return
+        better = vector_op(_ARG[s.kind], d, (value, best), b1)[0]
+        if d.is_float:
+            nan = vector_op("isnan", d, (value,), b1)[0]
+            better = f"{better} | ({nan} & ~{vector_op('isnan', d, (best,), b1)[0]})"
+        if v.tail and v.nest.inner:
+            better = f"({better}) & lm"
+        m = v.define("vi32", better)
+        for k, (name, x) in enumerate(zip(best, value, strict=True)):
+            v.line(f"{name} = {mask_part(m, d, k)} ? {x} : {name};")
+        for k, (name, x) in enumerate(zip(at, v.vector(here), strict=True)):
+            v.line(f"{name} = {mask_part(m, i64, k)} ? {x} : {name};")
+
+    def _position(self) -> Node:
+        """The row-major position over the reduced axes."""
+        out: Size = 0
+        for a in self.v.nest.space.rvars:
+            out = add(mul(out, extent(a)), Expr(0, (((a,), 1),)))
+        return node("index", (), out, i64) if isinstance(out, Expr) else node("const", (), out, i64)
+
+    # ---------------------------------------------------------------------------------------------- finish
+    def finish(self, reduces: Sequence[Reduce], reps: int) -> None:
+        """Makes the results known to later statements, in the innermost block."""
+        v = self.v
+        for s in reduces:
+            if s.running:
+                continue
+            v.depth_of[s.name] = len(v.chain) - 1
+            vector = self.is_vector(s)
+            if not (vector and v.nest.inner):
+                for rep in range(reps if vector else 1):
+                    found = self.positions if s.kind in _ARG else self.now
+                    v.acc_values[s.name, rep] = found[s.name, rep]
+            elif s.kind in _ARG:
+                v.acc_values[s.name, 0] = (self._first_best(s, reps),)
+            else:
+                v.acc_values[s.name, 0] = (self._across(s, reps),)
+
+    def _across(self, s: Reduce, reps: int) -> str:
+        """All copies, registers and lanes combined into one scalar."""
+        v, d, op = self.v, s.value.dtype, _OP[s.kind]
+        parts = [(p,) for rep in range(reps) for p in self.now[s.name, rep]]
+        while len(parts) > 1:
+            pairs = list(zip(parts[::2], parts[1::2], strict=True))
+            parts = [(v.define(vtype(d), _one_register(op, d, a[0], b[0])),) for a, b in pairs]
+        t = "i32" if d == b1 else memory(d)
+        text = f"h_{s.kind}_{t}({parts[0][0]})"
+        return v.define(ctype(d), f"{text} != 0" if d == b1 else text)
+
+    def _first_best(self, s: Reduce, reps: int) -> str:
+        """The position of the best of all lanes; of equal ones the first."""
+        v, d = self.v, s.value.dtype
+        n, t = reps * v.lanes, memory(d)
+        best, at = v.name("g"), v.name("g")
+        v.line(f"{t} {best}[{n}]; i64 {at}[{n}];")
+        for rep in range(reps):
+            for array, type_, parts in ((best, t, self.now[s.name, rep]), (at, "i64", self.positions[s.name, rep])):
+                for k, p in enumerate(parts):
+                    v.line(f"st_{type_}({array} + {rep * v.lanes + k * v.lanes // 2}, {p});")
+        value, where = v.name("a"), v.name("a")
+        v.line(f"{t} {value} = {best}[0]; i64 {where} = {at}[0];")
+        x, sign = f"{best}[k]", ">" if s.kind == "argmax" else "<"
+        nans = (f"({x} != {x})", f"({value} != {value})") if d.is_float else ("false", "false")
+        better = f"{x} {sign} {value} || ({nans[0]} && !{nans[1]})"
+        equal = f"{x} == {value} || ({nans[0]} && {nans[1]})"
+        v.line(
+            f"for (int k = 1; k < {n}; ++k) if ({better} || (({equal}) && {at}[k] < {where})) "
+            f"{{ {value} = {x}; {where} = {at}[k]; }}"
+        )
+        return where
+
+
+def _one_register(op: str, d: DType, a: str, b: str) -> str:
+    return vector_op(op, d, ((a,) * n_parts(d), (b,) * n_parts(d)), d)[0]
+
+
+def identity(kind: str, d: DType) -> Const:
+    """The neutral element of a reduction."""
+    if kind in ("sum", "xor", "any"):
+        return 0
+    if kind in ("prod", "all"):
+        return 1
+    low = kind in ("max", "argmax")
+    if d.is_float:
+        return float("-inf") if low else float("inf")
+    if d.kind == "i":
+        least = -(1 << (8 * d.nbytes - 1))
+        return least if low else -least - 1
+    return 0 if low else (1 << (8 * d.nbytes)) - 1

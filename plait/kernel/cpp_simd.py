@@ -1,0 +1,287 @@
+"""Vector functions of the prelude, one table an instruction set.
+
+Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow code of it and an instruction exists,
+an instruction's builtin is used under g++. vT is one register of T (see cpp_prelude). m: a mask, lanes 0 or -1.
+"""
+
+from __future__ import annotations
+
+from plait.ir.dtypes import DTYPES
+from plait.runtime.toolchain import Isa
+
+_NUMBERS = ("f32", "f64", "i32", "u32", "i64", "u64", "i16", "u16", "i8", "u8")
+_FLOATS = ("f32", "f64")
+
+
+def simd(isa: Isa) -> dict[str, str]:
+    """name -> definition, in an order in which later entries use earlier ones."""
+    out: dict[str, str] = {}
+    for part in (_shape, _memory, _arithmetic, _rounding, _lanewise, _halves, _horizontal, _random):
+        out.update(part(isa))
+    return out
+
+
+def _fn(result: str, name: str, params: str, body: str) -> str:
+    return f"static inline {result} {name}({params}) {{ {body} }}"
+
+
+def _lanes(isa: Isa, t: str) -> int:
+    return isa.lanes_of(DTYPES[t].nbytes)
+
+
+def _mask(t: str) -> str:
+    return f"vi{8 * DTYPES[t].nbytes}"
+
+
+def _either(gcc: str | None, plain: str) -> str:
+    return plain if gcc is None else f"#ifdef __clang__\n{plain}\n#else\n{gcc}\n#endif"
+
+
+def _shape(isa: Isa) -> dict[str, str]:
+    """Splats, halves, lane numbers."""
+    out = {}
+    for t in _NUMBERS:
+        copies = ", ".join(["x"] * _lanes(isa, t))
+        out[f"splat_{t}"] = _fn(f"v{t}", f"splat_{t}", f"{t} x", f"return (v{t}){{{copies}}};")
+    n = isa.lanes
+    for t in ("f32", "i32", "u32"):
+        every = ", ".join(map(str, range(n)))
+        shuffles = "#if __has_builtin(__builtin_shufflevector)\n" + "\n".join((
+            _fn(f"v{t}", f"cat_{t}", f"h{t} a, h{t} b", f"return __builtin_shufflevector(a, b, {every});"),
+        )) + "\n#else\n" + _fn(
+            f"v{t}", f"cat_{t}", f"h{t} a, h{t} b",
+            f"v{t} r; __builtin_memcpy(&r, &a, sizeof a); __builtin_memcpy((char*)&r + sizeof a, &b, sizeof b); return r;",
+        ) + "\n#endif"  # fmt: skip
+        out[f"cat_{t}"] = shuffles
+        for half, start in (("lo", 0), ("hi", n // 2)):
+            picks = ", ".join(map(str, range(start, start + n // 2)))
+            out[f"{half}_{t}"] = "\n".join((
+                "#if __has_builtin(__builtin_shufflevector)",
+                _fn(f"h{t}", f"{half}_{t}", f"v{t} a", f"return __builtin_shufflevector(a, a, {picks});"),
+                "#else",
+                _fn(f"h{t}", f"{half}_{t}", f"v{t} a",
+                    f"h{t} r; __builtin_memcpy(&r, (char*)&a + {4 * start}, sizeof r); return r;"),
+                "#endif",
+            ))  # fmt: skip
+    numbers = ", ".join(map(str, range(n)))
+    out["lane_mask"] = _fn("vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));")
+    for half, start in (("lo", 0), ("hi", n // 2)):
+        steps = ", ".join(map(str, range(start, start + n // 2)))
+        body = f"return splat_i64(a) + (vi64){{{steps}}} * c;"
+        out[f"iota_{half}"] = _fn("vi64", f"iota_{half}", "i64 a, i64 c", body)
+    gcc = None
+    if isa.name == "avx512":
+        gcc = _fn("bool", "any", "vi32 m", "return __builtin_ia32_cvtd2mask512((vi32)m) != 0;")
+    elif isa.name == "avx2":
+        gcc = _fn("bool", "any", "vi32 m", "return __builtin_ia32_movmskps256((vf32)m) != 0;")
+    out["any"] = _either(
+        gcc, _fn("bool", "any", "vi32 m", f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;")
+    )
+    return out
+
+
+def _memory(isa: Isa) -> dict[str, str]:
+    """ld, st: whole registers; ldn, stn: the first n lanes (n may be <= 0 or past the end); ldm, stm: where the mask holds."""
+    out = {}
+    for t in _NUMBERS:
+        n, v = _lanes(isa, t), f"v{t}"
+        out[f"ld_{t}"] = _fn(v, f"ld_{t}", f"const {t}* p", f"return *(const {v}u*)p;")
+        out[f"st_{t}"] = _fn("void", f"st_{t}", f"{t}* p, {v} x", f"*({v}u*)p = x;")
+        fast = _masked_builtins(isa, t)
+        plain = {
+            "ldn": _fn(v, f"ldn_{t}", f"const {t}* p, i64 n",
+                       f"{v} r = {{}}; for (i64 k = 0; k < {n} && k < n; ++k) r[k] = p[k]; return r;"),
+            "stn": _fn("void", f"stn_{t}", f"{t}* p, {v} x, i64 n",
+                       f"for (i64 k = 0; k < {n} && k < n; ++k) p[k] = x[k];"),
+            "ldm": _fn(v, f"ldm_{t}", f"const {t}* p, {_mask(t)} m",
+                       f"{v} r = {{}}; for (int k = 0; k < {n}; ++k) if (m[k]) r[k] = p[k]; return r;"),
+            "stm": _fn("void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m",
+                       f"for (int k = 0; k < {n}; ++k) if (m[k]) p[k] = x[k];"),
+        }  # fmt: skip
+        for name, text in plain.items():
+            out[f"{name}_{t}"] = _either(fast.get(name), text)
+    return out
+
+
+def _masked_builtins(isa: Isa, t: str) -> dict[str, str]:
+    """Masked loads and stores of 32- and 64-bit lanes as instructions. MASK stands for the mask."""
+    nbytes, v = DTYPES[t].nbytes, f"v{t}"
+    if nbytes < 4 or isa.name == "portable":
+        return {}
+    f, letter = ("f32", "s") if nbytes == 4 else ("f64", "d")
+    n = _lanes(isa, t)
+    signed = v if t.startswith("i") else _mask(t)
+    if isa.name == "avx512":
+        k = "u16" if nbytes == 4 else "u8"
+        count = f"n >= {n} ? -1 : n <= 0 ? 0 : (1 << n) - 1"
+        lanes = "__builtin_ia32_cvtd2mask512(m)" if nbytes == 4 else (
+            "__builtin_ia32_cvtq2mask512((long long __attribute__((vector_size(64))))m)")  # fmt: skip
+        load = f"return ({v})__builtin_ia32_loadup{letter}512_mask((const {f}*)p, (v{f}){{}}, ({k})(MASK));"
+        store = f"__builtin_ia32_storeup{letter}512_mask(({f}*)p, (v{f})x, ({k})(MASK));"
+    else:
+        wide = "vi32" if nbytes == 4 else "long long __attribute__((vector_size(32)))"
+        numbers = ", ".join(map(str, range(n)))
+        count = f"({signed}){{{numbers}}} < splat_i{8 * nbytes}((i{8 * nbytes})n)"
+        lanes = "m"
+        load = f"return ({v})__builtin_ia32_maskloadp{letter}256((const v{f}*)p, ({wide})(MASK));"
+        store = f"__builtin_ia32_maskstorep{letter}256((v{f}*)p, ({wide})(MASK), (v{f})x);"
+    return {
+        "ldn": _fn(v, f"ldn_{t}", f"const {t}* p, i64 n", load.replace("MASK", count)),
+        "stn": _fn("void", f"stn_{t}", f"{t}* p, {v} x, i64 n", store.replace("MASK", count)),
+        "ldm": _fn(v, f"ldm_{t}", f"const {t}* p, {_mask(t)} m", load.replace("MASK", lanes)),
+        "stm": _fn("void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m", store.replace("MASK", lanes)),
+    }
+
+
+def _arithmetic(isa: Isa) -> dict[str, str]:
+    """Functions that plain vector operators express."""
+    out = {}
+    for t in _NUMBERS:
+        v, bits, two = f"v{t}", 8 * DTYPES[t].nbytes, f"v{t} a, v{t} b"
+        if t in _FLOATS:
+            sign = f"(vu{bits})splat_{t}(-0.0)"
+            out[f"v_min_{t}"] = _fn(v, f"v_min_{t}", two, "return (a < b) | (a != a) ? a : b;")
+            out[f"v_max_{t}"] = _fn(v, f"v_max_{t}", two, "return (a > b) | (a != a) ? a : b;")
+            out[f"v_fmin_{t}"] = _fn(v, f"v_fmin_{t}", two, "return (a <= b) | (b != b) ? a : b;")
+            out[f"v_fmax_{t}"] = _fn(v, f"v_fmax_{t}", two, "return (a >= b) | (b != b) ? a : b;")
+            out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});")
+            out[f"v_copysign_{t}"] = _fn(
+                v, f"v_copysign_{t}", two, f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});"
+            )
+            one = f"splat_{t}(1)"
+            zero = f"({v}){{}}"
+            out[f"v_sign_{t}"] = _fn(
+                v, f"v_sign_{t}", f"{v} a", f"return a > 0 ? {one} : (a < 0 ? -{one} : {zero});"
+            )
+            out[f"v_pymod_{t}"] = _fn(
+                v, f"v_pymod_{t}", f"{v} m, {v} b", "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;"
+            )
+        else:
+            out[f"v_min_{t}"] = _fn(v, f"v_min_{t}", two, "return a < b ? a : b;")
+            out[f"v_max_{t}"] = _fn(v, f"v_max_{t}", two, "return a > b ? a : b;")
+            out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", "return a < 0 ? -a : a;")
+            out[f"v_sign_{t}"] = _fn(v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);")
+            inside = f"(vu{bits})b < {bits}"
+            shift = f"({v})((vu{bits})b & {bits - 1})"
+            out[f"v_shl_{t}"] = _fn(v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};")
+            rest = f"({v})(a < 0)" if t.startswith("i") else f"({v}){{}}"
+            out[f"v_shr_{t}"] = _fn(v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};")
+    return out
+
+
+def _rounding(isa: Isa) -> dict[str, str]:
+    """Square root, rounding to integers, fused multiply-add: an instruction each where there is one."""
+    out = {}
+    modes = {"floor": ("floor", 9), "ceil": ("ceil", 10), "trunc": ("trunc", 11), "round": ("rint", 8)}
+    for t in _FLOATS:
+        v, n, f, s = f"v{t}", _lanes(isa, t), "f" if t == "f32" else "", "s" if t == "f32" else "d"
+        for op, name, mode in (("sqrt", "sqrt", 0), *((op, *m) for op, m in modes.items())):
+            plain = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_{name}{f}(a[k]); return r;"
+            fast = None
+            if isa.name == "avx512" and op == "sqrt":
+                fast = f"return __builtin_ia32_sqrtp{s}512_mask(a, a, -1, 4);"
+            elif isa.name == "avx512":
+                fast = f"return __builtin_ia32_rndscalep{s}_mask(a, {mode}, a, -1, 4);"
+            elif isa.name == "avx2":
+                fast = f"return __builtin_ia32_{'sqrt' if op == 'sqrt' else 'round'}p{s}256(a{'' if op == 'sqrt' else f', {mode}'});"
+            elif op == "sqrt":
+                fast = f"return __builtin_ia32_sqrtp{s}(a);"
+            out[f"v_{op}_{t}"] = _either(
+                fast and _fn(v, f"v_{op}_{t}", f"{v} a", fast), _fn(v, f"v_{op}_{t}", f"{v} a", plain)
+            )
+        three = f"{v} a, {v} b, {v} c"
+        plain = _fn(v, f"v_fma_{t}", three,
+                    f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_fma{f}(a[k], b[k], c[k]); return r;")  # fmt: skip
+        fast = {"avx512": f"return __builtin_ia32_vfmaddp{s}512_mask(a, b, c, -1, 4);",
+                "avx2": f"return __builtin_ia32_vfmaddp{s}256(a, b, c);"}.get(isa.name)  # fmt: skip
+        out[f"v_fma_{t}"] = _either(fast and _fn(v, f"v_fma_{t}", three, fast), plain)
+    return out
+
+
+def _lanewise(isa: Isa) -> dict[str, str]:
+    """Integer division: no vector instruction exists, so lane by lane."""
+    out = {}
+    for t in _NUMBERS:
+        if t in _FLOATS:
+            continue
+        for op in ("floordiv", "truncdiv", "mod", "rem"):
+            body = f"v{t} r; for (int k = 0; k < {_lanes(isa, t)}; ++k) r[k] = s_{op}(a[k], b[k]); return r;"
+            out[f"v_{op}_{t}"] = _fn(f"v{t}", f"v_{op}_{t}", f"v{t} a, v{t} b", body)
+    return out
+
+
+def _halves(isa: Isa) -> dict[str, str]:
+    """Conversions of the 16-bit floats, rounding to nearest even."""
+    n = isa.lanes
+    to_bf16 = (
+        "vu32 b = (vu32)x; b = (b + 0x7fff + (b >> 16 & 1)) >> 16; "
+        "b = x != x ? splat_u32(0x7fc0) : b; return __builtin_convertvector(b, vu16);"
+    )
+    up = _fn("vf32", "v_from_f16", "vu16 x", f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;")
+    down = _fn("vu16", "v_to_f16", "vf32 x", f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;")
+    fast_up = {
+        "avx512": "return __builtin_ia32_vcvtph2ps512_mask((vi16)x, (vf32){}, -1, 4);",
+        "avx2": "return __builtin_ia32_vcvtph2ps256((vi16)x);",
+    }.get(isa.name)
+    fast_down = {
+        "avx512": "return (vu16)__builtin_ia32_vcvtps2ph512_mask(x, 0, (vi16){}, -1);",
+        "avx2": "return (vu16)__builtin_ia32_vcvtps2ph256(x, 0);",
+    }.get(isa.name)
+    return {
+        "v_from_bf16": _fn("vf32", "v_from_bf16", "vu16 x", "return (vf32)(__builtin_convertvector(x, vu32) << 16);"),
+        "v_to_bf16": _fn("vu16", "v_to_bf16", "vf32 x", to_bf16),
+        "v_from_f16": _either(fast_up and _fn("vf32", "v_from_f16", "vu16 x", fast_up), up),
+        "v_to_f16": _either(fast_down and _fn("vu16", "v_to_f16", "vf32 x", fast_down), down),
+    }
+
+
+_COMBINE = {
+    "sum": "{0} + {1}", "prod": "{0} * {1}", "max": "s_max({0}, {1})", "min": "s_min({0}, {1})",
+    "any": "{0} | {1}", "all": "{0} & {1}", "xor": "{0} ^ {1}",
+}  # fmt: skip
+
+
+def _horizontal(isa: Isa) -> dict[str, str]:
+    """h_<kind>_<type>: all lanes of a register combined, as a tree."""
+    out = {}
+    for t in _NUMBERS:
+        n = _lanes(isa, t)
+        for kind, how in _COMBINE.items():
+            if t in _FLOATS and kind in ("any", "all", "xor"):
+                continue
+            both = how.format("t[k]", "t[k + s]")
+            body = (
+                f"{t} t[{n}]; __builtin_memcpy(t, &a, sizeof a); "
+                f"for (int s = {n // 2}; s; s /= 2) for (int k = 0; k < s; ++k) t[k] = ({t})({both}); return t[0];"
+            )
+            out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"v{t} a", body)
+    return out
+
+
+def _random(isa: Isa) -> dict[str, str]:
+    """Philox4x32-10 on 64-bit lanes: a 32 x 32 bit product needs the whole lane."""
+    wide = f"long long __attribute__((vector_size({8 * isa.lanes_of(8)})))"
+    product = {
+        "avx512": f"(vu64)__builtin_ia32_pmuludq512_mask((vi32)a, (vi32)b, ({wide})a, -1)",
+        "avx2": "(vu64)__builtin_ia32_pmuludq256((vi32)a, (vi32)b)",
+        "portable": "(vu64)__builtin_ia32_pmuludq128((vi32)a, (vi32)b)",
+    }[isa.name]
+    params = "vu64 a, vu64 b"
+    plain = _fn("vu64", "mul_wide", params, "return (a & 0xffffffffu) * (b & 0xffffffffu);")
+    body = """\
+static inline vi64 v_philox(vi64 seed, vi64 counter, vi64 word) {
+  const vu64 low = splat_u64(0xffffffffu), m0 = splat_u64(0xD2511F53u), m1 = splat_u64(0xCD9E8D57u);
+  vu64 k0 = (vu64)seed & low, k1 = (vu64)seed >> 32, c0 = (vu64)counter & low, c1 = (vu64)counter >> 32;
+  vu64 c2 = (vu64)(word >> 2) & low, c3 = {};
+  for (int i = 0; i < 10; ++i) {
+    vu64 a = mul_wide(m0, c0), b = mul_wide(m1, c2);
+    c0 = (b >> 32) ^ c1 ^ k0; c1 = b & low; c2 = (a >> 32) ^ c3 ^ k1; c3 = a & low;
+    k0 = (k0 + 0x9E3779B9u) & low; k1 = (k1 + 0xBB67AE85u) & low;
+  }
+  word &= 3;
+  return (vi64)(word == 0 ? c0 : (word == 1 ? c1 : (word == 2 ? c2 : c3)));
+}"""
+    return {
+        "mul_wide": _either(_fn("vu64", "mul_wide", params, f"return {product};"), plain),
+        "v_philox": body,
+    }

@@ -1,0 +1,318 @@
+"""A kernel in linear form: what the C++ emitter works on.
+
+Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element offset, data-dependent indices
+have symbols that are unique in the kernel, axes of size 1 are gone, adjacent axes that every access walks through as one are
+merged, and Welford reductions and scans of f32 are rewritten into plain sums. Nothing here knows C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from plait.ir.dtypes import f32, f64, i32, i64
+from plait.ir.loops import Buffer, Load, Node, cast, const, is_arg, node, rewrite, walk, with_args
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    floordiv,
+    free_symbols,
+    mul,
+    product,
+    substitute,
+    symbol,
+    total,
+)
+from plait.schedule.plan import Kernel, Reduce, Stmt, Store
+
+
+@dataclass(frozen=True)
+class Space:
+    """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear) indices.
+    indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position in the argument list."""
+
+    vars: tuple[Atom, ...]
+    rvars: tuple[Atom, ...]
+    stmts: tuple[Stmt, ...]
+    indirect: Mapping[Atom, Node]
+    buffers: Mapping[str, Buffer]
+
+    def roots(self) -> list[Node]:
+        """Every node that a statement holds."""
+        return [n for s in self.stmts for n in stmt_nodes(s)]
+
+
+def stmt_nodes(s: Stmt) -> tuple[Node, ...]:
+    """The nodes of a statement: value, indices, mask."""
+    if isinstance(s, Reduce):
+        return (s.value,)
+    return (s.value, *s.index_args, *(() if s.mask is None else (s.mask,)))
+
+
+def offset_of(n: Node) -> Size:
+    """The linear offset of a load in a Space."""
+    assert isinstance(n.attr, Load)
+    return n.attr.index[0]
+
+
+def extent(a: Atom) -> Size:
+    """Number of values of a loop variable."""
+    assert a.extent is not None, a
+    return a.extent
+
+
+def coefficient(e: Size, a: Atom) -> Size | None:
+    """c where e == c*a + (terms without a); None where a is inside a division, a product with itself or the like."""
+    if isinstance(e, int):
+        return 0
+    out: Size = 0
+    for mono, c in e.terms:
+        hits = sum(x == a for x in mono)
+        rest = [x for x in mono if x != a]
+        if any(x.kind != "sym" and a in (free_symbols(x.a) | free_symbols(x.b)) for x in rest):
+            return None
+        if hits > 1:
+            return None
+        if hits:
+            out = add(out, mul(c, product(atom_expr(x) for x in rest)))
+    return out
+
+
+def atom_expr(a: Atom) -> Size:
+    """The expression that is this atom."""
+    return Expr(0, (((a,), 1),))
+
+
+def linear_space(kernel: Kernel) -> Space:
+    """The linear form of a kernel."""
+    space = _linearise(kernel)
+    space = _plain_reductions(space)
+    for a in (*space.vars, *space.rvars):
+        if extent(a) == 1:
+            space = _substituted(space, {a: 0}, drop=a)
+    return _merge_axes(space)
+
+
+def _atom(e: Expr) -> Atom:
+    a = e.symbol
+    assert a is not None
+    return a
+
+
+def _linearise(kernel: Kernel) -> Space:
+    buffers = {b.name: b for b in kernel.args}
+    indirect: dict[Atom, Node] = {}
+    numbers: dict[tuple[Node, Size | None], Size] = {}
+    memo: dict[Node, Node] = {}
+
+    def flat(exprs: tuple[Size, ...], strides: tuple[Size, ...], args: tuple[Node, ...]) -> Size:
+        offset = total(mul(e, s) for e, s in zip(exprs, strides, strict=True))
+        env: dict[Atom, Size] = {}
+        for a in sorted(free_symbols(offset), key=lambda t: t.name):
+            if is_arg(a):
+                n = args[int(a.name[1:])]
+                key = (n, a.extent)
+                if key not in numbers:
+                    new = symbol(f"@{len(numbers)}", a.lo, a.hi, a.extent)
+                    numbers[key] = new
+                    indirect[_atom(new)] = n
+                env[a] = numbers[key]
+        return substitute(offset, env)
+
+    def fn(n: Node, args: tuple[Node, ...]) -> Node:
+        if n.op == "load":
+            assert isinstance(n.attr, Load)
+            offset = flat(n.attr.index, buffers[n.attr.buf].strides, args)
+            return node("load", args, Load(n.attr.buf, (offset,), n.attr.masked), n.dtype)
+        if n.op == "index":
+            assert isinstance(n.attr, (int, Expr))
+            return node("index", args, flat((n.attr,), (1,), args), n.dtype)
+        return with_args(n, args)
+
+    stmts: list[Stmt] = []
+    for s in kernel.stmts:
+        value = rewrite(s.value, fn, memo)
+        if isinstance(s, Reduce):
+            stmts.append(replace(s, value=value))
+            continue
+        args = tuple(rewrite(a, fn, memo) for a in s.index_args)
+        mask = None if s.mask is None else rewrite(s.mask, fn, memo)
+        offset = flat(s.index, buffers[s.buf].strides, args)
+        stmts.append(replace(s, value=value, index_args=args, mask=mask, index=(offset,)))
+    return Space(
+        tuple(_atom(v) for v in kernel.vars), tuple(_atom(v) for v in kernel.rvars),
+        tuple(stmts), indirect, buffers,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ reductions
+def _plain_reductions(space: Space) -> Space:
+    """Welford -> sum for the mean, then sum of squared deviations; running f32 sums and products carry f64;
+    16-bit floats and bools are compared as f32 and i32."""
+    if not any(isinstance(s, Reduce) and _is_rewritten(s) for s in space.stmts):
+        return space
+    count = product(extent(r) for r in space.rvars)
+    accs: dict[str, Node] = {}  # acc name -> what it is now
+    memo: dict[Node, Node] = {}
+
+    def fn(n: Node, args: tuple[Node, ...]) -> Node:
+        if n.op == "acc":
+            assert isinstance(n.attr, str)
+            return accs.get(n.attr, n)
+        return with_args(n, args)
+
+    stmts: list[Stmt] = []
+    for s in space.stmts:
+        s = _mapped(s, lambda n: rewrite(n, fn, memo))
+        if isinstance(s, Reduce) and s.kind == "welford":
+            stmts.extend(_welford(s, count, accs))
+        elif isinstance(s, Reduce) and s.running and s.value.dtype == f32 and s.kind in ("sum", "prod"):
+            # Eager's cumsum and cumprod of float32 accumulate in double.
+            stmts.append(replace(s, value=cast(s.value, f64)))
+            accs[s.name] = cast(node("acc", (), s.name, f64), f32)
+        elif isinstance(s, Reduce) and _is_rewritten(s) and not s.running:
+            narrow, wide = s.value.dtype, f32 if s.value.dtype.is_float else i32
+            stmts.append(replace(s, value=cast(s.value, wide)))
+            if s.kind in ("max", "min", "sum", "prod"):
+                accs[s.name] = cast(node("acc", (), s.name, wide), narrow)
+        else:
+            stmts.append(s)
+    return _rebuilt(space, tuple(stmts), lambda n: rewrite(n, fn, memo))
+
+
+def _is_rewritten(s: Reduce) -> bool:
+    narrow = s.value.dtype.name in ("f16", "bf16", "b1") and s.kind not in ("any", "all")
+    return s.kind == "welford" or s.running or narrow
+
+
+def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
+    dtype = s.value.dtype
+    n = const(count, dtype) if isinstance(count, int) else cast(node("index", (), count, i64), dtype)
+    zero = const(0, dtype)
+    mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), n))
+    if not isinstance(count, int) or count == 0:
+        mean = node("where", (node("eq", (n, zero)), zero, mean))
+    off = node("sub", (s.value, mean))
+    accs[f"{s.name}.mean"] = mean
+    accs[f"{s.name}.count"] = n
+    return [
+        Reduce(f"{s.name}.sum", "sum", s.value),
+        Reduce(f"{s.name}.m2", "sum", node("mul", (off, off))),
+    ]
+
+
+def _mapped(s: Stmt, fn: Callable[[Node], Node]) -> Stmt:
+    """s with fn applied to each of its nodes."""
+    if isinstance(s, Reduce):
+        return replace(s, value=fn(s.value))
+    mask = None if s.mask is None else fn(s.mask)
+    return replace(s, value=fn(s.value), index_args=tuple(fn(a) for a in s.index_args), mask=mask)
+
+
+def _rebuilt(space: Space, stmts: tuple[Stmt, ...], fn: Callable[[Node], Node]) -> Space:
+    return replace(space, stmts=stmts, indirect={a: fn(n) for a, n in space.indirect.items()})
+
+
+# ------------------------------------------------------------------------------------------------ axes
+def _offsets(space: Space) -> list[Size]:
+    """Every integer expression over loop variables in the kernel."""
+    out = [s.index[0] for s in space.stmts if isinstance(s, Store)]
+    for n in walk(space.roots()):
+        if n.op == "load":
+            out.append(offset_of(n))
+        elif n.op == "index":
+            assert isinstance(n.attr, (int, Expr))
+            out.append(n.attr)
+    return list(dict.fromkeys(out))
+
+
+def _substituted(space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None) -> Space:
+    """The space with loop variables replaced in every offset; axis `drop` leaves, env's other axis becomes `put`."""
+    memo: dict[Node, Node] = {}
+
+    def fn(n: Node, args: tuple[Node, ...]) -> Node:
+        if n.op == "load":
+            assert isinstance(n.attr, Load)
+            return node("load", args, Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked), n.dtype)
+        if n.op == "index":
+            assert isinstance(n.attr, (int, Expr))
+            return node("index", args, substitute(n.attr, env), n.dtype)
+        return with_args(n, args)
+
+    def on_node(n: Node) -> Node:
+        return rewrite(n, fn, memo)
+
+    stmts = []
+    for s in space.stmts:
+        s = _mapped(s, on_node)
+        if isinstance(s, Store):
+            s = replace(s, index=(substitute(s.index[0], env),))
+        stmts.append(s)
+
+    def axes(old: tuple[Atom, ...]) -> tuple[Atom, ...]:
+        kept = [a for a in old if a != drop]
+        return tuple(put if put is not None and a in env else a for a in kept)
+
+    out = _rebuilt(space, tuple(stmts), on_node)
+    return replace(out, vars=axes(space.vars), rvars=axes(space.rvars))
+
+
+def _merge_axes(space: Space) -> Space:
+    """Merges axis pairs (a, b) that every access walks as one: stride(a) == stride(b) * extent(b)."""
+    exprs = _offsets(space)
+    for which in ("vars", "rvars"):
+        k = len(getattr(space, which)) - 2
+        while k >= 0:
+            axes: tuple[Atom, ...] = getattr(space, which)
+            a, b = axes[k], axes[k + 1]
+            if all(_walks_as_one(e, a, b) for e in exprs):
+                both = symbol(f"{a.name}.{b.name}", extent=mul(extent(a), extent(b)))
+                space = _substituted(space, {a: 0, b: both}, drop=a, put=_atom(both))
+                exprs = _offsets(space)
+            k -= 1
+    return space
+
+
+def _walks_as_one(e: Size, a: Atom, b: Atom) -> bool:
+    ca, cb = coefficient(e, a), coefficient(e, b)
+    return ca is not None and cb is not None and ca == mul(cb, extent(b))
+
+
+def dependences(space: Space) -> Callable[[Node], frozenset[object]]:
+    """A function from a node to what it depends on: loop variables (Atoms) and accumulators (their names)."""
+    loops = frozenset((*space.vars, *space.rvars))
+    memo: dict[Node, frozenset[object]] = {}
+
+    def of_expr(e: Size) -> frozenset[object]:
+        return frozenset(a for a in free_symbols(e) if a in loops)
+
+    def deps(root: Node) -> frozenset[object]:
+        if root in memo:
+            return memo[root]
+        for n in walk((root,)):
+            if n in memo:
+                continue
+            out: frozenset[object] = frozenset().union(*(memo[a] for a in n.args))
+            if n.op == "load":
+                out |= of_expr(offset_of(n))
+            elif n.op == "index":
+                assert isinstance(n.attr, (int, Expr))
+                out |= of_expr(n.attr)
+            elif n.op == "acc":
+                out |= {n.attr}
+            memo[n] = out
+        return memo[root]
+
+    return deps
+
+
+def trip_count(axes: tuple[Atom, ...]) -> Size:
+    """Number of points over axes."""
+    return product(extent(a) for a in axes)
+
+
+def blocks(n: Size, size: int) -> Size:
+    """How many blocks of `size` cover n points."""
+    return floordiv(add(n, size - 1), size)

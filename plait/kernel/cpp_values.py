@@ -1,0 +1,335 @@
+"""Values and integer expressions of one kernel as C++ variables, each defined once in the outermost block that can.
+
+A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting level; a node's block is the deepest one that
+binds something that the node depends on. `rep` numbers the vectors that are in flight at once: a vector value has one copy for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import ContextManager, Protocol
+
+from plait.ir.dtypes import DType, b1
+from plait.ir.loops import Node
+from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols
+from plait.kernel.cpp_expr import (
+    Parts,
+    ctype,
+    literal,
+    mask_from,
+    mask_part,
+    n_parts,
+    scalar_cast,
+    scalar_op,
+    splat,
+    vector_bitcast,
+    vector_cast,
+    vector_op,
+    vtype,
+)
+from plait.kernel.cpp_passes import Nest
+from plait.kernel.cpp_space import coefficient, dependences
+from plait.runtime.toolchain import Isa
+
+_SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
+
+
+class Loader(Protocol):
+    """Writes loads (the part of cpp_access that values need)."""
+
+    def load(self, n: Node) -> Parts:
+        """The value of a load node."""
+        ...
+
+    def kept(self, n: Node) -> Parts:
+        """A value that an earlier pass kept in its row buffer."""
+        ...
+
+    def keep(self, n: Node, parts: Parts) -> None:
+        """Writes a value into its row buffer."""
+        ...
+
+    def lane_values(self, e: Size) -> Parts:
+        """An integer expression that is no affine function of the lane, as i64 lanes."""
+        ...
+
+
+class Block:
+    """Text of one nesting level and what is defined in it."""
+
+    __slots__ = ("lines", "memo")
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.memo: dict[object, Parts] = {}
+
+
+class Values:
+    """The state of writing one kernel: blocks, names, and the vector copy that is being written."""
+
+    def __init__(self, nest: Nest, isa: Isa, checks: Sequence[Node]) -> None:
+        self.nest, self.isa = nest, isa
+        self.lanes = nest.lanes
+        self.deps = dependences(nest.space)
+        self.chain: list[Block] = []
+        self.depth_of: dict[object, int] = {}
+        self.names: dict[Atom, str] = {}
+        self.bases: dict[str, str] = {}
+        self.checks = {n: k + 1 for k, n in enumerate(checks)}
+        self.acc_values: dict[tuple[str, int], Parts] = {}
+        self.vector_roots: set[object] = set() if self.lanes == 1 else {nest.axis}
+        self.keep_names: dict[Node, str] = {}
+        self.keep_strides: list[tuple[Atom, Size]] = []
+        self.pass_number = 0
+        self.rep, self.reps, self.tail = 0, 1, False
+        self.loader: Loader
+        self._n_names = 0
+
+    # ---------------------------------------------------------------------------------------------- blocks
+    @property
+    def here(self) -> Block:
+        """The innermost open block."""
+        return self.chain[-1]
+
+    def line(self, text: str, depth: int = -1) -> None:
+        """Appends a line to a block (the innermost by default)."""
+        self.chain[depth].lines.append(text)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """A level of nesting without text of its own."""
+        self.chain.append(Block())
+        yield
+        self.chain.pop()
+
+    @contextmanager
+    def loop(self, opening: str, binds: Sequence[Atom]) -> Iterator[None]:
+        """A C++ block, in which these loop variables have values."""
+        self.chain.append(Block())
+        for a in binds:
+            self.depth_of[a] = len(self.chain) - 1
+        yield
+        closed = self.chain.pop()
+        self.here.lines += [opening, *closed.lines, "}"]
+        for a in binds:
+            del self.depth_of[a]
+
+    @contextmanager
+    def nested(self, loops: Sequence[tuple[Atom, str]]) -> Iterator[None]:
+        """Several loops, each in the one before."""
+        if not loops:
+            yield
+            return
+        with self.loop(loops[0][1], (loops[0][0],)), self.nested(loops[1:]):
+            yield
+
+    def maybe(self, opening: str | None) -> ContextManager[None]:
+        """A C++ block, or nothing."""
+        return nullcontext() if opening is None else self.loop(opening, ())
+
+    def name(self, prefix: str = "t") -> str:
+        """A new C++ name."""
+        self._n_names += 1
+        return f"{prefix}{self._n_names}"
+
+    def depth(self, n: Node) -> int:
+        """The block in which a node is computed."""
+        return max((self.depth_of[d] for d in self.deps(n)), default=0)
+
+    def is_vector(self, n: Node) -> bool:
+        """Whether a node differs between lanes."""
+        return not self.vector_roots.isdisjoint(self.deps(n))
+
+    def key(self, n: Node) -> object:
+        """What a node's value is remembered by."""
+        return (n, self.rep) if self.is_vector(n) else (n, 0)
+
+    # ---------------------------------------------------------------------------------------------- values
+    def get(self, root: Node) -> Parts:
+        """The value of a node: scalar (one part) unless is_vector(root)."""
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            memo = self.chain[self.depth(n)].memo
+            if self.key(n) in memo:
+                stack.pop()
+                continue
+            kept = self.nest.kept.get(n, self.pass_number) < self.pass_number
+            todo = () if kept else [a for a in n.args if self.key(a) not in self.chain[self.depth(a)].memo]
+            if todo:
+                stack.extend(todo)
+                continue
+            stack.pop()
+            memo[self.key(n)] = self.loader.kept(n) if kept else self._compute(n)
+            if self.nest.kept.get(n) == self.pass_number:
+                self.loader.keep(n, memo[self.key(n)])
+        return self.chain[self.depth(root)].memo[self.key(root)]
+
+    def vector(self, n: Node) -> Parts:
+        """The value of a node in every lane."""
+        parts = self.get(n)
+        return parts if self.is_vector(n) else self.splat(n, parts)
+
+    def splat(self, n: Node, parts: Parts) -> Parts:
+        """A scalar node's value copied into every lane, once."""
+        memo = self.chain[self.depth(n)].memo
+        found = memo.get(("splat", n))
+        if found is None:
+            one = self.define(vtype(n.dtype), splat(parts[0], n.dtype)[0], self.depth(n))
+            found = memo["splat", n] = (one,) * n_parts(n.dtype)
+        return found
+
+    def define(self, type_: str, text: str, depth: int = -1) -> str:
+        """A new constant in a block."""
+        name = self.name()
+        self.line(f"{type_} const {name} = {text};", depth)
+        return name
+
+    def define_parts(self, d: DType, texts: Parts, depth: int = -1) -> Parts:
+        """A new vector value in a block."""
+        return tuple(self.define(vtype(d), t, depth) for t in texts)
+
+    def _compute(self, n: Node) -> Parts:
+        depth, vector = self.depth(n), self.is_vector(n)
+        if n.op == "const":
+            assert isinstance(n.attr, (bool, int, float))
+            return (literal(n.attr, n.dtype),)
+        if n.op == "acc":
+            return self._acc(n)
+        if n.op == "load":
+            return self.loader.load(n)
+        if n.op == "index":
+            return self._index(n)
+        if n.op == "bounded":
+            return self._bounded(n)
+        if not vector:
+            return (self.define(ctype(n.dtype), self._scalar(n), depth),)
+        return self.define_parts(n.dtype, self._vector(n), depth)
+
+    def _acc(self, n: Node) -> Parts:
+        """The present value of an accumulator; a running one is copied, because it goes on changing."""
+        assert isinstance(n.attr, str)
+        vector = self.is_vector(n)
+        parts = self.acc_values[n.attr, self.rep if vector else 0]
+        type_ = vtype(n.dtype) if vector else ctype(n.dtype)
+        return tuple(self.define(type_, p, self.depth(n)) for p in parts)
+
+    def _scalar(self, n: Node) -> str:
+        args = tuple(self.get(a)[0] for a in n.args)
+        if n.op == "cast":
+            return scalar_cast(args[0], n.args[0].dtype, n.dtype)
+        if n.op == "bitcast":
+            return f"__builtin_bit_cast({ctype(n.dtype)}, {args[0]})"
+        return scalar_op(n.op, n.args[-1].dtype, args, n.dtype)
+
+    def _vector(self, n: Node) -> Parts:
+        args = tuple(self.vector(a) for a in n.args)
+        if n.op == "cast":
+            return vector_cast(args[0], n.args[0].dtype, n.dtype)
+        if n.op == "bitcast":
+            return vector_bitcast(args[0], n.dtype)
+        return vector_op(n.op, n.args[-1].dtype, args, n.dtype)
+
+    def _bounded(self, n: Node) -> Parts:
+        """The run-time check of an index: outside [0, size) the kernel fails and the value is 0."""
+        assert not isinstance(n.attr, (str, float)) and n.attr is not None
+        depth, size = self.depth(n), self.integer(n.attr)  # type: ignore[arg-type]
+        report = f"fail = fail ? fail : {self.checks[n]};"
+        if not self.is_vector(n):
+            x = self.get(n.args[0])[0]
+            bad = self.define("bool", f"(u64){x} >= (u64)({size})", depth)
+            also = f" && {self.get(n.args[1])[0]}" if len(n.args) > 1 else ""
+            self.line(f"if ({bad}{also}) {report}", depth)
+            return (self.define("i64", f"{bad} ? 0 : {x}", depth),)
+        x = self.vector(n.args[0])
+        limit = self.define("vu64", f"splat_u64((u64)({size}))", depth)
+        bads = tuple(f"((vu64){p} >= {limit})" for p in x)
+        bad = self.define("vi32", mask_from(bads, n.dtype), depth)
+        seen = bad + (f" & {self.vector(n.args[1])[0]}" if len(n.args) > 1 else "") + (" & lm" if self.tail else "")
+        self.line(f"if (any({seen})) {report}", depth)
+        zero = "(vi64){}"
+        return self.define_parts(
+            n.dtype, tuple(f"{mask_part(bad, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(x)), depth
+        )
+
+    def _index(self, n: Node) -> Parts:
+        e = n.attr
+        assert isinstance(e, (int, Expr))
+        depth = self.depth(n)
+        if not self.is_vector(n):
+            return (self.define("i64", self.integer(e), depth),)
+        step = None if self.varies(e) else coefficient(e, self.axis)
+        if step is None:
+            return self.loader.lane_values(e)
+        first = self.define("i64", f"{self.integer(e)}{self.rep_offset(step)}", depth)
+        c = self.integer(step)
+        return self.define_parts(n.dtype, (f"iota_lo({first}, {c})", f"iota_hi({first}, {c})"), depth)
+
+    # ------------------------------------------------------------------------------------ integer expressions
+    @property
+    def axis(self) -> Atom:
+        """The vectorised loop variable."""
+        assert self.nest.axis is not None
+        return self.nest.axis
+
+    def rep_offset(self, step: Size) -> str:
+        """Text that moves an index by `step` a lane from the first vector in flight to the present one."""
+        if self.rep == 0 or step == 0:
+            return ""
+        moved = step * (self.rep * self.lanes)
+        return f" + {moved}" if isinstance(moved, int) else f" + ({self.integer(moved)})"
+
+    def varies(self, e: Size) -> bool:
+        """Whether a data-dependent index in e differs between lanes."""
+        where = self.nest.space.indirect
+        return any(a in where and self.is_vector(where[a]) for a in free_symbols(e))
+
+    def expr_depth(self, e: Size) -> int:
+        """The block in which an expression is known."""
+        return max((self._symbol_depth(a) for a in free_symbols(e)), default=0)
+
+    def _symbol_depth(self, a: Atom) -> int:
+        node = self.nest.space.indirect.get(a)
+        return self.depth_of.get(a, 0) if node is None else self.depth(node)
+
+    def integer(self, e: Size) -> str:
+        """An expression as C++ text of type i64. Divisions and the like are computed once, as early as possible."""
+        if isinstance(e, int):
+            return f"{e}l" if abs(e) >> 31 else str(e)
+        parts = []
+        for mono, c in e.terms:
+            factors = [self._factor(a) for a in mono]
+            if c != 1:
+                factors.insert(0, f"{c}l")
+            parts.append("*".join(factors))
+        if e.const:
+            parts.append(f"{e.const}l")
+        return parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
+
+    def _factor(self, a: Atom) -> str:
+        if a.kind == "sym":
+            node = self.nest.space.indirect.get(a)
+            return self.names[a] if node is None else self.get(node)[0]
+        e = Expr(0, (((a,), 1),))
+        depth = self.expr_depth(e)
+        memo = self.chain[depth].memo
+        if e not in memo:
+            memo[e] = (self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),)
+        return memo[e][0]
+
+
+def atom_text(a: Atom, x: str, y: str) -> str:
+    """A division, remainder, minimum, maximum or comparison of two i64 texts."""
+    if a.kind in ("div", "mod"):
+        if bounds(a.a)[0] >= 0:
+            return f"({x}) {'/' if a.kind == 'div' else '%'} ({y})"
+        return f"{a.kind}_floor({x}, {y})"
+    if a.kind in ("min", "max"):
+        return f"({x}) {'<' if a.kind == 'min' else '>'} ({y}) ? ({x}) : ({y})"
+    return f"({x}) {_SIGN[a.kind]} ({y})"
+
+
+def is_bool(d: DType) -> bool:
+    """Whether values of d are masks in vector code."""
+    return d == b1

@@ -1,0 +1,1 @@
+"""What a compiled program needs to run, and nothing of the compiler: loading, toolchain, caches."""

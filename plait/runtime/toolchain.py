@@ -1,0 +1,123 @@
+"""The machine's C++ compiler and vector instructions, and the way from kernel source to a shared object.
+
+`find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs nothing but libc. Raises ToolchainMissing
+where no compiler works, which the pipeline turns into one warning and a fallback, and ToolchainError where it refuses a source.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from plait.config import Config
+from plait.errors import ToolchainError, UserError
+
+
+class ToolchainMissing(ToolchainError):
+    """No C++ compiler that works was found on this machine."""
+
+
+@dataclass(frozen=True)
+class Isa:
+    """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler. sleef: whose SLEEF
+    functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show."""
+
+    name: str
+    lanes: int
+    flags: tuple[str, ...]
+    sleef: str
+    cpu: frozenset[str] = field(default=frozenset())
+
+    def lanes_of(self, nbytes: int) -> int:
+        """Lanes of one register of a value with elements of that size: 64-bit values take two registers."""
+        return self.lanes // 2 if nbytes == 8 else self.lanes
+
+
+ISAS: dict[str, Isa] = {
+    i.name: i
+    for i in (
+        Isa(
+            "avx512", 16,
+            ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+            "avx512", frozenset(("avx512f", "avx512dq", "avx512bw", "avx512vl", "fma", "f16c")),
+        ),
+        Isa("avx2", 8, ("-mavx2", "-mfma", "-mf16c"), "avx2", frozenset(("avx2", "fma", "f16c"))),
+        Isa("portable", 4, (), ""),
+    )
+}  # fmt: skip
+
+BASE_FLAGS = (
+    "-std=c++17", "-shared", "-fPIC", "-pipe", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
+    "-fwrapv", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-nostdlib",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A C++ compiler that works. compiler: the command. version: its first line of --version. isa: what it compiles for."""
+
+    compiler: str
+    version: str
+    isa: Isa
+    opt_level: int
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Everything on the command line except files."""
+        return (f"-O{self.opt_level}", *BASE_FLAGS, *self.isa.flags)
+
+    def compile(self, source: str, path: Path) -> None:
+        """Writes the shared object of a source at path. Raises ToolchainError with the compiler's own words."""
+        with tempfile.TemporaryDirectory(prefix="plait-") as folder:
+            cpp = Path(folder) / "kernels.cpp"
+            cpp.write_text(source)
+            command = [self.compiler, *self.flags, str(cpp), "-o", str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                first = "\n".join(done.stderr.splitlines()[:20])
+                raise ToolchainError(
+                    f"{self.compiler} refused a kernel (exit code {done.returncode}):\n{first}",
+                    hint="PLAIT_DEBUG=4 writes the source; PLAIT_CXX chooses another compiler",
+                )
+
+
+def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
+    """The widest instructions that this machine has, or those asked for. Raises UserError if the machine lacks them."""
+    try:
+        text = Path(cpuinfo).read_text()
+    except OSError:
+        text = ""
+    line = next((t for t in text.splitlines() if t.startswith("flags")), "")
+    have = frozenset(line.partition(":")[2].split())
+    if wanted != "auto":
+        isa = ISAS[wanted]
+        if not isa.cpu <= have:
+            raise UserError(f"this machine has no {', '.join(sorted(isa.cpu - have))}", hint="isa='auto'")
+        return isa
+    return next(i for i in ISAS.values() if i.cpu <= have)
+
+
+def find_toolchain(cfg: Config) -> Toolchain:
+    """The compiler that cfg names, else $CXX, c++, g++, clang++: the first that exists. Raises ToolchainMissing."""
+    return _find(cfg.cpp_compiler, os.environ.get("CXX", ""), os.environ.get("PATH", ""), cfg.isa, cfg.opt_level)
+
+
+@lru_cache(maxsize=8)
+def _find(named: str, cxx: str, path: str, isa: str, opt_level: int) -> Toolchain:
+    tried = [named] if named else [c for c in (cxx, "c++", "g++", "clang++") if c]
+    for command in tried:
+        found = shutil.which(command, path=path)
+        if found is None:
+            continue
+        done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return Toolchain(found, done.stdout.partition("\n")[0], detect_isa(isa), opt_level)
+    raise ToolchainMissing(
+        f"no C++ compiler found (tried {', '.join(tried)})",
+        hint="install g++ or clang++, or name one with PLAIT_CXX",
+    )

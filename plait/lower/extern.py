@@ -175,11 +175,13 @@ def call_op(
     given: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     flops: Size = 0,
     used: frozenset[int] | None = None,
+    effectful: bool = False,
 ) -> Any:
     """Records a call of any op whose result has the fake value `val`.
 
     given: the FX arguments, whose fake strides the operands must have. used: positions of results
-    that somebody reads (None: all)."""
+    that somebody reads (None: all).
+    effectful: it must run, in program order, whatever its schema says."""
     facts = op_facts(op)
     fake_args, fake_kwargs = given if given is not None else ((), {})
     operands: dict[str, ExternArg] = {}
@@ -207,7 +209,7 @@ def call_op(
             symbols=symbols,
             aliases=_bufs(operands, facts.aliases),
             mutates=_bufs(operands, facts.mutates),
-            effectful=facts.effectful,
+            effectful=facts.effectful or effectful,
             may_keep=facts.may_keep,
             fallback=fallback,
             out_op=facts.out_op if direct else "",

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from plait.errors import InternalError, PlaitError, Unsupported, UserError
 
-Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+Compiler = Callable[..., Callable[..., Any]]
 
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
 """Value of meta["recompute"] that makes the partitioner save a node for backward."""
@@ -183,22 +183,22 @@ class ExportEnv:
     ) -> None:
         self.dynamic_shapes = dynamic_shapes
         try:
-            found = non_strict_utils.make_fake_inputs(
+            found = non_strict_utils.make_fake_inputs(  # type: ignore[no-untyped-call]
                 module, _apart(args), _apart(kwargs), dynamic_shapes
             )
         except (ConstraintViolationError, TorchUserError, ValueError) as error:
             raise UserError(f"dynamic_shapes does not fit: {error}") from error
         self.mode, fake_args, fake_kwargs, self._equalities, self._python_signature, _ = found
         self.leaves = pytree.tree_leaves((fake_args, fake_kwargs))
-        self._alive: list[
-            torch.Tensor
-        ] = []  # fake tensors are memoised by the tensors they stand for
+        # Fake tensors are memoised by the tensors they stand for, which must live for that.
+        self._alive: list[torch.Tensor] = []
 
     def fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake, detached tensor of fixed sizes for a parameter or buffer."""
         detached = tensor.detach()
         self._alive.append(detached)
-        return self.mode.from_tensor(detached, static_shapes=True)
+        fake: torch.Tensor = self.mode.from_tensor(detached, static_shapes=True)
+        return fake
 
     def size_facts(self, fakes: Sequence[torch.Tensor], graph: GraphModule) -> SizeFacts:
         """What the trace assumed. Raises UserError if that contradicts dynamic_shapes."""
@@ -215,10 +215,9 @@ class ExportEnv:
             except (ConstraintViolationError, TorchUserError) as error:
                 raise UserError(f"dynamic_shapes contradicts the program: {error}") from error
         where: dict[Any, tuple[int, int]] = {}
-        for arg, fake in enumerate(fakes):
-            for dim, size in enumerate(fake.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                    where.setdefault(size.node.expr, (arg, dim))
+        for arg, dim, expr in _symbolic_sizes(fakes):
+            if expr.is_symbol:
+                where.setdefault(expr, (arg, dim))
         bounds: dict[Any, tuple[int, int | None]] = {}
         for symbol in where:
             span = shape_env.bound_sympy(symbol)
@@ -262,15 +261,22 @@ def _derived_sizes(
     fakes: Sequence[torch.Tensor], where: dict[Any, tuple[int, int]]
 ) -> list[tuple[str, Callable[..., bool]]]:
     found = []
+    for arg, dim, expr in _symbolic_sizes(fakes):
+        if not expr.is_symbol:
+            own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
+            equal = sympy.Eq(own, expr, evaluate=False)
+            found.append(_condition(equal, {**where, own: (arg, dim)}))
+    return found
+
+
+def _symbolic_sizes(fakes: Sequence[torch.Tensor]) -> list[tuple[int, int, Any]]:
+    """(argument, dimension, expression) of every size that is no number."""
+    found = []
     for arg, fake in enumerate(fakes):
-        for dim, size in enumerate(fake.shape):
-            if isinstance(size, torch.SymInt) and not size.node.expr.is_symbol:
-                own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
-                found.append(
-                    _condition(
-                        sympy.Eq(own, size.node.expr, evaluate=False), {**where, own: (arg, dim)}
-                    )
-                )
+        sizes: tuple[Any, ...] = tuple(fake.shape)
+        for dim, size in enumerate(sizes):
+            if isinstance(size, torch.SymInt):
+                found.append((arg, dim, size.node.expr))
     return found
 
 

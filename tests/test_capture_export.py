@@ -166,7 +166,7 @@ def test_dynamic_batch() -> None:
     )
     with pytest.raises(InputError, match="65"):
         run(torch.randn(65, 6), X.t())
-    with pytest.raises(InputError, match="'x'.*expected size 6 in dimension 1, got 7"):
+    with pytest.raises(InputError, match=r"'x'.*expected size 6 in dimension 1, got 7"):
         run(torch.randn(4, 7), X.t())
 
 
@@ -264,5 +264,5 @@ def test_wrong_uses_of_compile() -> None:
 
 
 def test_what_cannot_be_traced() -> None:
-    with pytest.raises(Unsupported, match="plait.compile cannot trace"):
+    with pytest.raises(Unsupported, match=r"plait\.compile cannot trace"):
         plait.compile(lambda x: x if x.sum() > 0 else -x, (X,))

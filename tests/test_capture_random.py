@@ -1,4 +1,4 @@
-"""Random numbers: the bits of Philox, distributions, seeds, and the same values in forward, backward and recomputation."""
+"""Random numbers: the bits of Philox, distributions, seeds, and equal values in forward, backward and recomputation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ CONTINUOUS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "normal float std": (lambda x: torch.normal(x * 0 + 1, 3.0), lambda x: torch.special.ndtr((x - 1) / 3)),
     "normal of size": (lambda x: torch.normal(1.0, 3.0, (100, 200)), lambda x: torch.special.ndtr((x - 1) / 3)),
     "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), lambda x: 1 - torch.exp(-2 * x)),
-    "log_normal_": (lambda x: torch.empty_like(x).log_normal_(0.5, 2.0), lambda x: torch.special.ndtr((x.log() - 0.5) / 2)),
+    "log_normal_": (
+        lambda x: torch.empty_like(x).log_normal_(0.5, 2.0),
+        lambda x: torch.special.ndtr((x.log() - 0.5) / 2),
+    ),
     "cauchy_": (lambda x: torch.empty_like(x).cauchy_(1.0, 2.0), lambda x: 0.5 + torch.atan((x - 1) / 2) / math.pi),
 }  # fmt: skip
 
@@ -94,9 +97,9 @@ def test_distribution(name: str) -> None:
 
 
 DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], dict[float, float]]] = {
-    "randint": (lambda x: torch.randint(2, 6, (100, 200)), {k: 0.25 for k in (2, 3, 4, 5)}),
-    "randint_like": (lambda x: torch.randint_like(x, 4), {k: 0.25 for k in range(4)}),
-    "randint_like low": (lambda x: torch.randint_like(x, 2, 6), {k: 0.25 for k in (2, 3, 4, 5)}),
+    "randint": (lambda x: torch.randint(2, 6, (100, 200)), dict.fromkeys((2, 3, 4, 5), 0.25)),
+    "randint_like": (lambda x: torch.randint_like(x, 4), dict.fromkeys(range(4), 0.25)),
+    "randint_like low": (lambda x: torch.randint_like(x, 2, 6), dict.fromkeys((2, 3, 4, 5), 0.25)),
     "bernoulli": (lambda x: torch.bernoulli(x * 0.3), {0: 0.7, 1: 0.3}),
     "bernoulli p": (lambda x: torch.bernoulli(x, 0.3), {0: 0.7, 1: 0.3}),
     "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.3), {0: 0.7, 1: 0.3}),

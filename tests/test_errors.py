@@ -6,7 +6,14 @@ import pytest
 import torch
 
 import plait
-from plait.errors import InputError, InternalError, PlaitError, ToolchainError, Unsupported, UserError
+from plait.errors import (
+    InputError,
+    InternalError,
+    PlaitError,
+    ToolchainError,
+    Unsupported,
+    UserError,
+)
 
 
 def test_text_says_what_where_and_what_to_try() -> None:

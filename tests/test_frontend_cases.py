@@ -21,7 +21,7 @@ class Pair(NamedTuple):
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.linspace(-1, 1, max(torch.Size(shape).numel(), 1), dtype=dtype)[: torch.Size(shape).numel()].reshape(shape)
+    return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).reshape(shape)
 
 
 def x46() -> Sequence[Any]:

@@ -64,7 +64,8 @@ torch.compile(f, backend="plait")(torch.randn(8, requires_grad=True)).backward()
     "plait.compile": """
 import plait
 plait.compile(model.eval(), (tokens,))(tokens)
-plait.compile(lambda x: x.exp(), (torch.randn(4, 3),), dynamic_shapes={"x": {0: torch.export.Dim("n")}})(torch.randn(5, 3))
+n = torch.export.Dim("n")
+plait.compile(lambda x: x.exp(), (torch.randn(4, 3),), dynamic_shapes={"x": {0: n}})(torch.randn(5, 3))
 """,
 }  # fmt: skip
 

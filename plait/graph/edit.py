@@ -46,7 +46,8 @@ def base_of(node: Node) -> Node:
 
 def output_of(graph: Graph) -> Node:
     """The output node."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    node: Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return node
 
 
 def escaping(graph: Graph) -> set[Node]:
@@ -74,13 +75,15 @@ def is_pure(node: Node) -> bool:
     return not isinstance(target, HigherOrderOperator) and not node.is_impure()
 
 
-_UNINITIALISED = frozenset(
-    getattr(packet, overload)
-    for packet in (
-        aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.empty_permuted,
-    )
-    for overload in packet.overloads()
-)  # fmt: skip
+_EMPTY: tuple[Any, ...] = (
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.empty_permuted,
+)
+_UNINITIALISED = frozenset(getattr(p, overload) for p in _EMPTY for overload in p.overloads())
 
 
 def value_of(node: Node) -> Any:

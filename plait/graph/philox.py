@@ -9,8 +9,8 @@ All results are contiguous CPU tensors. `plait::seed()` equals `aten::randint(2*
 `offset` tells the random operators of one graph apart.
 
 The bits, for whoever emits kernels: let `i` be the linear (row-major) index of an element. Its four words are
-    (w0, w1, w2, w3) = Philox4x32-10(key = (seed & M, seed >> 32 & M), counter = (i & M, i >> 32 & M, offset, 0)),  M = 2**32 - 1
-with multipliers 0xD2511F53 and 0xCD9E8D57 and key increments 0x9E3779B9 and 0xBB67AE85. Then
+    (w0, w1, w2, w3) = Philox4x32-10(key = (seed & M, seed >> 32 & M), counter = (i & M, i >> 32 & M, offset, 0))
+with M = 2**32 - 1, multipliers 0xD2511F53 and 0xCD9E8D57 and key increments 0x9E3779B9 and 0xBB67AE85. Then
     uniform  f32: (w0 >> 8) * 2**-24      f64: ((w0 >> 5) * 2**26 + (w1 >> 6)) * 2**-53
              f16: (w0 >> 21) * 2**-11     bf16: (w0 >> 24) * 2**-8
     normal   f32, f16, bf16 (in f32, rounded at the end): sqrt(-2 * log(a)) * cos(2 * pi * b)
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -104,7 +105,8 @@ def _randint(
 
 
 def _seed() -> torch.Tensor:
-    return torch.ops.aten.randint.default(2**63 - 1, [])
+    drawn: torch.Tensor = torch.ops.aten.randint.default(2**63 - 1, [])
+    return drawn
 
 
 def _fake_seed() -> torch.Tensor:
@@ -128,8 +130,8 @@ def _fake_randint(
     return seed.new_empty(size, dtype=dtype)
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("plait", "DEF")
+def _register() -> Any:
+    library: Any = torch.library.Library("plait", "DEF")  # type: ignore[no-untyped-call]
     floats = "(Tensor seed, int offset, SymInt[] size, ScalarType dtype) -> Tensor"
     ints = "(Tensor seed, int offset, SymInt low, SymInt high, SymInt[] size, ScalarType dtype) -> Tensor"
     library.define("seed() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))

@@ -66,7 +66,7 @@ class _Draws:
 
     def size(self, like: torch.Tensor, dim: int, sources: Sequence[Any]) -> Any:
         """Size `dim` of like: an int, or a node of the graph that holds it."""
-        wanted = like.shape[dim]
+        wanted: Any = like.shape[dim]
         if isinstance(wanted, int):
             return wanted
         for source in _nodes_in(sources):
@@ -74,7 +74,8 @@ class _Draws:
             if isinstance(value, torch.SymInt) and value.node.expr == wanted.node.expr:
                 return source
             if isinstance(value, torch.Tensor):
-                for d, s in enumerate(value.shape):
+                sizes: tuple[Any, ...] = tuple(value.shape)
+                for d, s in enumerate(sizes):
                     if isinstance(s, torch.SymInt) and s.node.expr == wanted.node.expr:
                         return self.call(aten.sym_size.int, source, d)
         raise LookupError(f"no node holds size {wanted}")
@@ -311,6 +312,7 @@ def _substitute(node: Node, new: Node | tuple[Node, Node]) -> None:
     else:
         for user in list(node.users):
             if user.target is operator.getitem:
-                user.replace_all_uses_with(new[user.args[1]], propagate_meta=False)
+                chosen = new[1] if user.args[1] == 1 else new[0]
+                user.replace_all_uses_with(chosen, propagate_meta=False)
                 node.graph.erase_node(user)
     node.graph.erase_node(node)

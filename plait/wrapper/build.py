@@ -143,9 +143,10 @@ class _Builder:
         for k, name in enumerate(self.plan.program.constants):
             self.body.append(Constant(name, k))
             self.how[name] = "constant"
-        for s in self.plan.steps:
-            if isinstance(s, Kernel):
-                self.body.append(DefineKernel(s.name, len(s.args), len(s.sizes)))
+        kernels = [s for s in self.plan.steps if isinstance(s, Kernel)]
+        # Launches of equal kernels share one definition.
+        defines = dict.fromkeys(DefineKernel(k.name, len(k.args), len(k.sizes)) for k in kernels)
+        self.body.extend(defines)
         memory = self.plan.memory
         if memory.offsets:
             if not all(a.name in self.how for a in free_symbols(memory.arena_nbytes)):

@@ -78,7 +78,7 @@ class _Encoder:
         self._sizes: dict[Size, int] = {}
         self._symbols: dict[str, int] = {}
         self._slots: dict[str, int] = {}
-        self._slot_dtypes: list[int] = []
+        self._slot_table: list[tuple[str, int]] = []  # name and dtype by slot
         self._kernels: dict[str, DefineKernel] = {}
         self._kernel_ids: dict[str, int] = {}
 
@@ -103,8 +103,8 @@ class _Encoder:
         head = [self._string(p.name), p.n_constants, p.n_callables]
         head += [len(self._nodes), *(w for node in self._nodes for w in node)]
         head += [len(self._symbols), *(self._string(s) for s in self._symbols)]
-        head += [len(self._slots)]
-        for name, dtype in zip(self._slots, self._slot_dtypes, strict=True):
+        head += [len(self._slot_table)]
+        for name, dtype in self._slot_table:
             head += [self._string(name), dtype]
         head += [len(p.inputs), *inputs, len(self._kernels)]
         for k in self._kernels.values():
@@ -127,8 +127,8 @@ class _Encoder:
         return self._symbols.setdefault(name, len(self._symbols))
 
     def _define(self, name: str, dtype: DType | None) -> int:
-        slot = self._slots[name] = len(self._slots)
-        self._slot_dtypes.append(_ANY_DTYPE if dtype is None else _DTYPE[dtype.name])
+        slot = self._slots[name] = len(self._slot_table)
+        self._slot_table.append((name, _ANY_DTYPE if dtype is None else _DTYPE[dtype.name]))
         return slot
 
     def _slot(self, name: str) -> int:

@@ -347,6 +347,12 @@ class _Module:
         else:
             self.body.append(f"{targets[0]} = {made}")
 
+    def integer(self, e: Size) -> str:
+        """An expression that leaves the program: a comparison alone would be a bool."""
+        alone = isinstance(e, Expr) and len(e.terms) == 1 and len(e.terms[0][0]) == 1
+        compares = alone and e.terms[0][0][0].kind in ("eq", "ne", "lt", "le")  # type: ignore[union-attr]
+        return f"int({self.names.size(e)})" if compares else self.names.size(e)
+
     def operand(self, o: Operand) -> str:
         match o:
             case Ref(name):
@@ -356,7 +362,7 @@ class _Module:
             case ListOf(items):
                 return f"[{', '.join(self.operand(v) for v in items)}]"
             case int() | Expr():
-                return self.names.size(o)
+                return self.integer(o)
             case _:
                 assert_never(o)
 

@@ -18,6 +18,7 @@ def distance(a: Tensor, truth: Tensor) -> float:
 def close(got: Tensor, eager: Tensor, truth: Tensor, what: str) -> None:
     """got is at most twice as far from the float64 truth as eager is, plus a rounding of the largest value."""
     assert got.shape == eager.shape and got.dtype == eager.dtype and got.stride() == eager.stride(), what
+    got, eager, truth = got.detach(), eager.detach(), truth.detach()
     slack = 1e-6 * float(truth.abs().max()) + 1e-7
     assert distance(got, truth) <= 2 * distance(eager, truth) + slack, (
         f"{what}: {distance(got, truth):.3e} from float64, eager {distance(eager, truth):.3e}"
@@ -27,6 +28,7 @@ def close(got: Tensor, eager: Tensor, truth: Tensor, what: str) -> None:
 def build(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     """The model without dropout, its float64 twin and an input of batch 2."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     make, data = MODELS[name]
     model = make()

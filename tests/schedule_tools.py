@@ -358,21 +358,64 @@ def _defined(op: object) -> tuple[str, ...]:
     return tuple(o for o in outs if o is not None)
 
 
+class Memory:
+    """The memory that a plan asks for: an arena, takeovers, and arrays of their own."""
+
+    def __init__(self, plan: Plan, inputs: Arrays, syms: dict[str, int]) -> None:
+        self.plan, self.syms = plan, syms
+        self.arena: np.ndarray | None = None
+        self.arrays: Arrays = {}
+        for name, x in inputs.items():
+            mine = self.array(plan.program.buffers[name], None, 0)
+            mine[...] = x
+            self.arrays[name] = mine
+
+    def array(self, b: L.Buffer, base: np.ndarray | None, at: int) -> np.ndarray:
+        dtype = np.dtype(NUMPY[b.dtype.name])
+        shape = [evaluate(s, self.syms) for s in b.shape]
+        strides = [evaluate(s, self.syms) * dtype.itemsize for s in b.strides]
+        reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + dtype.itemsize
+        if base is None:
+            base = np.zeros(max(reach, 0), np.uint8)
+            x = np.ndarray(shape, dtype, base.data, 0, strides)
+            x[...] = np.nan if b.dtype.is_float else 1
+            return x
+        assert 0 in shape or at + reach <= base.nbytes, f"{b.name} ends beyond the arena"
+        return np.ndarray(shape, dtype, base.data, 0 if 0 in shape else at, strides)
+
+    def make(self, name: str) -> None:
+        memory, b = self.plan.memory, self.plan.buffers[name]
+        old = memory.in_place.get(name)
+        if old is not None:
+            base = self.arrays[old]
+            like = self.plan.buffers[old]
+            assert np.dtype(NUMPY[like.dtype.name]).itemsize == np.dtype(NUMPY[b.dtype.name]).itemsize
+            shape, strides = [evaluate(s, self.syms) for s in b.shape], [evaluate(s, self.syms) * base.itemsize for s in b.strides]
+            assert base.size == np.prod(shape, dtype=int), f"{name} takes over {old} of another size"
+            self.arrays[name] = np.lib.stride_tricks.as_strided(base.view(NUMPY[b.dtype.name]), shape, strides)
+        elif name in memory.offsets:
+            if self.arena is None:
+                self.arena = np.zeros(evaluate(memory.arena_nbytes, self.syms), np.uint8)
+            self.arrays[name] = self.array(b, self.arena, evaluate(memory.offsets[name], self.syms))
+        else:
+            self.arrays[name] = self.array(b, None, 0)
+
+
 def run_plan(plan: Plan, inputs: Arrays, syms: Mapping[str, int] | None = None) -> Arrays:
     """Buffers after running the plan. What was freed is gone, and memory that the plan shares is shared."""
     known = dict(syms or {})
-    arrays = {n: x.copy() for n, x in inputs.items()}
-    freed: dict[str, np.ndarray] = {}
+    memory = Memory(plan, inputs, known)
+    arrays = memory.arrays
     for step, dying in zip(plan.steps, plan.frees, strict=True):
         for name in _defined(step):
             if name not in arrays:
-                arrays[name] = fresh(plan.buffers[name], known)
+                memory.make(name)
         if isinstance(step, Kernel):
             run_kernel(step, arrays, known)
-        else:
+        elif not (isinstance(step, L.Mutate) and plan.memory.in_place.get(step.source) == step.target):
             run_other(step, arrays, known, plan.buffers)
         for name in dying:
-            freed[name] = arrays.pop(name)
+            del arrays[name]
     return arrays
 
 

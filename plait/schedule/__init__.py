@@ -15,6 +15,7 @@ from plait.schedule.finish import finish
 from plait.schedule.form import form
 from plait.schedule.fuse import fuse
 from plait.schedule.inline import inline_loops
+from plait.schedule.memory import plan_memory
 from plait.schedule.order import order
 from plait.schedule.plan import Plan
 from plait.schedule.normal import normalise
@@ -47,7 +48,8 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     draft = log("form kernels", form, loops, bodies)
     draft = log("fuse", fuse, draft, cfg)
     ordered = log("order", order, draft)
-    return log("finish", finish, draft, ordered)
+    plan = log("finish kernels", finish, draft, ordered)
+    return log("plan memory", plan_memory, plan, cfg)
 
 
 __all__ = ["Log", "Plan", "schedule"]

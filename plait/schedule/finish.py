@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.ir.loops import Buffer, Loop, LoopProgram, Pointwise, Scan, Scatter, index_exprs
+from plait.ir.loops import Buffer, Loop, LoopProgram, Mutate, Pointwise, Scan, Scatter, index_exprs
 from plait.ir.sizes import Size
 from plait.schedule.axes import Access, choose_axes
 from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers, roots
@@ -20,6 +20,7 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     """The plan, with every buffer in memory of its own."""
     program = draft.program
     buffers = dict(program.buffers)
+    _follow_targets(draft, buffers)
     names = Names()
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
     needed.update(i for i in program.inputs if isinstance(i, str))
@@ -37,6 +38,15 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     alive = _alive(program, access)
     kept = {name: b for name, b in buffers.items() if name in alive}
     return Plan(program, tuple(steps), frees, kept, MemoryPlan(), draft.refusals)
+
+
+def _follow_targets(draft: Draft, buffers: dict[str, Buffer]) -> None:
+    """What an input is overwritten with gets the layout of the input, so that it can be computed there."""
+    for op in draft.program.ops:
+        if isinstance(op, Mutate):
+            new, old = buffers[op.source], buffers[op.target]
+            if not new.fixed and new.shape == old.shape:
+                buffers[op.source] = replace(new, strides=old.strides, fixed=True)
 
 
 class _Finisher:

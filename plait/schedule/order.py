@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 from plait.errors import InternalError
+from plait.ir.loops import Mutate
 from plait.schedule.form import Draft, Unit, units
+from plait.schedule.group import Group
 
 
 def program_order(all_units: Sequence[Unit]) -> list[int]:
@@ -32,7 +35,39 @@ def program_order(all_units: Sequence[Unit]) -> list[int]:
     return out
 
 
+def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
+    """The units with the readers of an input's old value before the group that makes its new one, where that is possible: then
+    the new value can be written over the old one."""
+    out = list(all_units)
+    maker = {name: k for k, u in enumerate(out) if isinstance(u.item, Group) for name in u.writes}
+    for u in all_units:
+        if not isinstance(u.item, Mutate) or u.item.source not in maker:
+            continue
+        w = maker[u.item.source]
+        readers = {k for k, r in enumerate(out) if u.item.target in r.reads} - {w}
+        readers -= {k for k, r in enumerate(out) if r.item is u.item}
+        if readers and not readers & _after(out, w):
+            out[w] = replace(out[w], preds=out[w].preds | readers)
+    return out
+
+
+def _after(all_units: Sequence[Unit], start: int) -> set[int]:
+    """The units that must run after one."""
+    users: list[list[int]] = [[] for _ in all_units]
+    for k, u in enumerate(all_units):
+        for p in u.preds:
+            users[p].append(k)
+    seen: set[int] = set()
+    todo = [start]
+    while todo:
+        for k in users[todo.pop()]:
+            if k not in seen:
+                seen.add(k)
+                todo.append(k)
+    return seen
+
+
 def order(draft: Draft) -> list[Unit]:
     """The units in the order in which they will run."""
-    all_units = units(draft)
+    all_units = readers_first(units(draft))
     return [all_units[k] for k in program_order(all_units)]

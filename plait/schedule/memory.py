@@ -1,0 +1,290 @@
+"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory, allocations of their own for the rest.
+
+An arena is held for a whole call, so it can cost more than allocations that come and go: the peak of both is computed, and where the
+arena is worse its largest buffers are taken out of it. A kernel may write over a buffer that it reads for the last time, element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from plait.config import Config
+from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate
+from plait.ir.sizes import Size, add, ceildiv, free_symbols, known_le, mul, smax, total
+from plait.schedule.cost import hint
+from plait.schedule.deps import extern_reads, memory_roots, output_buffers
+from plait.schedule.overwrite import overwritable
+from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
+
+ALIGN = 64
+SLACK_NBYTES = 1 << 20  # how much more than coming and going the arena may hold
+SLACK = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A buffer from the step that makes it to the step that uses it last."""
+
+    name: str
+    nbytes: Size
+    start: int
+    end: int
+
+
+def storage_nbytes(b: Buffer) -> Size:
+    """The bytes that a buffer takes, gaps between its elements included."""
+    if any(s == 0 for s in b.shape):
+        return 0
+    reach = total(mul(add(s, -1), t) for s, t in zip(b.shape, b.strides, strict=True))
+    if all(isinstance(s, int) for s in b.shape):
+        return mul(add(reach, 1), b.dtype.nbytes)
+    return mul(smax(add(reach, 1), 1), b.dtype.nbytes)
+
+
+def touched(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The buffers that a step reads and those that it brings into being."""
+    if isinstance(step, Kernel):
+        return tuple(b.name for b in step.args), step.outs
+    if isinstance(step, Extern):
+        outs = tuple(o for o in step.outs if o is not None)
+        return (*extern_reads(step), *step.mutates), outs
+    if isinstance(step, Alias):
+        return (step.base,), (step.out,)
+    if isinstance(step, Mutate):
+        return (step.target, step.source), ()
+    name = getattr(step, "buf", None)
+    return ((name,) if name is not None else ()), ()
+
+
+def lives(plan: Plan) -> dict[str, Life]:
+    """The lives of all buffers that the program makes; those that share memory with others end with the last of them."""
+    memory = memory_roots(plan.program.ops)
+    start: dict[str, int] = {}
+    end: dict[str, int] = {}
+    given = {*plan.program.constants, *(i for i in plan.program.inputs if isinstance(i, str))}
+    for k, step in enumerate(plan.steps):
+        read, made = touched(step)
+        for name in made:
+            if name not in given:
+                start.setdefault(name, k)
+        for name in (*read, *made):
+            end[memory.get(name, name)] = k
+    for name in output_buffers(plan.program):
+        end[memory.get(name, name)] = len(plan.steps)
+    return {
+        n: Life(n, storage_nbytes(plan.buffers[n]), k, end[memory.get(n, n)])
+        for n, k in start.items()
+    }
+
+
+def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
+    """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what may keep them, no outputs, nothing that shares memory."""
+    memory = memory_roots(plan.program.ops)
+    barred = {*output_buffers(plan.program), *memory, *memory.values()}
+    known = _known_at_start(plan.program)
+    for step in plan.steps:
+        if isinstance(step, Extern):
+            if step.may_keep:
+                barred.update(extern_reads(step))
+            outs = [o for o in step.outs if o is not None]
+            if not step.out_op or step.may_keep or len(outs) != len(step.out_names):
+                barred.update(outs)
+    out = []
+    for life in alive.values():
+        symbols = free_symbols(life.nbytes) if not isinstance(life.nbytes, int) else frozenset()
+        if life.name not in barred and all(a.name in known for a in symbols) and life.nbytes != 0:
+            out.append(life)
+    return out
+
+
+def _known_at_start(program: LoopProgram) -> set[str]:
+    """The symbols whose values follow from the inputs."""
+    known = {i[1] for i in program.inputs if isinstance(i, tuple)}
+    inputs = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
+    for name, source in program.symbols.items():
+        if isinstance(source, tuple):
+            if source[0] in inputs:
+                known.add(name)
+        elif source is not None and (
+            isinstance(source, int) or all(a.name in known for a in free_symbols(source))
+        ):
+            known.add(name)
+    return known
+
+
+# ------------------------------------------------------------------------------------------- takeovers
+def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[str, str]:
+    """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers meant for the arena.
+
+    Both are in the arena, or both are allocations of kernels."""
+    memory = memory_roots(plan.program.ops)
+    kept = {*output_buffers(plan.program), *memory, *memory.values()}
+    kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
+    made_by_kernel = {n for s in plan.steps if isinstance(s, Kernel) for n in s.outs}
+    out: dict[str, str] = {}
+    for k, step in enumerate(plan.steps):
+        if not isinstance(step, Kernel):
+            continue
+        dying = [
+            b.name
+            for b in step.args
+            if b.name in alive and alive[b.name].end == k and alive[b.name].start < k
+            and (b.name in made_by_kernel or b.name in inside) and b.name not in kept
+        ]  # fmt: skip
+        taken: set[str] = set()
+        for new in step.outs:
+            if new not in alive or alive[new].start != k or new in memory:
+                continue
+            for old in dying:
+                fits = alive[old].nbytes == alive[new].nbytes and (old in inside) == (new in inside)
+                if fits and old not in taken and overwritable(step, new, old, plan.buffers):
+                    out[new] = old
+                    taken.add(old)
+                    break
+    return out
+
+
+def _held(e: Extern) -> tuple[str, ...]:
+    """The operands that an extern may keep."""
+    return extern_reads(e) if e.may_keep else ()
+
+
+# ------------------------------------------------------------------------------------------- the arena
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Memory for one buffer, or for several that take it over from each other. names: the first one gets the offset."""
+
+    names: tuple[str, ...]
+    nbytes: Size
+    start: int
+    end: int
+
+
+def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
+    """What has to be placed."""
+    chains: dict[str, list[Life]] = {}
+    first: dict[str, str] = {}
+    for life in sorted(inside, key=lambda x: x.start):
+        old = over.get(life.name)
+        head = first[old] if old is not None and old in first else life.name
+        first[life.name] = head
+        chains.setdefault(head, []).append(life)
+    return [
+        Block(tuple(x.name for x in c), c[0].nbytes, c[0].start, max(x.end for x in c))
+        for c in chains.values()
+    ]
+
+
+def place(all_blocks: Sequence[Block]) -> tuple[dict[str, Size], Size]:
+    """Offsets of the first name of every block, and the arena's size. Blocks of known size first, each in the tightest gap that fits."""
+    offsets: dict[str, Size] = {}
+    placed: list[tuple[int, int, Block]] = []
+    fixed = [b for b in all_blocks if isinstance(b.nbytes, int)]
+    for b in sorted(fixed, key=lambda b: (-hint(b.nbytes), b.start, b.names)):
+        size = -(-hint(b.nbytes) // ALIGN) * ALIGN
+        busy = sorted((at, end) for at, end, o in placed if o.start <= b.end and b.start <= o.end)
+        at = _best_gap(busy, size)
+        offsets[b.names[0]] = at
+        placed.append((at, at + size, b))
+    top: Size = max((end for _, end, _ in placed), default=0)
+    slots: list[tuple[Size, list[Block]]] = []
+    symbolic = [b for b in all_blocks if not isinstance(b.nbytes, int)]
+    for b in sorted(symbolic, key=lambda b: (-hint(b.nbytes), b.start, b.names)):
+        for room, users in slots:
+            free = all(u.end < b.start or b.end < u.start for u in users)
+            if free and (room == b.nbytes or known_le(b.nbytes, room)):
+                users.append(b)
+                break
+        else:
+            slots.append((b.nbytes, [b]))
+    for nbytes, users in slots:
+        offsets.update((u.names[0], top) for u in users)
+        top = add(top, mul(ceildiv(nbytes, ALIGN), ALIGN))
+    return offsets, top
+
+
+def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
+    """The offset of the tightest gap of at least size bytes between busy ranges, sorted by start."""
+    best: tuple[int, int] | None = None
+    reach = 0
+    for start, end in busy:
+        gap = start - reach
+        if gap >= size and (best is None or gap < best[0]):
+            best = gap, reach
+        reach = max(reach, end)
+    return reach if best is None else best[1]
+
+
+# ------------------------------------------------------------------------------------------- peaks
+def peak_nbytes(all_lives: Sequence[Life], n_steps: int) -> int:
+    """The most bytes alive at any step when each buffer is allocated and freed by itself (with hints for unknown sizes)."""
+    change = [0] * (n_steps + 2)
+    for life in all_lives:
+        size = max(hint(life.nbytes), 0)
+        change[life.start] += size
+        change[life.end + 1] -= size
+    best = now = 0
+    for c in change:
+        now += c
+        best = max(best, now)
+    return best
+
+
+def plan_memory(plan: Plan, cfg: Config) -> Plan:
+    """The plan with its MemoryPlan."""
+    inputs = _into_inputs(plan)
+    if not cfg.memory_planning:
+        return replace(plan, memory=MemoryPlan(in_place=inputs))
+    alive = {n: life for n, life in lives(plan).items() if n not in inputs}
+    limit = peak_nbytes(list(alive.values()), len(plan.steps)) * SLACK + SLACK_NBYTES
+    inside = placeable(plan, alive)
+    while True:
+        names = {life.name for life in inside}
+        over = takeovers(plan, alive, names)
+        offsets, nbytes = place(blocks(inside, over))
+        outside = _merged([x for n, x in alive.items() if n not in names], over)
+        if not inside or hint(nbytes) + peak_nbytes(outside, len(plan.steps)) <= limit:
+            break
+        largest = max(hint(x.nbytes) for x in inside)
+        inside = [x for x in inside if hint(x.nbytes) * 2 <= largest]
+    memory = MemoryPlan(nbytes, offsets, {**over, **inputs})
+    return replace(plan, memory=memory)
+
+
+def _merged(separate: Sequence[Life], over: Mapping[str, str]) -> list[Life]:
+    """Lives of allocations, where a takeover goes on living in the memory of the old one."""
+    return [Life(b.names[0], b.nbytes, b.start, b.end) for b in blocks(separate, over)]
+
+
+def _into_inputs(plan: Plan) -> dict[str, str]:
+    """Mutated inputs whose new value a kernel can write over the old one: source -> target of the Mutate."""
+    program = plan.program
+    memory = memory_roots(program.ops)
+    kept = {*output_buffers(program), *memory, *memory.values(), *program.constants}
+    kept.update(i for i in program.inputs if isinstance(i, str))
+    kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
+    maker = {n: k for k, s in enumerate(plan.steps) if isinstance(s, Kernel) for n in s.outs}
+    last_read: dict[str, int] = {}
+    for k, step in enumerate(plan.steps):
+        if not isinstance(step, Mutate):
+            last_read.update(dict.fromkeys(touched(step)[0], k))
+    out: dict[str, str] = {}
+    taken: set[str] = set()
+    for step in plan.steps:
+        if not isinstance(step, Mutate) or step.source in kept or step.target in memory:
+            continue
+        if step.source not in maker or step.target in taken or step.source in out:
+            continue
+        k = maker[step.source]
+        kernel = plan.steps[k]
+        assert isinstance(kernel, Kernel)
+        new, old = plan.buffers[step.source], plan.buffers[step.target]
+        same = new.strides == old.strides and new.dtype == old.dtype and new.shape == old.shape
+        last = last_read.get(step.target, -1)
+        if not same or last > k:
+            continue
+        if last < k or overwritable(kernel, step.source, step.target, plan.buffers):
+            out[step.source] = step.target
+            taken.add(step.target)
+    return out

@@ -28,7 +28,8 @@ class Ref:
 class Literal:
     """A constant operand that is no tensor and no size.
 
-    kind says how `text` reads: 'none', 'bool', 'float' (float.hex or inf/nan), 'str', 'complex', 'dtype' (DType name),
+    kind says how `text` reads: 'none', 'bool' ('True', 'False'), 'float' (float.hex or inf/nan), 'str',
+    'complex' (two floats, real and imaginary part, with a space between), 'dtype' (DType name, else torch's),
     'device' ('cpu', 'cuda:0'), 'layout', 'memory_format'. Integers are Sizes and need no Literal.
     """
 
@@ -69,7 +70,7 @@ class SymbolInput:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueInput:
-    """An argument that is neither tensor nor int (None, float, generator...). It may be passed on to extern calls by Ref."""
+    """An argument that is neither tensor nor int (None, float, generator...). Extern calls may take it by Ref."""
 
     name: str
 
@@ -80,7 +81,7 @@ Input = TensorInput | SymbolInput | OpaqueInput
 # ---------------------------------------------------------------------------------------------- instructions
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """Element `dim` of a tensor's sizes (kind='size'), of its strides ('stride'), or its storage offset ('offset', dim 0)."""
+    """Element `dim` of a tensor's sizes (kind='size') or strides ('stride'), or its storage offset ('offset')."""
 
     tensor: str
     kind: str
@@ -147,8 +148,9 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Defines tensor `name` in an arena at byte `offset`. It never leaves the call and is never handed to an op that may keep
-    or alias its arguments."""
+    """Defines tensor `name` in an arena at byte `offset`.
+
+    It never leaves the call and is never handed to an op that may keep or alias its arguments."""
 
     name: str
     arena: str
@@ -171,9 +173,11 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Defines tensor `name` on the memory of `old`, an Alloc'ed tensor that dies here (old counts as freed).
-    The memory of old must be at least as large; contents are undefined unless a kernel that runs elementwise in place reads old first:
-    then the Reuse stands before that Launch, which still names `old` among its args."""
+    """Defines tensor `name` on the memory of `old`, an Alloc'ed tensor that dies.
+
+    The memory of old must be at least as large. The next instruction that uses `name` is the last that may use old: a
+    kernel that reads old and writes `name` elementwise in place. Contents are undefined otherwise. old has a Free of
+    its own."""
 
     name: str
     old: str
@@ -192,9 +196,10 @@ class Free:
 @dataclass(frozen=True, slots=True)
 class View:
     """Names memory that already exists; copies nothing.
-    Element (i0, i1, ...) is at base's first element + offset + sum(ik * strides[k]), in elements of `dtype`
-    (of base's element size if the sizes differ: offset is then given in elements of the new dtype).
-    Keeps base's storage alive where base is a tensor of its own. `relative=False`: offset counts from the start of base's storage instead."""
+
+    Element (i0, i1, ...) is at base's first element + offset + sum(ik * strides[k]), all in elements of `dtype`.
+    Keeps base's storage alive where base is a tensor of its own. relative=False: offset counts from the start of
+    base's storage instead."""
 
     name: str
     base: str
@@ -215,7 +220,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class DefineKernel:
-    """Declares kernel `name` with n_args buffer arguments and n_sizes integer arguments; its code is in the program's kernel table."""
+    """Declares kernel `name` of the kernel library, with n_args buffer arguments and n_sizes integer arguments."""
 
     name: str
     n_args: int
@@ -226,9 +231,10 @@ class DefineKernel:
 class Launch:
     """Runs a kernel on the data pointers of `args` and the values of `sizes`.
 
-    outs: the subset of args that it writes. work_ns: estimated nanoseconds on one core, an expression (decides parallelism and whether the GIL
-    is released). parallel: the kernel may be split over threads. barrier: it must not start before all earlier launches of its region ended
-    on every thread (False only where no data flows between them)."""
+    outs: the subset of args that it writes. work_ns: estimated nanoseconds on one core, an expression (decides
+    parallelism and whether the GIL is released). parallel: the kernel may be split over threads. barrier: it must not
+    start before all earlier launches of its region ended on every thread (False only where no data flows between
+    them)."""
 
     kernel: str
     args: tuple[str, ...]
@@ -243,10 +249,12 @@ class Launch:
 class CallExtern:
     """Calls a PyTorch operator through the dispatcher and names its tensor results.
 
-    op: 'namespace::name.overload' (overload may be empty: 'aten::mm'). Positional args in schema order, then kwargs by name; missing ones take the
-    schema's default. outs: one name per result, None for one that nobody uses; for an op that returns a single TensorList the names are its elements.
-    An int result defines a symbol of that name. may_keep: the op may keep or alias its arguments, so none of them lies in an arena. into: names of existing tensors that receive the results (`out=` variants: then `op` is the out overload, the
-    tensors stand in kwargs too and outs is empty)."""
+    op: 'namespace::name.overload' (overload may be empty: 'aten::mm'). Positional args in schema order, then kwargs by
+    name; missing ones take the schema's default. outs: one name per result, None for one that nobody uses; for an op
+    that returns a single TensorList the names are its elements. An int result defines a symbol of that name.
+    into: names of existing tensors that receive the results (`out=` variants: then `op` is the out overload, the
+    tensors stand in kwargs too and outs is empty). may_keep: the op may keep or alias its arguments, so none of them
+    lies in an arena."""
 
     op: str
     args: tuple[Operand, ...]
@@ -258,8 +266,9 @@ class CallExtern:
 
 @dataclass(frozen=True, slots=True)
 class CallPython:
-    """Calls Python object number `index` of the program's table of callables (higher-order ops, Python custom ops) with the GIL held.
-    Results are named as in CallExtern."""
+    """Calls Python object number `index` of the program's table of callables (higher-order ops, Python custom ops).
+
+    The GIL is held. outs: one name per element of the tuple that it returns, or a single one for anything else."""
 
     index: int
     label: str
@@ -270,8 +279,9 @@ class CallPython:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """dst.copy_(src): same number of elements, broadcasting and dtype conversion as ATen's copy_. Used for mutated inputs; bumps the
-    version counter of dst when `bump`."""
+    """dst.copy_(src): broadcasting and dtype conversion as ATen's copy_.
+
+    Used for mutated inputs; bumps the version counter of dst when `bump`."""
 
     dst: str
     src: str
@@ -308,23 +318,27 @@ class Return:
 
 
 Instr = (
-    Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc | Reuse | Free | View | Constant
-    | DefineKernel | Launch | CallExtern | CallPython | Copy | BumpVersion | Fill | Note | Return
+    Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc | Reuse | Free
+    | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Copy | BumpVersion | Fill | Note | Return
 )  # fmt: skip
 INSTRUCTIONS: tuple[type, ...] = (
-    Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc, Reuse, Free, View, Constant,
-    DefineKernel, Launch, CallExtern, CallPython, Copy, BumpVersion, Fill, Note, Return,
+    Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc, Reuse, Free, View,
+    Constant, DefineKernel, Launch, CallExtern, CallPython, Copy, BumpVersion, Fill, Note, Return,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WrapperProgram:
-    """A whole program: its signature and its instructions. Constants and callables are tables held beside it (they are no data);
-    n_constants and n_callables are their lengths."""
+    """A whole program: its signature and its instructions.
+
+    Constants and callables are tables held beside it (they are no data); n_constants and n_callables are their lengths.
+    """
 
     name: str
     inputs: tuple[Input, ...]
     body: tuple[Instr, ...]
     n_constants: int = 0
     n_callables: int = 0
-    origins: tuple[tuple[str, str], ...] = field(default=())  # kernel name -> source lines and ATen ops
+    origins: tuple[tuple[str, str], ...] = field(
+        default=()
+    )  # kernel name -> source lines and ATen ops

@@ -117,7 +117,9 @@ class _Encoder:
             offset += len(t)
         words += [*head, n_instrs, *body]
         payload = struct.pack("<q", len(words)) + _pack(words) + b"".join(texts)
-        return _MAGIC + struct.pack("<IIQ", PLAN_VERSION, zlib.crc32(payload), len(payload)) + payload
+        return (
+            _MAGIC + struct.pack("<IIQ", PLAN_VERSION, zlib.crc32(payload), len(payload)) + payload
+        )
 
     # ------------------------------------------------------------------------------------ tables
     def _string(self, text: str) -> int:

@@ -92,6 +92,17 @@ def make_python(program: WrapperProgram, library: str = "", constants: str = "")
     return _Module(program, library, constants).text()
 
 
+def python_lines(program: WrapperProgram) -> list[tuple[Instr, list[str]]]:
+    """Every instruction with the lines that it becomes."""
+    module = _Module(program, "", "")
+    out = []
+    for i in program.body:
+        before = len(module.setup), len(module.body)
+        module.instruction(i)
+        out.append((i, module.setup[before[0] :] + module.body[before[1] :]))
+    return out
+
+
 class PythonProgram:
     """A loaded module as a callable: prog(*inputs) -> tuple, prog.boxed(list of inputs) -> tuple (empties the list)."""
 

@@ -1,6 +1,7 @@
 """The table of wrapper targets: each turns a verified WrapperProgram and its tables into something that runs.
 
-A new target is one new file and one row here. What a row returns is called as loaded(*inputs) -> tuple and as loaded.boxed(list) -> tuple.
+A new target is one new file and one row here. What a row returns is called as loaded(*inputs) -> tuple and as
+loaded.boxed(list) -> tuple.
 """
 
 from __future__ import annotations
@@ -26,18 +27,26 @@ class Loaded(Protocol):
 
 
 def _native(
-    program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor], callables: Sequence[Any]
+    program: WrapperProgram,
+    library: str | None,
+    constants: Sequence[torch.Tensor],
+    callables: Sequence[Any],
 ) -> Loaded:
     return load(encode(program), library, constants, callables)
 
 
 def _python(
-    program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor], callables: Sequence[Any]
+    program: WrapperProgram,
+    library: str | None,
+    constants: Sequence[torch.Tensor],
+    callables: Sequence[Any],
 ) -> Loaded:
     return load_python(make_python(program, library or ""), library, constants, callables)
 
 
-TARGETS: dict[str, Callable[[WrapperProgram, str | None, Sequence[torch.Tensor], Sequence[Any]], Loaded]] = {
+TARGETS: dict[
+    str, Callable[[WrapperProgram, str | None, Sequence[torch.Tensor], Sequence[Any]], Loaded]
+] = {
     "native": _native,
     "python": _python,
 }

@@ -61,7 +61,7 @@ SYNTAX: dict[type, Syntax] = {
     AssertSizeStride: ("require_layout", (("tensor", "name"), ("shape", "sizes"), ("strides", "sizes"))),
     AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
     CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"))),
-    Arena: ("arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
+    Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
     Place: ("place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
     Alloc: ("alloc", (*_TENSOR, ("device", "text"))),
     Reuse: ("reuse", (("name", "new"), ("old", "name"), ("type", "type"))),

@@ -1,0 +1,143 @@
+"""docs/instructions.md, written from the code: every instruction, what it means and what each target makes of it.
+
+`python -m plait.wrapper.table` writes the file; a test proves that it is up to date. Meanings are the docstrings of
+`wrapper/instructions.py`; the rest is one legal program with every instruction in it, put through the targets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+from plait.wrapper.instructions import (
+    INSTRUCTIONS,
+    Alloc,
+    Constant,
+    DefineKernel,
+    Free,
+    Instr,
+    Launch,
+    Note,
+    Place,
+    Return,
+    Symbol,
+    View,
+    WrapperProgram,
+)
+from plait.wrapper.native import encode
+from plait.wrapper.python import python_lines
+from plait.wrapper.text import line, read, text
+from plait.wrapper.verify import verify
+
+EXAMPLE = """\
+program('example', n_constants=1, n_callables=1)
+s0 = symbol(lo=2)
+
+x = tensor_input(f32[s0, 8] @ (8, 1))
+state = tensor_input(f32[s0, 8] @ (8, 1))
+
+s0 = read(x, 'size', 0)
+require((s0 < 4096), 'at most 4095 rows')
+require_layout(state, (s0, 8), (8, 1))
+require_aligned(x, 16)
+weight = constant(0)
+kernel('plait_relu', 2, 1)
+arena = take_arena(32*s0)
+note('model.py:31: aten.relu')
+buf0 = place(arena, 0, f32[s0, 8] @ (8, 1))
+launch('plait_relu', (x, buf0), (s0,), (buf0,), 4*s0, barrier=False)
+weight_t = view(weight, f32[8, 8] @ (1, 8), 0)
+buf1 = alloc(f32[s0, 8] @ (8, 1))
+call('aten::mm.out', into=(buf1,), may_keep=False)(buf0, weight_t, out=buf1)
+free(buf0)
+buf2 = reuse(buf1, f32[s0, 8] @ (8, 1))
+launch('plait_relu', (buf1, buf2), (s0,), (buf2,), 4*s0, barrier=False)
+free(buf1)
+require_finite(buf2, 'model.py:31')
+buf3, = call_python(0, 'mylib.scale')(buf2, alpha=0.5)
+copy(state, buf3)
+bump_version(x)
+buf4 = alloc(f32[4] @ (1,))
+fill(buf4, 0.0)
+return (buf2, buf4, 2*s0)
+"""
+
+_NATIVE: dict[type, str] = {
+    Symbol: "one step; an expression is evaluated once a call, or at load if it is a constant",
+    Place: "none where the offset is a constant: pointers are bound when the arena is taken",
+    View: "none for kernels where the offset is a constant; operators get a tensor header",
+    Constant: "none: bound at load",
+    DefineKernel: "a row of the kernel table",
+    Free: "a bound: memory is given back after the last use",
+    Launch: "part of a region: launches that follow each other run as one",
+    Note: "left out",
+    Alloc: "one step",
+}
+
+
+def example() -> WrapperProgram:
+    """A legal program that has every instruction."""
+    return read(EXAMPLE)
+
+
+def markdown() -> str:
+    """The whole file."""
+    p = example()
+    verify(p, after="example")
+    encode(p)  # the native target takes all of it
+    shown: dict[type, tuple[Instr, list[str]]] = {}
+    for i, lines in python_lines(p):
+        shown.setdefault(type(i), (i, lines))
+    parts = [
+        "# Wrapper instructions",
+        "",
+        "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py instead. -->",
+        "",
+        "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), printed and read back",
+        "(`wrapper/text.py`), run by the native executor and written as Python.",
+        "",
+        "## Meanings",
+        "",
+        "| instruction | fields | meaning |",
+        "| --- | --- | --- |",
+        *(_meaning(cls) for cls in INSTRUCTIONS),
+        "",
+        "## Targets",
+        "",
+        "| instruction | text | python | native |",
+        "| --- | --- | --- | --- |",
+        *(_row(cls, *shown[cls]) for cls in INSTRUCTIONS),
+        "",
+        "## A program with all of them",
+        "",
+        "```python",
+        text(p).rstrip(),
+        "```",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _meaning(cls: type) -> str:
+    names = ", ".join(f.name for f in fields(cls))
+    words = " ".join((inspect.getdoc(cls) or "").split())
+    return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
+
+
+def _row(cls: type, i: Instr, python: list[str]) -> str:
+    made = "<br>".join(f"`{_cell(s)}`" for s in python)
+    native = _NATIVE.get(cls, "ends the call" if cls is Return else "one step")
+    return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {native} |"
+
+
+def _cell(words: str) -> str:
+    return words.replace("|", "\\|")
+
+
+def path() -> Path:
+    """Where the file lies in a source tree."""
+    return Path(__file__).parents[2] / "docs" / "instructions.md"
+
+
+if __name__ == "__main__":
+    path().write_text(markdown())

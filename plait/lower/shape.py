@@ -19,7 +19,7 @@ from plait.ir.loops import Node, Pointwise, loop_vars
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Body, Index, Lowering, NoRule, View, lower
-from plait.lower.pointwise import operand
+from plait.lower.pointwise import operand, wrap
 
 aten = torch.ops.aten
 
@@ -252,10 +252,11 @@ def constant_pad_nd(ctx: Lowering, x: View, pad: Sequence[Size], value: Any = 0)
                 inside.append(compare(ops, "lt", at[d], x.shape[d]))
         if not inside:
             return x.load(ops, at)
-        other = scalar(ctx, ops, value, x.dtype).attr
-        if not isinstance(other, (bool, int, float)):
-            raise NoRule("a symbolic padding value")
-        return ops.masked(all_of(ops, inside), lambda: x.load(ops, at), other)
+        hit = all_of(ops, inside)
+        if isinstance(value, (bool, int, float)):
+            return ops.masked(hit, lambda: x.load(ops, at), wrap(value, x.dtype))
+        other = scalar(ctx, ops, value, x.dtype)
+        return ops.op("where", hit, ops.masked(hit, lambda: x.load(ops, at), 0), other)
 
     return result(ctx, body)
 

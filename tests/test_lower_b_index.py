@@ -1,0 +1,167 @@
+"""Reads and writes at computed positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lower_b import Evaluation, check, lowered
+
+aten = torch.ops.aten
+r = torch.randn
+
+
+def ints(high: int, *shape: int, low: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, shape)
+
+
+at = torch.tensor([0, 2, -1, 1])
+
+READS = {
+    "rows": (lambda x, i: x[i], r(4, 5), at),
+    "columns": (lambda x, i: x[:, i], r(3, 4, 5), at),
+    "apart": (lambda x, i: x[i, :, i], r(4, 3, 4), at),
+    "broadcast": (lambda x, i: x[i, i[:, None]], r(4, 4, 3), at),
+    "int32": (lambda x, i: x[i], r(4, 5), at.int()),
+    "mask": (lambda x: x[x > 0], r(4, 5)),
+    "mask then loops": (lambda x: x[x > 0] * 2 + 1, r(4, 5)),
+    "gather": (lambda x, i: x.gather(1, i), r(4, 5), ints(5, 3, 2)),
+    "gather of a number": (lambda x, i: x.gather(0, i), r(()), ints(1, 2)),
+    "gather by a number": (lambda x, i: x.gather(0, i), r(3), ints(3)),
+    "index_select": (lambda x, i: x.index_select(1, i), r(4, 5), at.abs()),
+    "index_select of a number": (lambda x, i: x.index_select(0, i), r(()), ints(1, 1)),
+    "embedding": (lambda w, i: F.embedding(i, w), r(7, 5), ints(7, 3, 4)),
+    "embedding of a number": (lambda w, i: F.embedding(i, w), r(7, 5), torch.tensor(3)),
+    "take": (torch.take, r(4, 5), ints(20, 3, 2, low=-20)),
+    "nothing": (lambda x, i: x[i], r(4, 5), ints(4, 0)),
+    "nonzero": (torch.nonzero, ints(2, 3, 4)),
+    "unique": (lambda x: torch.unique(x, return_inverse=True), ints(3, 7)),
+    "masked_select": (lambda x, m: torch.masked_select(x, m).sum(), r(4, 5), r(4, 5) > 0),
+    "repeat_interleave": (
+        lambda x, m: torch.repeat_interleave(x, m, 0),
+        r(3, 5),
+        torch.tensor([1, 2, 0]),
+    ),
+}
+WRITES = {
+    "slice_scatter": (lambda x, y: aten.slice_scatter(x, y, 1, 1, 9, 2), r(4, 12), r(4, 4)),
+    "slice_scatter from the end": (lambda x, y: aten.slice_scatter(x, y, 0, -3), r(8, 4), r(3, 4)),
+    "slice_scatter of all": (lambda x, y: aten.slice_scatter(x, y, 0, 0), r(8, 4), r(8, 4)),
+    "select_scatter": (lambda x, y: aten.select_scatter(x, y, 1, -1), r(8, 4), r(8)),
+    "diagonal_scatter": (lambda x, y: torch.diagonal_scatter(x, y, 1), r(4, 4), r(3)),
+    "diagonal_scatter below": (
+        lambda x, y: torch.diagonal_scatter(x, y, -2, 2, 0),
+        r(5, 3, 4),
+        r(3, 2),
+    ),
+    "masked_fill": (lambda x, m: x.masked_fill(m, -1.0), r(4, 5), r(4, 5) > 0),
+    "masked_fill by a tensor": (lambda x, m, v: x.masked_fill(m, v), r(4, 5), r(5) > 0, r(())),
+    "scatter": (lambda x, i, s: x.scatter(1, i, s), r(4, 5), ints(5, 3, 1), r(4, 5)),
+    "scatter a number": (lambda x, i: x.scatter(0, i, 2.5), r(4, 5), ints(4, 3, 1)),
+    "scatter into a number": (lambda x, i: x.scatter(0, i, 2.5), r(()), ints(1)),
+    "scatter with": (
+        lambda x, i, s: aten.scatter.reduce(x, 1, i, s, reduce="multiply"),
+        r(4, 5),
+        ints(5, 3, 1),
+        r(4, 5),
+    ),
+    "scatter_add": (lambda x, i, s: x.scatter_add(1, i, s), r(4, 5), ints(5, 3, 4), r(4, 5)),
+    "scatter_add into a view": (
+        lambda x, i, s: x.t().scatter_add(1, i, s),
+        r(5, 4),
+        ints(5, 3, 4),
+        r(4, 5),
+    ),
+    "index_put": (lambda x, i, v: x.index_put((i,), v), r(4, 5), torch.tensor([1, -1]), r(2, 5)),
+    "index_put adds": (
+        lambda x, i, v: x.index_put((i, i), v, accumulate=True),
+        r(4, 4),
+        torch.tensor([1, -1, 1]),
+        r(3),
+    ),
+    "index_put bool adds": (
+        lambda x, i, v: x.index_put((i,), v, accumulate=True),
+        r(4) > 0,
+        ints(4, 3),
+        r(3) > 0,
+    ),
+    "index_put mask": (lambda x, v: x.index_put((x > 0,), v), r(4, 5), r(())),
+    "index_put rows of a mask": (lambda x, m, v: x.index_put((m,), v), r(4, 5), r(4) > 0, r(1, 5)),
+    "index_put as many as hit": (
+        lambda x, m, v: x.index_put((m,), v),
+        r(4, 5),
+        torch.tensor([True, False, True, True]),
+        r(3, 5),
+    ),
+    "masked_scatter": (lambda x, m, s: x.masked_scatter(m, s), r(3, 4), r(3, 4) > 0, r(12)),
+}
+ALONG = {
+    "index_add": (
+        lambda x, i, v: x.index_add(0, i, v, alpha=2),
+        r(4, 5),
+        torch.tensor([1, 3, 1]),
+        r(3, 5),
+    ),
+    "index_copy": (lambda x, i, v: x.index_copy(0, i, v), r(4, 5), torch.tensor([1, 3]), r(2, 5)),
+    "index_fill": (lambda x, i: x.index_fill(1, i, 3.0), r(4, 5), torch.tensor([1, -1])),
+    "embedding backward": (
+        lambda g, i: aten.embedding_dense_backward(g, i, 7, 2, False),
+        r(3, 4, 5),
+        ints(7, 3, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_reads(case: str) -> None:
+    fn, *args = READS[case]
+    check(fn, *args)
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_writes(case: str) -> None:
+    fn, *args = WRITES[case]
+    check(fn, *args)
+
+
+@pytest.mark.parametrize("decompose", [True, False])
+@pytest.mark.parametrize("case", ALONG)
+def test_along_one_dimension(case: str, decompose: bool) -> None:
+    fn, *args = ALONG[case]
+    check(fn, *args, decompose=decompose)
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
+def test_reductions(reduce: str, include_self: bool) -> None:
+    def scatter(x, i, s):
+        return x.scatter_reduce(1, i, s, reduce, include_self=include_self)
+
+    check(scatter, r(4, 5), ints(5, 3, 4), r(4, 5))
+    check(scatter, ints(9, 4, 5, low=-9), ints(5, 3, 4), ints(9, 4, 5, low=-9))
+    if reduce != "sum":
+        check(
+            lambda x, i, s: x.index_reduce(1, i, s, reduce, include_self=include_self),
+            r(4, 5),
+            ints(5, 4),
+            r(4, 4),
+        )
+
+
+@pytest.mark.parametrize(
+    ("fn", "bad"),
+    [
+        (lambda x, i: x[i], 4),
+        (lambda x, i: x[i], -5),
+        (lambda x, i: x.gather(0, i), -1),
+        (lambda x, i: x.gather(0, i), 4),
+        (lambda x, i: x.index_select(0, i), -1),
+        (lambda x, i: x.scatter(0, i, 1.0), 4),
+        (lambda x, i: F.embedding(i, x[:, None]), 4),
+    ],
+)
+def test_positions_outside_are_errors(fn, bad: int) -> None:
+    x = r(4)
+    low = lowered(fn, (x, torch.tensor([1])))
+    with pytest.raises(IndexError):
+        Evaluation(low, (x, torch.tensor([bad]))).run()

@@ -1,0 +1,132 @@
+"""Matrix products, convolution, attention, scans and random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lower_b import check, lowered
+
+from plait.ir.loops import Extern
+
+aten = torch.ops.aten
+r = torch.randn
+
+
+def small(*shape: int) -> torch.Tensor:
+    return torch.randint(-4, 4, shape)
+
+
+PRODUCTS = {
+    "mm": (torch.mm, r(4, 5), r(5, 6)),
+    "mm transposed": (lambda x, y: x @ y.T, r(400, 50), r(60, 50)),
+    "mm half": (torch.mm, r(4, 5).bfloat16(), r(5, 6).bfloat16()),
+    "mm of nothing": (torch.mm, r(4, 0), r(0, 6)),
+    "linear": (lambda x, w, b: F.linear(x, w, b).relu(), r(4, 5), r(6, 5), r(6)),
+    "large linear": (lambda x, w, b: F.linear(x, w, b).relu(), r(4, 50, 64), r(96, 64), r(96)),
+    "bmm": (torch.bmm, r(3, 4, 5), r(3, 5, 6)),
+    "large bmm": (lambda x, y: torch.bmm(x, y.transpose(1, 2)), r(3, 64, 50), r(3, 64, 50)),
+    "addmm": (lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=0.5), r(6), r(4, 5), r(5, 6)),
+    "addmm beta 0": (
+        lambda b, x, y: torch.addmm(b, x, y, beta=0),
+        r(6) * float("nan"),
+        r(4, 5),
+        r(5, 6),
+    ),
+    "addmm ints": (
+        lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=3),
+        small(6),
+        small(4, 5),
+        small(5, 6),
+    ),
+    "baddbmm": (lambda b, x, y: torch.baddbmm(b, x, y, alpha=2), r(6), r(3, 4, 5), r(3, 5, 6)),
+    "addmv": (lambda b, x, y: torch.addmv(b, x, y, alpha=2, beta=0.5), r(4), r(4, 5), r(5)),
+    "mv": (torch.mv, r(4, 5), r(5)),
+    "dot": (torch.dot, r(5), r(5)),
+    "einsum": (lambda x, y: torch.einsum("bij,bkj->bik", x, y), r(2, 3, 4), r(2, 5, 4)),
+    "conv": (lambda x, w, b: F.conv2d(x, w, b, padding=1), r(2, 3, 8, 8), r(4, 3, 3, 3), r(4)),
+    "conv channels_last": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1).relu(),
+        r(2, 3, 8, 8).to(memory_format=torch.channels_last),
+        r(4, 3, 3, 3),
+        r(4),
+    ),
+    "conv backward": (
+        lambda g, x, w: aten.convolution_backward(
+            g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
+        ),
+        r(2, 4, 8, 8),
+        r(2, 3, 8, 8),
+        r(4, 3, 3, 3),
+    ),
+    "attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        r(2, 4, 16, 8),
+        r(2, 4, 16, 8),
+        r(2, 4, 16, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("decompose", [True, False])
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products(case: str, decompose: bool) -> None:
+    fn, *args = PRODUCTS[case]
+    if not decompose and case in ("mv", "dot"):
+        pytest.skip("always decomposed")
+    check(fn, *args, decompose=decompose)
+
+
+def test_only_large_products_are_calls() -> None:
+    for n, calls in ((8, 0), (128, 1)):
+        ops = lowered(torch.mm, (r(n, n), r(n, n))).program.ops
+        found = [op for op in ops if isinstance(op, Extern)]
+        assert len(found) == calls
+        assert all(
+            op.out_op == "aten::mm.out" and not op.fallback and op.flops == 2 * n**3 for op in found
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+def test_scans(dtype: torch.dtype) -> None:
+    x = (r(5, 7) * 4).to(dtype)
+    check(lambda a: a.cumsum(1), x)
+    check(lambda a: a.cumsum(0) + 1, x)
+    check(lambda a: a.cumprod(-1), x)
+    check(lambda a: a.cummax(1), x)
+    check(lambda a: a.cummin(0), x)
+    check(lambda a: a.cumsum(0), x[0, 0])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.logcumsumexp(1),
+        lambda x: x.topk(2, 1),
+        lambda x: x.median(1),
+        lambda x: x.sort(0),
+        lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])),
+    ],
+)
+def test_sorting_is_a_call_by_choice(fn) -> None:
+    check(fn, r(4, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_random_floats(dtype: torch.dtype) -> None:
+    key = torch.tensor(123456789012345)
+    check(
+        lambda s, x: torch.ops.plait.philox_uniform(s, 3, x.shape, dtype), key, r(4, 9), exact=True
+    )
+    check(lambda s, x: torch.ops.plait.philox_normal(s, 3, x.shape, dtype), key, r(4, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_random_integers(dtype: torch.dtype) -> None:
+    key = torch.tensor(-987654321)
+    check(
+        lambda s, x: torch.ops.plait.philox_randint(s, 7, -3, 12, x.shape, dtype),
+        key,
+        r(4, 9),
+        exact=True,
+    )

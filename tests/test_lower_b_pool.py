@@ -1,0 +1,84 @@
+"""Pooling and resampling, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lower_b import check
+
+aten = torch.ops.aten
+r = torch.randn
+x = r(2, 3, 9, 11)
+
+WINDOWS = [  # kernel, stride, padding, dilation, ceil_mode
+    ((3, 3), (2, 2), (1, 1), (1, 1), False),
+    ((2, 2), (2, 2), (0, 0), (1, 1), True),
+    ((3, 3), (1, 1), (1, 1), (2, 2), False),
+    ((3, 2), (2, 1), (1, 1), (1, 1), True),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_max_pool(window) -> None:
+    kernel, stride, padding, dilation, ceil = window
+
+    def pool(a):
+        return F.max_pool2d(a, kernel, stride, padding, dilation, ceil, return_indices=True)
+
+    check(pool, x)
+    check(pool, x.to(memory_format=torch.channels_last))
+    check(pool, (x * 9).int())
+    out, index = pool(x)
+    check(
+        lambda g, a, i: aten.max_pool2d_with_indices_backward(
+            g, a, kernel, stride, padding, dilation, ceil, i
+        ),
+        r(out.shape),
+        x,
+        index,
+    )
+
+
+@pytest.mark.parametrize("include_pad", [True, False])
+@pytest.mark.parametrize("divisor", [None, 5])
+@pytest.mark.parametrize("window", [w for w in WINDOWS if w[3] == (1, 1)])
+def test_avg_pool(window, divisor: int | None, include_pad: bool) -> None:
+    kernel, stride, padding, _, ceil = window
+    rest = (kernel, stride, padding, ceil, include_pad, divisor)
+    check(lambda a: F.avg_pool2d(a, *rest), x)
+    grad = r(F.avg_pool2d(x, *rest).shape)
+    check(lambda g, a: aten.avg_pool2d_backward(g, a, *rest), grad, x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a: F.avg_pool2d(a, 7, 3, 2),
+        lambda a: F.avg_pool1d(a[0], 3, 2, 1),
+        lambda a: F.max_pool1d(a[0], 3, 2, 1),
+        lambda a: F.max_pool3d(a, 2, 2, 1),
+        lambda a: F.avg_pool3d(a, 2, 2, 1),
+        lambda a: F.avg_pool2d(a.bfloat16(), 3, 2, 1),
+        lambda a: F.max_pool2d(a * float("nan"), 3, 2, 1),
+        lambda a: F.max_pool2d(a * 0 - float("inf"), 3, 2, 1, return_indices=True),
+        lambda a: F.interpolate(a, scale_factor=2),
+        lambda a: F.interpolate(a, size=(5, 13)),
+        lambda a: F.interpolate(a, scale_factor=2, mode="bilinear"),
+        lambda a: F.interpolate(a, size=(5, 13), mode="bilinear"),
+        lambda a: F.interpolate(a, size=(5, 13), mode="bilinear", align_corners=True),
+        lambda a: F.interpolate(a, scale_factor=1.7, mode="bilinear", recompute_scale_factor=False),
+        lambda a: aten.upsample_nearest2d_backward(a.repeat(1, 1, 2, 3), [18, 33], [2, 3, 9, 11]),
+    ],
+)
+def test_other(fn) -> None:
+    check(fn, x)
+
+
+@pytest.mark.parametrize("size", [1, 3, (3, 11), (4, 5), (9, 11), (12, 3)])
+def test_adaptive(size) -> None:
+    check(lambda a: F.adaptive_avg_pool2d(a, size), x)
+    check(lambda a: F.adaptive_max_pool2d(a, size, return_indices=True), x, fallback=size == 1)
+    if size != 1:
+        grad = r(F.adaptive_avg_pool2d(x, size).shape)
+        check(lambda g, a: aten._adaptive_avg_pool2d_backward(g, a), grad, x)

@@ -18,7 +18,7 @@ from plait.config import Config
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, DType, i64
 from plait.ir.loops import (
-    Alias, Assert, Buffer, Item, Mutate, Node, Op, Pointwise, Reduction, TensorArg, loop_vars,
+    Alias, Assert, Buffer, Extern, Item, Mutate, Node, Op, Pointwise, Reduction, Scalar, TensorArg, loop_vars,
 )  # fmt: skip
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -70,15 +70,17 @@ Value = Any  # View | Size | float | bool | str | None, tuples and lists of thes
 Rule = Callable[..., Any]
 RULES: dict[object, Rule] = {}
 ANY_DTYPE: set[object] = set()
+NO_LOOPS: set[object] = set()
 
 
-def lower(*ops: object, any_dtype: bool = False) -> Callable[[Rule], Rule]:
+def lower(*ops: object, any_dtype: bool = False, no_loops: bool = False) -> Callable[[Rule], Rule]:
     """Registers a rule for OpOverloads (or HOPs).
 
     It is called as rule(ctx, *args, **kwargs) with Views for tensors and Sizes for SymInts and ints (other
     arguments as they are), and returns a View, a Size, None, or a tuple of these for several results. It raises
     NoRule to decline. any_dtype: the rule can take tensors that no loop touches (complex, float8), which otherwise
-    go to an extern call before the rule is asked."""
+    go to an extern call before the rule is asked. no_loops: the rule makes no kernel, so it is asked even where
+    there can be none."""
 
     def register(rule: Rule) -> Rule:
         for op in ops:
@@ -87,6 +89,8 @@ def lower(*ops: object, any_dtype: bool = False) -> Callable[[Rule], Rule]:
             RULES[op] = rule
             if any_dtype:
                 ANY_DTYPE.add(op)
+            if no_loops:
+                NO_LOOPS.add(op)
         return rule
 
     return register
@@ -188,13 +192,24 @@ class Lowering:
         return out
 
     def copy(self, x: View, strides: tuple[Size, ...] | None = None, fixed: bool = False) -> View:
-        """x in a buffer of its own. Raises NoRule for element types that no loop touches."""
-        if x.dtype not in LOOP_DTYPES:
-            raise NoRule(f"a strided copy of {x.dtype} elements")
+        """x in a buffer of its own. Raises NoRule where that needs a loop and there can be none."""
+        if x.dtype not in LOOP_DTYPES or not self.cfg.kernels:
+            return self._clone(x, strides)
         out = self.pointwise(x.shape, x.dtype, lambda ops, i: x.load(ops, i), strides)
         if fixed:
             self.fix_layout(out.buf)
         return out
+
+    def _clone(self, x: View, strides: tuple[Size, ...] | None) -> View:
+        """A row-major copy of x by a call of ATen."""
+        given = self.strided(x)
+        rows = sz.contiguous_strides(x.shape)
+        if given is None or (strides is not None and not _same_layout(x.shape, strides, rows)):
+            raise NoRule(f"a strided copy of {x.dtype} elements without a loop")
+        out = self.new_buffer(x.dtype, x.shape, rows, fixed=True)
+        rowmajor = (("memory_format", Scalar("memory_format", "contiguous_format")),)
+        self.ops.append(Extern((out,), "aten::clone", (given,), rowmajor, may_keep=False, fallback=False, origin=self.origin))
+        return self.whole(out)
 
     # ---- strided memory, for extern operands, outputs and as_strided
     def strided(self, x: View) -> TensorArg | None:
@@ -253,11 +268,18 @@ class Lowering:
         """The symbol `value`, now defined as the value of one-element x (an integer or bool)."""
         atom = value.symbol
         assert atom is not None
-        whole = x if x.is_whole and not x.shape else self.copy(x.remap((), lambda _: (0,) * len(x.shape)))
+        whole = x if x.is_whole else self.copy(x.remap((), lambda _: (0,) * len(x.shape)))
         self.fix_layout(whole.buf)
         self.ops.append(Item(atom.name, whole.buf))
         self.symbols[atom.name] = None
         return value
+
+    def define(self, symbol: Expr, value: Size) -> None:
+        """Gives a symbol that the ShapeEnv made its value, unless it has a source already."""
+        atom = symbol.symbol
+        assert atom is not None
+        if atom.name not in self.symbols:
+            self.symbols[atom.name] = value
 
     def assert_true(self, expr: Size, message: str) -> None:
         """A run-time assertion."""

@@ -27,7 +27,7 @@ from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.loops import Buffer, Extern, LoopProgram, Scalar, TensorArg
 from plait.ir.sizes import Atom, Expr, Size
-from plait.lower.core import ANY_DTYPE, RULES, Lowering, NoRule, Value, View
+from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
 from plait.lower.symbols import bindings, is_symbolic, to_size
@@ -114,6 +114,9 @@ class _Walk:
     # ---- inputs
     def _placeholder(self, node: torch.fx.Node) -> Value:
         val = node.meta.get("val")
+        if _is_token(node):
+            self.inputs.append(None)
+            return None
         if isinstance(val, torch.Tensor):
             return self._tensor_input(val)
         if isinstance(val, torch.SymInt):
@@ -134,7 +137,8 @@ class _Walk:
         self.inputs.append(name)
         if dense:
             self.input_storages[name] = _storage(val)
-        for what, exprs in (("size", shape), ("stride", strides)):
+        offset = (to_size(val.storage_offset()),) if dense else ()
+        for what, exprs in (("size", shape), ("stride", strides), ("offset", offset)):
             for d, e in enumerate(exprs):
                 if isinstance(e, Expr):
                     self.facts.append((e, (name, what, d)))
@@ -209,7 +213,7 @@ class _Walk:
         shape = tuple(int(s) for s in value.shape)
         strides = tuple(int(s) for s in value.stride()) if dense else sz.contiguous_strides(shape)
         dtype = from_torch(value.dtype) if dense else opaque
-        if not shape and dtype in LOOP_DTYPES and type(value) is torch.Tensor and value.device.type == "cpu":
+        if not shape and ctx.cfg.kernels and dtype in LOOP_DTYPES and type(value) is torch.Tensor and value.device.type == "cpu":
             number = value.item()  # a literal: fused like any number
             return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
         ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=value.device.type, fixed=True)
@@ -345,12 +349,17 @@ class _Walk:
             return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
         strides = tuple(to_size(s) for s in val.stride())
         storage = _storage(val)
-        foreign = x.buf in self.ctx.constants or owners.get(x.buf, storage) != storage
-        if foreign and x.dtype in LOOP_DTYPES:
+        if x.buf in self.ctx.constants or owners.get(x.buf, storage) != storage:
             x = self.ctx.copy(x)
         out = self.ctx.tensor_arg(x, strides)
         owners.setdefault(out.buf, storage)
         return out
+
+
+def _is_token(node: torch.fx.Node) -> bool:
+    """Whether a placeholder only orders effects: AOTAutograd passes None for it."""
+    effects = torch.ops.higher_order.with_effects
+    return bool(node.users) and all(u.target is effects and u.args[0] is node for u in node.users)
 
 
 def _storage(val: torch.Tensor) -> int:

@@ -152,7 +152,8 @@ def _batch_norm(
 ) -> tuple[View, ...]:  # fmt: skip
     if not training:
         out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
-        return out, _nothing(ctx, 1), _nothing(ctx, 2), running_mean, running_var
+        kept = (convert(ctx, running_mean, ctx.out_dtype(3)), convert(ctx, running_var, ctx.out_dtype(4)))
+        return out, _nothing(ctx, 1), _nothing(ctx, 2), *kept
     mean, rstd, m2, axes = _batch_stats(ctx, x, eps)
     out = _apply(ctx, x, mean, rstd, weight, bias)
     new_mean = _blend(ctx, running_mean, mean, momentum, (1, 1), 3)

@@ -12,7 +12,7 @@ from plait.lower.symbols import bindings
 aten = torch.ops.aten
 
 
-@lower(aten._local_scalar_dense.default, aten.item.default)
+@lower(aten._local_scalar_dense.default, aten.item.default, no_loops=True)
 def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
     assert ctx.node is not None
     val = ctx.node.meta["val"]
@@ -28,12 +28,12 @@ def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
     return sz.compare("eq", number, 1) if isinstance(val, torch.SymBool) else number
 
 
-@lower(aten._assert_scalar.default)
+@lower(aten._assert_scalar.default, no_loops=True)
 def _assert_scalar(ctx: Lowering, condition: Size | bool, message: str) -> None:
     ctx.assert_true(int(condition) if isinstance(condition, bool) else condition, message)
 
 
-@lower(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
+@lower(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default, no_loops=True)
 def _constrain(ctx: Lowering, size: Size, *, min: int | None = None, max: int | None = None) -> None:  # noqa: A002
     if isinstance(size, Expr):
         if min is not None:
@@ -42,6 +42,6 @@ def _constrain(ctx: Lowering, size: Size, *, min: int | None = None, max: int | 
             ctx.assert_true(sz.compare("le", size, max), f"Invalid value range: a size is above {max}")
 
 
-@lower(aten._assert_tensor_metadata.default)
+@lower(aten._assert_tensor_metadata.default, no_loops=True)
 def _assert_metadata(ctx: Lowering, *_args: object, **_kwargs: object) -> None:
     """Dtypes, sizes and strides were checked when the graph was captured."""

@@ -187,8 +187,8 @@ def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
     if isinstance(e, sf.ToFloat):
         return sub(e.args[0]), 1
     if isinstance(e, sympy.Float | sympy.Rational):
-        exact = Fraction(float(e))
-        return exact.numerator, exact.denominator
+        ratio = _ratio(float(e))
+        return ratio.numerator, ratio.denominator
     if isinstance(e, sympy.Mul):
         ps, qs = zip(*(_fraction(a, sub) for a in e.args), strict=True)
         return sz.product(ps), sz.product(qs)
@@ -199,6 +199,16 @@ def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
     if e.is_integer:
         return sub(e), 1
     raise Unsupported(f"a size made from the float {e}")
+
+
+def _ratio(c: float) -> Fraction:
+    """The simple fraction that the float c stands for (17/10 for 1.7), if integers times c round to integers where
+    integers times the fraction are some. Raises Unsupported otherwise."""
+    ratio = Fraction(c).limit_denominator(1024)
+    p, q = ratio.numerator, ratio.denominator
+    if p / q != c or any(float(k * q) * c != k * p for k in range(1, 2049)):
+        raise Unsupported(f"a size that is made with the float {c}")
+    return ratio
 
 
 def _bool_not(e: Any, sub: Sub) -> Size:

@@ -174,14 +174,15 @@ def part(x: View, dim: int, start: Size, size: Size, step: Size = 1) -> View:
 
 
 def clamp_start(start: Size | None, size: Size, length: Size, step: Size) -> Size:
-    """Where a slice of a dimension of `size` begins. length: of the slice, which often proves that nothing needs clamping."""
+    """Where a slice of a dimension of `size` begins. length: of the slice (-1: not known), which often
+    proves that nothing needs clamping."""
     if start is None:
         return 0
     if sz.bounds(start)[1] < 0 or (isinstance(start, int) and start < 0):
         start = sz.add(size, start)
     elif sz.bounds(start)[0] < 0:
         start = sz.add(start, sz.mul(size, sz.compare("lt", start, 0)))
-    if step == 1 and sz.known_le(sz.add(start, length), size) and sz.known_le(0, start):
+    if length != -1 and step == 1 and sz.known_le(sz.add(start, length), size) and sz.known_le(0, start):
         return start
     return sz.smin(sz.smax(start, 0), size)
 
@@ -192,6 +193,11 @@ def _slice(
 ) -> View:
     dim = wrap_dim(dim, len(x.shape))
     length = ctx.out_shape()[dim]
+    if isinstance(length, Expr) and length.symbol is not None:
+        # Bounds that are values of tensors make a new symbol.
+        first = clamp_start(start, x.shape[dim], -1, step)
+        last = clamp_start(x.shape[dim] if end is None else end, x.shape[dim], -1, step)
+        ctx.define(length, sz.ceildiv(sz.smax(sz.add(last, sz.mul(first, -1)), 0), step))
     return part(x, dim, clamp_start(start, x.shape[dim], length, step), length, step)
 
 

@@ -13,7 +13,8 @@ import torch
 
 from plait import _native
 from plait.errors import InputError
-from plait.lower.dtypes import from_torch
+from plait.ir.dtypes import DTYPES
+from plait.lower.dtypes import TO_TORCH, from_torch
 
 InputSpec = (
     Any  # a Tensor that is bound for good, or ("tensor", arg, dtype, shape, strides, device)
@@ -74,22 +75,27 @@ class PythonBound:
                 inputs.append(spec)
             else:
                 _, arg, dtype, shape, strides, device = spec
-                _check(
-                    f"input {self.names[arg]!r}", given[arg], dtype, shape, strides, device, symbols
-                )
+                what = f"input {self.names[arg]!r}"
+                _check(what, given[arg], dtype, shape, strides, device, symbols)
                 inputs.append(given[arg])
         with torch.no_grad():
             result = self.program(*inputs)
         return result[0] if self.single else tuple(result)
 
     def _ordered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        if len(args) + len(kwargs) != len(self.names):
-            raise InputError(f"expected {len(self.names)} arguments, got {len(args) + len(kwargs)}")
-        rest = self.names[len(args) :]
-        for name in kwargs:
-            if name not in rest:
-                raise InputError(f"unexpected argument {name!r}")
-        return [*args, *(kwargs[name] for name in rest)]
+        if len(args) > len(self.names):
+            raise InputError(f"expected {len(self.names)} inputs, got {len(args)}")
+        given = dict(zip(self.names, args, strict=False))
+        for name, value in kwargs.items():
+            if name not in self.names:
+                raise InputError(f"there is no input {name!r}")
+            if name in given:
+                raise InputError(f"input {name!r} was given twice")
+            given[name] = value
+        for name in self.names:
+            if name not in given:
+                raise InputError(f"input {name!r} is missing")
+        return [given[name] for name in self.names]
 
 
 def _check(
@@ -104,33 +110,45 @@ def _check(
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{what}: expected a tensor, got {type(value).__name__}")
     if from_torch(value.dtype).name != dtype:
-        raise InputError(f"{what}: expected dtype {dtype}, got {from_torch(value.dtype).name}")
+        wanted = TO_TORCH[DTYPES[dtype]]
+        raise InputError(f"{what}: expected dtype {_short(wanted)}, got {_short(value.dtype)}")
     if str(value.device) != device:
-        raise InputError(f"{what}: expected device {device}, got {value.device}")
+        raise InputError(
+            f"{what}: expected a plain tensor on device {device}, got one on {value.device}"
+        )
     if value.dim() != len(shape):
         raise InputError(f"{what}: expected {len(shape)} dimensions, got {value.dim()}")
     for dim, (want, size) in enumerate(zip(shape, value.shape, strict=True)):
-        name, low, high = want if isinstance(want, tuple) else (want, None, None)
-        if isinstance(name, str):
-            name = symbols.setdefault(name, size)
-        if name is not None and name != size:
-            raise InputError(f"{what}: expected size {name} in dimension {dim}, got {size}")
-        if (low is not None and size < low) or (high is not None and size > high):
-            raise InputError(
-                f"{what}: size {size} in dimension {dim} is outside of [{low}, {high}]"
-            )
-    _check_strides(what, value, strides, symbols)
-
-
-def _check_strides(what: str, value: torch.Tensor, strides: Any, symbols: dict[str, int]) -> None:
-    if strides is None:
-        return
+        misfit = _misfit(want, size, symbols)
+        if misfit:
+            raise InputError(f"{what}: expected size {misfit} in dimension {dim}, got {size}")
     if strides == "contiguous":
         if not value.is_contiguous():
             raise InputError(f"{what}: expected a contiguous tensor, got strides {value.stride()}")
-        return
-    for dim, (want, stride) in enumerate(zip(strides, value.stride(), strict=True)):
-        if isinstance(want, str):
-            want = symbols.get(want)
-        if want is not None and want != stride and value.shape[dim] > 1:
-            raise InputError(f"{what}: expected stride {want} in dimension {dim}, got {stride}")
+    elif strides is not None and value.numel() > 0:
+        for dim, (want, stride) in enumerate(zip(strides, value.stride(), strict=True)):
+            misfit = "" if value.shape[dim] <= 1 else _misfit(want, stride, symbols)
+            if misfit:
+                raise InputError(
+                    f"{what}: expected stride {misfit} in dimension {dim}, got {stride}"
+                )
+
+
+def _misfit(want: Any, got: int, symbols: dict[str, int]) -> str:
+    """What was wanted instead, or "" if got fits."""
+    if want is None or want == got:
+        return ""
+    if isinstance(want, int):
+        return str(want)
+    name, low, high = want if isinstance(want, tuple) else (want, None, None)
+    if symbols.setdefault(name, got) != got:
+        return f"{symbols[name]} ({name}, as in an earlier input or dimension)"
+    if low is not None and got < low:
+        return f"at least {low} ({name})"
+    if high is not None and got > high:
+        return f"at most {high} ({name})"
+    return ""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -88,7 +88,7 @@ def _with_checks(
         if kwargs:
             args = (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs))
         if len(args) != len(names):
-            raise InputError(f"expected {len(names)} arguments, got {len(args)}")
+            raise InputError(f"expected {len(names)} inputs, got {len(args)}")
         for text, holds in sizes.checks:
             if not holds(*args):
                 shapes = ", ".join(

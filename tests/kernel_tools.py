@@ -11,10 +11,14 @@ import numpy as np
 import torch
 
 from plait.config import Config
+from plait.ir import interp
+from plait.ir.dtypes import DType
+from plait.ir.loops import Buffer
+from plait.ir.sizes import Size
 from plait.kernel.cpp import emit_library
 from plait.runtime.mathtable import NAMES
 from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
-from plait.schedule.plan import Kernel
+from plait.schedule.plan import Kernel, Reduce
 
 
 @lru_cache(maxsize=1)
@@ -55,3 +59,51 @@ def usable_isas() -> list[Isa]:
     """Every instruction set that this machine can run."""
     have = Path("/proc/cpuinfo").read_text()
     return [i for i in ISAS.values() if all(f in have for f in i.cpu)]
+
+
+def run_kernel(
+    kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, wide: bool = False
+) -> int:
+    """The slow reference: runs a kernel on flat arrays (as `Loaded` does), written only after everything was read.
+    Returns 1 where a run-time check failed, else 0."""
+    strides = {b.name: b.strides for b in kernel.args}
+    dtypes = {b.name: b.dtype for b in kernel.args}
+    space = interp.kernel_space(kernel.vars, kernel.rvars, sizes or {}, arrays, strides, wide)
+    n_inner = len(kernel.rvars)
+    todo = []
+    for s in kernel.stmts:
+        x = space.whole(s.value)
+        if isinstance(s, Reduce):
+            if s.running:
+                space.accs[s.name] = interp.running_array(s.kind, x)
+            else:
+                found = interp.reduce_array(s.kind, x, s.value.dtype, n_inner)
+                space.accs.update({s.name + suffix: value for suffix, value in found.items()})
+            continue
+        args = [space.whole(a) for a in s.index_args]
+        mask = None if s.mask is None else space.whole(s.mask)
+        offset = space.offset(s.buf, s.index, args)
+        shape = space.shape() if s.full else (*space.shape()[: len(kernel.vars)], *([1] * n_inner))
+        every = [np.broadcast_to(a, shape) for a in (offset, x if s.full or not n_inner else _outer(x, shape))]
+        every.append(None if mask is None else np.broadcast_to(mask, shape))
+        todo.append((s, every))
+    for s, (offset, x, mask) in todo:
+        interp.write(arrays[s.buf], dtypes[s.buf], offset, x, mask, s.mode)
+    return int(bool(space.failed))
+
+
+def _outer(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A value that does not depend on the inner axes, with extent 1 there."""
+    if all(a == b or b != 1 for a, b in zip(x.shape, shape, strict=True)):
+        return x
+    return x[tuple(slice(0, 1) if n == 1 else slice(None) for n in shape)]
+
+
+def strided(name: str, d: DType, shape: Sequence[Size], order: Sequence[int] | None = None) -> Buffer:
+    """A dense buffer. order: dimensions from outermost to innermost in memory (row-major by default)."""
+    strides: list[Size] = [0] * len(shape)
+    step: Size = 1
+    for k in reversed(list(order) if order is not None else range(len(shape))):
+        strides[k] = step
+        step = step * shape[k]
+    return Buffer(name, d, tuple(shape), tuple(strides))

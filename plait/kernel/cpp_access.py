@@ -69,7 +69,6 @@ class Access:
         if step == 1:
             return self._contiguous(n, buf, offset, mask)
         if step == 0:
-            assert mask is not None  # else the load would be scalar
             return self._broadcast(n, buf, offset, mask)
         return self._lane_load(n, buf, offset, mask)
 
@@ -115,9 +114,12 @@ class Access:
             return tuple(raw)
         return (v.define("vi32", f"(vi32)(__builtin_convertvector({raw[0]}, vi32) != 0)", depth),)
 
-    def _broadcast(self, n: Node, buf: str, offset: Size, mask: Node) -> Parts:
-        """One element for all lanes where a mask that differs between lanes holds."""
+    def _broadcast(self, n: Node, buf: str, offset: Size, mask: Node | None) -> Parts:
+        """One element for all lanes: where a mask that differs between lanes holds, or in every lane."""
         v, depth = self.v, self.v.depth(n)
+        if mask is None or not v.is_vector(mask):
+            one = v.define(_scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth)
+            return v.define_parts(n.dtype, splat(one, n.dtype), depth)
         m = v.get(mask)[0] + (" & lm" if v.tail else "")
         p = self.pointer(buf, offset)
         text = f"*{p} != 0" if n.dtype == b1 else f"*{p}"

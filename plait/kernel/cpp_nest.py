@@ -230,6 +230,8 @@ class NestWriter:
     def _kept_buffers(self) -> Iterator[str]:
         """Row buffers for values that several passes need."""
         v, nest = self.v, self.nest
+        if not nest.kept:
+            return
         padded = nest.axis if nest.inner else None
         strides = row_points(nest.order, nest.lanes, padded)
         for k, n in enumerate(nest.kept):

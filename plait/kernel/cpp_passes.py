@@ -71,34 +71,31 @@ def _passes(
 ) -> tuple[tuple[tuple[Stmt, ...], ...], tuple[Store, ...]]:
     """Cuts the full-level statements into passes by their dependence on finished reductions.
 
-    Full stores go into the last pass and outer stores after all passes: an output may share memory with an input."""
-    done: dict[str, int] = {}  # reduction -> the pass that computes it
-    running: set[str] = set()
-    level: dict[int, int] = {}
+    Full stores go into the last pass and outer stores after all passes: an output may share memory with an input.
+    A running reduction is part of every pass that uses it."""
     full = [s for s in space.stmts if isinstance(s, Reduce) or (s.full and space.rvars)]
-    for k, s in enumerate(full):
-        at = 0
-        for d in sorted(x for n in stmt_nodes(s) for x in deps(n) if isinstance(x, str)):
-            at = max(at, done[d] + (d not in running))
-        level[k] = at
+    used = [{d for n in stmt_nodes(s) for d in deps(n) if isinstance(d, str)} for s in full]
+    scans = {s.name: k for k, s in enumerate(full) if isinstance(s, Reduce) and s.running}
+    ready: dict[str, int] = {}  # reduction -> the first pass whose statements may use it
+    level: list[int] = []
+    for s, names in zip(full, used, strict=True):
+        level.append(max((ready[d] for d in names), default=0))
         if isinstance(s, Reduce):
-            done[s.name] = at
-            if s.running:
-                running.add(s.name)
-    end = max(level.values(), default=0)
-    blocking = {
-        d for s in full if isinstance(s, Reduce) and not s.running for n in stmt_nodes(s) for d in deps(n)
-    }
+            ready[s.name] = level[-1] + (not s.running)
+    end = max(level, default=0)
+    members: list[set[int]] = [set() for _ in range(end + 1)]
     for k, s in enumerate(full):
-        used = {d for n in stmt_nodes(s) for d in deps(n)}
-        if isinstance(s, Store):
-            pinned = used & running & blocking
-            level[k] = level[k] if pinned else end
-        elif s.running and not (({s.name} | used) & blocking):
-            level[k] = end
-    passes = tuple(tuple(s for k, s in enumerate(full) if level[k] == p) for p in range(end + 1))
+        if not (isinstance(s, Reduce) and s.running):
+            members[end if isinstance(s, Store) else level[k]].add(k)
+    for group in members:
+        todo = sorted(group)
+        while todo:
+            found = {scans[d] for d in used[todo.pop()] if d in scans} - group
+            group |= found
+            todo.extend(sorted(found))
+    passes = tuple(tuple(full[k] for k in sorted(group)) for group in members if group)
     last = tuple(s for s in space.stmts if isinstance(s, Store) and not (s.full and space.rvars))
-    return tuple(p for p in passes if p), last
+    return passes, last
 
 
 def _kept(

@@ -1,0 +1,202 @@
+"""Extern calls: what an operator may do to memory, operands, results, higher-order operators, the committed list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from lower_b import DECOMPOSITIONS, Evaluation, lowered
+from torch._functorch.aot_autograd import aot_module_simplified
+
+import plait.lower
+from plait.config import Config
+from plait.graph.captured import Captured
+from plait.ir.loops import Extern, ListArg, Scalar
+from plait.lower.core import RULES
+from plait.lower.extern import op_facts, op_name
+from plait.lower.graph import Lowered, load_rules, lower_graph
+
+aten = torch.ops.aten
+r = torch.randn
+
+
+# ------------------------------------------------------------------------------------------- facts
+def test_facts_of_operators() -> None:
+    mm = op_facts(aten.mm.default)
+    assert (mm.out_op, mm.out_names, mm.may_keep, mm.effectful) == ("aten::mm.out", ("out",), False, False)
+    assert op_facts(aten.sort.default).out_names == ("values", "indices")
+    assert op_facts(aten.convolution.default).out_op == ""  # a generated out= computes elsewhere and copies
+    assert op_facts(aten.nonzero.default).out_op == ""  # its size is unknown
+    assert op_facts(aten.bernoulli.p).effectful
+    assert op_facts(aten._assert_async.msg).effectful
+    assert op_facts(aten.view.default).aliases == ("self",)
+    assert op_facts(aten._unsafe_view.default).aliases == () and op_facts(aten._unsafe_view.default).may_keep
+    assert op_facts(aten.add_.Tensor).mutates == ("self",)
+    assert op_name(aten.mm.default) == "aten::mm" and op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
+
+
+def _externs(low: Lowered) -> list[Extern]:
+    return [op for op in low.program.ops if isinstance(op, Extern)]
+
+
+def test_operands_leave_out_defaults() -> None:
+    (sort,) = _externs(lowered(lambda x: torch.sort(x, 0)[1], (r(4, 5),)))
+    assert sort.args[1:] == (0,) and sort.kwargs == () and sort.outs[0] is None and sort.out_op == ""
+    (stable,) = _externs(lowered(lambda x: torch.sort(x, stable=True, descending=True), (r(4, 5),)))
+    assert dict(stable.kwargs) == {"stable": Scalar("bool", "True"), "descending": Scalar("bool", "True")}
+    (conv,) = _externs(lowered(lambda x, w: torch.conv2d(x, w), (r(1, 2, 5, 5), r(3, 2, 3, 3))))
+    assert conv.args[2] == Scalar("none") and conv.args[3] == ListArg((1, 1)) and conv.flops == 2 * 27 * 2 * 9
+
+
+def test_numbers_for_float_arguments_are_floats() -> None:
+    (call,) = _externs(lowered(lambda x: torch.ops.aten.special_zeta.other_scalar(x, 2), (r(3),)))
+    assert call.args[1] == 2  # a Scalar keeps its kind
+    (call,) = _externs(lowered(lambda x: torch.ops.aten.upsample_bicubic2d(x, [4, 4], False, 2, 2), (r(1, 1, 2, 2),)))
+    assert call.args[-2:] == (Scalar("float", (2.0).hex()),) * 2
+
+
+# ------------------------------------------------------------------------------------------- custom operators
+@torch.library.custom_op("plait_test::add_to", mutates_args=("x",))
+def add_to(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(y)
+
+
+@torch.library.custom_op("plait_test::scale_both", mutates_args=("x", "z"))
+def scale_both(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    x.add_(y)
+    z.mul_(2)
+    return x * 3
+
+
+@scale_both.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("plait_test::column_major", mutates_args=())
+def column_major(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    assert x.stride() == (1, x.shape[0]), x.stride()
+    return x * 2, x.sum()
+
+
+@column_major.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(())
+
+
+def compare(fn, *args: torch.Tensor, dynamic: bool = False) -> Lowered:
+    """fn under Dynamo and AOTAutograd, lowered and evaluated; its inputs must end up alike too."""
+    seen: list[Lowered] = []
+
+    def compiler(gm, _inputs):
+        low = lower_graph(Captured(gm, "test", "inference"), Config())
+        seen.append(low)
+        return make_boxed_func(lambda *a: Evaluation(low, a).run())
+
+    def backend(gm, inputs):
+        return aot_module_simplified(
+            gm, inputs, compiler, compiler, inference_compiler=compiler, decompositions=DECOMPOSITIONS,
+            keep_inference_input_mutations=True,
+        )  # fmt: skip
+
+    copies = [a.clone() for a in args]
+    with torch.no_grad():
+        want = fn(*args)
+        got = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*copies)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(copies, list(args))
+    (low,) = seen
+    return low
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_mutable_custom_operators_run_in_place_on_copies(dynamic: bool) -> None:
+    def intermediate(x, y):
+        a = x * 2
+        add_to(a, y)
+        return a + 1, a
+
+    def argument(x, y):
+        add_to(x, y)
+        return x + 1
+
+    def slices(x, y):
+        a, b = x * 2, y.clone()
+        out = scale_both(a[1:2], y[1:2], b)
+        return a + 1, out, b
+
+    for fn in (intermediate, argument, slices):
+        low = compare(fn, r(3, 4), r(3, 4), dynamic=dynamic)
+        (call,) = _externs(low)
+        assert call.mutates and call.callable_index == -1 and not low.fallbacks
+
+
+def test_custom_operators_get_eager_strides() -> None:
+    low = compare(lambda x: column_major((x + 1).t()), r(4, 4))
+    assert low.fallbacks == {"plait_test::column_major": 1}
+    assert all(e.may_keep for e in _externs(low))
+
+
+# ------------------------------------------------------------------------------------------- higher-order operators
+def _cond(x):
+    return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,))
+
+
+def _scan(x):
+    return torch._higher_order_ops.scan(lambda c, y: (c + y, (c * y).clone()), torch.zeros(4), x)
+
+
+def _while(x):
+    step = torch._higher_order_ops.while_loop
+    return step(lambda i, x: i.sum() < 3, lambda i, x: (i + 1, x * 2), (x.new_zeros(1, dtype=torch.int64), x))
+
+
+@torch.compiler.nested_compile_region
+def _region(x):
+    return x.sin() * 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("name", "fn"),
+    [("cond", _cond), ("scan", _scan), ("while_loop", _while),
+     ("map_impl", lambda x: torch._higher_order_ops.map(lambda a: a * 2, x)), ("invoke_subgraph", lambda x: _region(_region(x)))],
+)  # fmt: skip
+def test_subgraphs_run_as_python(name: str, fn, dynamic: bool) -> None:
+    low = compare(fn, r(3, 4), dynamic=dynamic)
+    assert set(low.fallbacks) == {f"higher_order::{name}"}
+    assert all(e.callable_index >= 0 for e in _externs(low))
+
+
+# ------------------------------------------------------------------------------------------- the list
+LIST = Path(plait.lower.__file__).parent / "extern_ops.txt"
+FALLBACKS = 999  # how many lines of `fallback` there may be: lower it when a rule is added, never raise it
+
+
+def _listed(kind: str) -> list[str]:
+    lines = (line.split() for line in LIST.read_text().splitlines() if line and not line.startswith("#"))
+    return [op for k, op in lines if k == kind]
+
+
+def _overload(name: str):
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def test_list_of_fallbacks_only_shrinks() -> None:
+    load_rules()
+    listed = _listed("fallback")
+    assert listed == sorted(set(listed))
+    assert len(listed) <= FALLBACKS, "a new fallback: write a rule instead"
+    with_rule = [op for op in listed if _overload(op) in RULES]
+    assert not with_rule, "these have a rule now: take them off the list and lower FALLBACKS"
+
+
+def test_list_of_choices_have_rules() -> None:
+    load_rules()
+    listed = _listed("choice")
+    assert listed == sorted(set(listed))
+    assert [op for op in listed if _overload(op) not in RULES] == []

@@ -40,6 +40,10 @@ _RETURNS_ARGUMENT = frozenset(
 )  # fmt: skip
 
 
+# ATen ops that count from the start of an argument's storage, which in an arena is not the tensor's own.
+_READS_STORAGE = frozenset(("aten::as_strided_scatter", "aten::as_strided_copy"))
+
+
 @dataclass(frozen=True, slots=True)
 class OpFacts:
     """What an operator may do, read off its schema and tags.
@@ -79,7 +83,10 @@ def op_facts(op: OpOverload) -> OpFacts:
         effectful=random or schema.is_mutable or not schema.returns or op in _side_effects(),
         aliases=tuple(n for n in shared if n not in written) if _returns_alias(op) else (),
         mutates=written,
-        may_keep=not aten or bool(shared) or schema.name in _RETURNS_ARGUMENT,
+        may_keep=not aten
+        or bool(shared)
+        or schema.name in _RETURNS_ARGUMENT
+        or schema.name in _READS_STORAGE,
         exact=_wants_exact_strides(op, aten),
         out_op=out_op,
         out_names=out_names,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from plait.config import Config
 from plait.ir.loops import Loop, LoopProgram, Node, Op, Pointwise, Scatter
 from plait.ir.record import inline
+from plait.ir.rules import Simplifier
 from plait.schedule.cost import CYCLES_A_NS, buffer_nbytes, evaluations, hint_numel, moved_ns
 from plait.schedule.deps import (
     Bodies,
@@ -32,6 +33,7 @@ from plait.schedule.form import as_loop
 
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_SITES = 4  # places of one body where a producer is spliced in
+LAUNCH_NS = 500.0  # what a kernel costs by being there
 COPY_COST = 1.0  # cycles of what hardly does more than move data
 
 
@@ -60,6 +62,7 @@ class _Inliner:
         self.pinned.update(self.memory.values())
         # Per reader: what to splice into it.
         self.splice: dict[int, dict[str, Pointwise]] = {}
+        self.simplify = Simplifier()
 
     def _look_at(self, k: int, op: Op) -> None:
         loop = as_loop(op)
@@ -81,13 +84,26 @@ class _Inliner:
             loop = as_loop(self.ops[k])
             if loop is None:
                 continue
-            splice = self.splice.pop(k, None)
-            if splice is not None:
-                loop = self.ops[k] = _spliced(loop, splice)
+            loop = self.ops[k] = self._finished(loop, self.splice.pop(k, {}))
             if isinstance(loop, Pointwise) and loop.index is None and self.n_writers[loop.out] == 1:
                 for reader in self._choose(k, loop):
                     self.splice.setdefault(reader, {})[loop.out] = loop
         return replace(self.program, ops=tuple(self.ops))
+
+    def _finished(self, loop: Loop, producers: Mapping[str, Pointwise]) -> Loop:
+        """A loop with its producers spliced in, simplified."""
+        table = {name: (p.vars, p.body) for name, p in producers.items()}
+
+        def fn(n: Node) -> Node:
+            return self.simplify(inline(n, table) if table else n)
+
+        texts = (*(t for p in producers.values() for t in p.origin), *loop.origin)
+        origin = tuple(dict.fromkeys(texts))
+        if not isinstance(loop, Scatter):
+            return replace(loop, body=fn(loop.body), origin=origin)
+        args = tuple(fn(a) for a in loop.index_args)
+        mask = None if loop.mask is None else fn(loop.mask)
+        return replace(loop, body=fn(loop.body), index_args=args, mask=mask, origin=origin)
 
     def _choose(self, k: int, loop: Pointwise) -> list[int]:
         """The readers into which a loop goes."""
@@ -133,6 +149,8 @@ class _Inliner:
         evaluated = sum(self._evaluations(r) for r in readers)
         if len(readers) == 1 and evaluated <= points:
             return True
+        if not facts.loads and facts.cost <= COPY_COST:
+            return True
         repeated = evaluated - points
         budget = self.cfg.max_recompute * points * max(len(readers) - 1, 1)
         if repeated * facts.cost > budget or any(len(r.sites) > MAX_SITES for r in readers):
@@ -148,26 +166,13 @@ class _Inliner:
                 return False
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
-        saved = moved_ns(nbytes) * (1 + len(readers)) + moved_ns(self._read_nbytes(facts))
+        saved = moved_ns(nbytes) * (1 + len(readers)) + moved_ns(self._read_nbytes(facts)) + LAUNCH_NS
         return moved_ns(more) + repeated * cycles / CYCLES_A_NS <= saved
 
     def _evaluations(self, reader: _Reader) -> int:
         loop = as_loop(self.ops[reader.op])
         assert loop is not None
         return sum(evaluations(space(loop), n) for n in reader.sites)
-
-
-def _spliced(loop: Loop, producers: Mapping[str, Pointwise]) -> Loop:
-    table = {name: (p.vars, p.body) for name, p in producers.items()}
-    origin = tuple(
-        dict.fromkeys((*(t for p in producers.values() for t in p.origin), *loop.origin))
-    )
-    body = inline(loop.body, table)
-    if not isinstance(loop, Scatter):
-        return replace(loop, body=body, origin=origin)
-    args = tuple(inline(a, table) for a in loop.index_args)
-    mask = None if loop.mask is None else inline(loop.mask, table)
-    return replace(loop, body=body, index_args=args, mask=mask, origin=origin)
 
 
 def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies) -> LoopProgram:

@@ -99,12 +99,12 @@ _MAX_WORDS = 4
 
 
 def origin_words(origins: Sequence[tuple[str, ...]]) -> list[str]:
-    """Names of ATen ops found in the origins of loops ('model.py:31', 'aten.softmax.int'), each once."""
+    """Names of ATen ops found in the origins of loops ('model.py:31 aten.softmax.int'), each once."""
     words: dict[str, None] = {}
     for origin in origins:
         for text in origin:
-            parts = text.split(".")
-            if len(parts) >= 2 and ":" not in text and "/" not in text:
+            parts = text.split()[-1].split(".") if text else []
+            if len(parts) >= 2 and ":" not in parts[0]:
                 word = parts[1].strip("_").lower()
                 if _WORD.fullmatch(word):
                     words[word] = None

@@ -1,0 +1,414 @@
+"""Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads aside) wherever the old one has one.
+
+A rule takes a node whose arguments are simplified already and returns its replacement, or None where it does not match. `Simplifier` applies
+the rules to a fixed point, bottom-up, and remembers what it has done. On floats x + 0 is not x (for -0.0), so no such rule is here.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+
+from plait.ir.dtypes import DType, b1, bf16, f16, f32, f64, i64
+from plait.ir.loops import Attr, Load, Node, const, index_exprs, is_arg, node, with_args
+from plait.ir.sizes import Atom, Expr, Size, add, bounds, compare, floordiv, free_symbols, known_lt
+from plait.ir.sizes import known_nonneg, mod, mul, substitute, symbol
+
+Rule = Callable[["Simplifier", Node], Node | None]
+
+_MANTISSA = {f16: 11, bf16: 8, f32: 24, f64: 53}
+_EXPONENT = {f16: 5, bf16: 8, f32: 8, f64: 11}
+
+
+def preserves(a: DType, b: DType) -> bool:
+    """Whether every value of dtype a is a value of dtype b."""
+    if a == b or a == b1:
+        return True
+    if a.is_float:
+        if not b.is_float:
+            return False
+        return _MANTISSA[a] <= _MANTISSA[b] and _EXPONENT[a] <= _EXPONENT[b]
+    bits = a.nbytes * 8 - (a.kind == "i")
+    if b.is_float:
+        return bits <= _MANTISSA[b] and bits < 1 << (_EXPONENT[b] - 1)
+    if b == b1 or (a.kind == "i" and b.kind == "u"):
+        return False
+    return bits <= b.nbytes * 8 - (b.kind == "i")
+
+
+# ---------------------------------------------------------------------------------------------- matching
+def _const(n: Node) -> bool | int | float | None:
+    if n.op == "const":
+        assert isinstance(n.attr, (bool, int, float))
+        return n.attr
+    return None
+
+
+def _is(n: Node, value: bool | int | float) -> bool:
+    """Whether n is that constant; -0.0 is not 0.0."""
+    c = _const(n)
+    return c is not None and c == value and math.copysign(1, c) == math.copysign(1, value)
+
+
+def _integer(n: Node) -> tuple[Size, tuple[Node, ...]] | None:
+    """(expression, its arguments) of an i64 node that is an integer expression or constant."""
+    if n.dtype != i64:
+        return None
+    if n.op == "index":
+        return index_exprs(n)[0], n.args
+    if n.op == "const":
+        assert isinstance(n.attr, int)
+        return int(n.attr), ()
+    return None
+
+
+def _pair(n: Node) -> tuple[Size, Size, tuple[Node, ...]] | None:
+    """Two integer expressions over one argument list, from a node's two arguments."""
+    x, y = _integer(n.args[0]), _integer(n.args[1])
+    if x is None or y is None or (x[1] and y[1] and x[1] != y[1]):
+        return None
+    return x[0], y[0], x[1] or y[1]
+
+
+def _index(e: Size, args: tuple[Node, ...]) -> Node:
+    """The i64 node of an expression; arguments that it does not use any more are left out."""
+    if isinstance(e, int):
+        return const(e, i64)
+    used = sorted({int(a.name[1:]) for a in free_symbols(e) if is_arg(a)})
+    if len(used) < len(args):
+        env: dict[Atom, Size] = {}
+        for a in free_symbols(e):
+            if is_arg(a):
+                k = used.index(int(a.name[1:]))
+                env[a] = symbol(f"${k}", a.lo, a.hi, a.extent)
+        e = substitute(e, env)
+        args = tuple(args[k] for k in used)
+    return node("index", args, e, i64)
+
+
+# ---------------------------------------------------------------------------------------------- integers
+_INDEX_OPS: dict[str, Callable[[Size, Size], Size]] = {
+    "add": add,
+    "sub": lambda a, b: add(a, mul(b, -1)),
+    "mul": mul,
+}
+
+
+def index_arithmetic(s: Simplifier, n: Node) -> Node | None:
+    if n.dtype != i64:
+        return None
+    found = _pair(n)
+    return None if found is None else _index(_INDEX_OPS[n.op](found[0], found[1]), found[2])
+
+
+def index_division(s: Simplifier, n: Node) -> Node | None:
+    if n.dtype != i64:
+        return None
+    found = _pair(n)
+    if found is None or bounds(found[1])[0] <= 0:
+        return None
+    signs_agree = known_nonneg(found[0])
+    if n.op in ("truncdiv", "rem") and not signs_agree:
+        return None
+    divide = floordiv if n.op in ("floordiv", "truncdiv") else mod
+    return _index(divide(found[0], found[1]), found[2])
+
+
+_COMPARE: dict[str, Callable[[Size, Size], Size]] = {
+    "lt": lambda a, b: compare("lt", a, b),
+    "le": lambda a, b: compare("le", a, b),
+    "gt": lambda a, b: compare("lt", b, a),
+    "ge": lambda a, b: compare("le", b, a),
+    "eq": lambda a, b: compare("eq", a, b),
+    "ne": lambda a, b: compare("ne", a, b),
+}
+
+
+def index_comparison(s: Simplifier, n: Node) -> Node | None:
+    found = _pair(n)
+    if found is None:
+        return None
+    value = _COMPARE[n.op](found[0], found[1])
+    return const(bool(value), b1) if isinstance(value, int) else None
+
+
+def index_negated(s: Simplifier, n: Node) -> Node | None:
+    found = _integer(n.args[0])
+    return None if found is None else _index(mul(found[0], -1), found[1])
+
+
+def index_extreme(s: Simplifier, n: Node) -> Node | None:
+    found = _pair(n)
+    if found is None:
+        return None
+    a, b, _ = found
+    if compare("le", a, b) == 1:
+        return n.args[0] if n.op == "min" else n.args[1]
+    if compare("le", b, a) == 1:
+        return n.args[1] if n.op == "min" else n.args[0]
+    return None
+
+
+def bounded_for_sure(s: Simplifier, n: Node) -> Node | None:
+    found = _integer(n.args[0])
+    assert isinstance(n.attr, (int, Expr))
+    if found is not None and known_nonneg(found[0]) and known_lt(found[0], n.attr):
+        return n.args[0]
+    if len(n.args) == 2 and _is(n.args[1], True):
+        return node("bounded", n.args[:1], n.attr, n.dtype)
+    return None
+
+
+def known_arguments(s: Simplifier, n: Node) -> Node | None:
+    """A `$k` whose argument is an integer expression becomes that expression."""
+    masked = isinstance(n.attr, Load) and n.attr.masked
+    args = n.args[:-1] if masked else n.args
+    known = {k: found for k, a in enumerate(args) if (found := _integer(a)) is not None}
+    if not known:
+        return None
+    kept: list[Node] = []
+    for k, arg in enumerate(args):
+        for inner in known[k][1] if k in known else (arg,):
+            if inner not in kept:
+                kept.append(inner)
+    exprs = []
+    for e in index_exprs(n):
+        env: dict[Atom, Size] = {}
+        for a in free_symbols(e) if isinstance(e, Expr) else ():
+            if is_arg(a):
+                k = int(a.name[1:])
+                found = known.get(k)
+                if found is None:
+                    env[a] = symbol(f"${kept.index(args[k])}", a.lo, a.hi, a.extent)
+                else:
+                    env[a] = _renumbered(found, kept)
+        exprs.append(substitute(e, env))
+    if n.op == "index":
+        return _index(exprs[0], tuple(kept))
+    assert isinstance(n.attr, Load)
+    rest = n.args[-1:] if masked else ()
+    return node("load", (*kept, *rest), Load(n.attr.buf, tuple(exprs), masked), n.dtype)
+
+
+def _renumbered(found: tuple[Size, tuple[Node, ...]], kept: list[Node]) -> Size:
+    e, args = found
+    env: dict[Atom, Size] = {}
+    for a in free_symbols(e) if isinstance(e, Expr) else ():
+        if is_arg(a):
+            k = kept.index(args[int(a.name[1:])])
+            env[a] = symbol(f"${k}", a.lo, a.hi, a.extent)
+    return substitute(e, env)
+
+
+def mask_known(s: Simplifier, n: Node) -> Node | None:
+    if not isinstance(n.attr, Load) or not n.attr.masked:
+        return None
+    mask = _const(n.args[-1])
+    if mask is None:
+        return None
+    if not mask:
+        return const(0, n.dtype)
+    return node("load", n.args[:-1], Load(n.attr.buf, n.attr.index), n.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- logic
+def logic(s: Simplifier, n: Node) -> Node | None:
+    """and, or, xor of b1 with a constant or with itself."""
+    if n.dtype != b1:
+        return None
+    a, b = n.args
+    if _const(a) is not None:
+        a, b = b, a
+    c = _const(b)
+    if a == b:
+        return const(False, b1) if n.op == "xor" else a
+    if c is None:
+        return None
+    if n.op == "and":
+        return a if c else b
+    if n.op == "or":
+        return b if c else a
+    return s.make("not", a) if c else a
+
+
+def negation(s: Simplifier, n: Node) -> Node | None:
+    (a,) = n.args
+    if a.op == n.op:
+        return a.args[0]
+    c = _const(a)
+    return const(not c, b1) if c is not None and n.dtype == b1 else None
+
+
+def where_decided(s: Simplifier, n: Node) -> Node | None:
+    cond, a, b = n.args
+    c = _const(cond)
+    if c is not None:
+        return a if c else b
+    if a == b:
+        return a
+    if n.dtype == b1 and _is(a, True) and _is(b, False):
+        return cond
+    return None
+
+
+def where_nested(s: Simplifier, n: Node) -> Node | None:
+    cond, a, b = n.args
+    if a.op == "where" and a.args[0] == cond:
+        return s.make("where", cond, a.args[1], b)
+    if b.op == "where" and b.args[0] == cond:
+        return s.make("where", cond, a, b.args[2])
+    return None
+
+
+def where_not(s: Simplifier, n: Node) -> Node | None:
+    cond, a, b = n.args
+    return s.make("where", cond.args[0], b, a) if cond.op == "not" else None
+
+
+# ---------------------------------------------------------------------------------------------- casts
+def cast_of_cast(s: Simplifier, n: Node) -> Node | None:
+    (a,) = n.args
+    if a.op == "cast" and preserves(a.args[0].dtype, a.dtype):
+        x = a.args[0]
+        return x if x.dtype == n.dtype else s.cast(x, n.dtype)
+    return None
+
+
+def cast_of_const(s: Simplifier, n: Node) -> Node | None:
+    c = _const(n.args[0])
+    if c is None:
+        return None
+    if n.args[0].dtype.is_float:
+        c = _rounded(float(c), n.args[0].dtype)
+        if c is None or not n.dtype.is_float:
+            return None
+        return const(c, n.dtype)
+    if n.dtype.is_float:
+        return const(float(c), n.dtype) if abs(c) <= 1 << 53 else None
+    if n.dtype == b1:
+        return const(bool(c), b1)
+    low = -(1 << (n.dtype.nbytes * 8 - 1)) if n.dtype.kind == "i" else 0
+    high = (1 << (n.dtype.nbytes * 8 - (n.dtype.kind == "i"))) - 1
+    return const(int(c), n.dtype) if low <= c <= high else None
+
+
+def _rounded(c: float, dtype: DType) -> float | None:
+    """c as dtype holds it; None where that is not simple."""
+    if dtype == f64:
+        return c
+    if dtype == f32:
+        try:
+            return float(struct.unpack("f", struct.pack("f", c))[0])
+        except OverflowError:
+            return None
+    return c if c == 0 or (Fraction(c).denominator <= 64 and abs(c) <= 128) else None
+
+
+# ---------------------------------------------------------------------------------------------- arithmetic
+def times_one(s: Simplifier, n: Node) -> Node | None:
+    a, b = n.args
+    if _is(b, 1):
+        return a
+    if n.op == "mul" and _is(a, 1):
+        return b
+    return None
+
+
+def plus_nothing(s: Simplifier, n: Node) -> Node | None:
+    """i + 0, and on floats x - 0.0 and x + -0.0."""
+    a, b = n.args
+    none = 0 if n.dtype.is_int else 0.0 if n.op == "sub" else -0.0
+    if _is(b, none):
+        return a
+    return b if n.op == "add" and _is(a, none) else None
+
+
+def divided_by_power(s: Simplifier, n: Node) -> Node | None:
+    """x / 2^k -> x * 2^-k where both are normal numbers."""
+    a, b = n.args
+    c = _const(b)
+    if c is None or c == 0 or math.isinf(c) or math.isnan(c) or n.dtype not in (f32, f64):
+        return None
+    mantissa, exponent = math.frexp(abs(c))
+    if mantissa != 0.5 or not -100 < exponent < 100:
+        return None
+    return s.make("mul", a, const(1 / float(c), n.dtype))
+
+
+def same_twice(s: Simplifier, n: Node) -> Node | None:
+    return n.args[0] if n.args[0] == n.args[1] else None
+
+
+RULES: list[tuple[str, tuple[str, ...], Rule]] = [
+    ("e1 op e2 -> one expression", ("add", "sub", "mul"), index_arithmetic),
+    ("e1 // e2, e1 % e2 -> one expression", ("floordiv", "truncdiv", "mod", "rem"), index_division),
+    ("-e -> one expression", ("neg",), index_negated),
+    ("e1 < e2 decided by ranges", tuple(_COMPARE), index_comparison),
+    ("min, max decided by ranges", ("min", "max"), index_extreme),
+    ("bounded(e) in range -> e", ("bounded",), bounded_for_sure),
+    ("load[$k](e) -> load[e]", ("load", "index"), known_arguments),
+    ("a masked load whose mask is known", ("load",), mask_known),
+    ("b and true -> b, and the like", ("and", "or", "xor"), logic),
+    ("not not b -> b, - -x -> x", ("not", "neg"), negation),
+    ("where(known, a, b), where(c, a, a)", ("where",), where_decided),
+    ("where(c, where(c, a, _), b) -> where(c, a, b)", ("where",), where_nested),
+    ("where(not c, a, b) -> where(c, b, a)", ("where",), where_not),
+    ("cast of a cast that kept the value", ("cast",), cast_of_cast),
+    ("cast of a constant", ("cast",), cast_of_const),
+    ("x * 1 -> x, x / 1 -> x", ("mul", "truediv", "floordiv", "truncdiv"), times_one),
+    ("i + 0 -> i, x - 0.0 -> x", ("add", "sub"), plus_nothing),
+    ("x / 2^k -> x * 2^-k", ("truediv",), divided_by_power),
+    ("min(x, x) -> x", ("min", "max", "fmin", "fmax"), same_twice),
+]
+
+_BY_OP: dict[str, list[Rule]] = {}
+for _name, _ops, _rule in RULES:
+    for _op in _ops:
+        _BY_OP.setdefault(_op, []).append(_rule)
+
+
+class Simplifier:
+    """Applies the rules. One serves a whole program: bodies that share nodes are simplified once."""
+
+    def __init__(self) -> None:
+        self._done: dict[Node, Node] = {}
+
+    def __call__(self, root: Node) -> Node:
+        """root simplified."""
+        done = self._done
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            if n in done:
+                stack.pop()
+                continue
+            missing = [a for a in n.args if a not in done]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            out = self._at(with_args(n, tuple(done[a] for a in n.args)))
+            done[n] = out
+            done[out] = out
+        return done[root]
+
+    def make(self, op: str, *args: Node, attr: Attr = None) -> Node:
+        """A simplified node on simplified arguments."""
+        return self._at(node(op, args, attr))
+
+    def cast(self, x: Node, dtype: DType) -> Node:
+        """A simplified cast of a simplified node."""
+        return self._at(node("cast", (x,), None, dtype))
+
+    def _at(self, n: Node) -> Node:
+        """n, whose arguments are simplified, to a fixed point."""
+        while True:
+            for rule in _BY_OP.get(n.op, ()):
+                found = rule(self, n)
+                if found is not None and found != n:
+                    n = found
+                    break
+            else:
+                return n

@@ -15,7 +15,7 @@ from plait.graph.captured import Captured
 from plait.graph.clean import clean_graph
 from plait.kernel.cpp import Source, emit_library
 from plait.log import PassLog
-from plait.lower.graph import lower_graph
+from plait.lower.graph import load_rules, lower_graph
 from plait.runtime.cache import Built, get_or_build
 from plait.runtime.toolchain import Toolchain, ToolchainMissing, find_toolchain
 from plait.schedule import schedule
@@ -26,6 +26,8 @@ from plait.wrapper.program import CompileRecord, Program, observe
 from plait.wrapper.targets import TARGETS
 
 __all__ = ["Program", "compile_graph"]
+
+load_rules()  # now, not while the first graph waits
 
 
 def compile_graph(captured: Captured, cfg: Config) -> Program:

@@ -80,23 +80,15 @@ def run_kernel(
                 found = interp.reduce_array(s.kind, x, s.value.dtype, n_inner)
                 space.accs.update({s.name + suffix: value for suffix, value in found.items()})
             continue
-        args = [space.whole(a) for a in s.index_args]
-        mask = None if s.mask is None else space.whole(s.mask)
+        args = [space.value(a) for a in s.index_args]
         offset = space.offset(s.buf, s.index, args)
         shape = space.shape() if s.full else (*space.shape()[: len(kernel.vars)], *([1] * n_inner))
-        every = [np.broadcast_to(a, shape) for a in (offset, x if s.full or not n_inner else _outer(x, shape))]
-        every.append(None if mask is None else np.broadcast_to(mask, shape))
-        todo.append((s, every))
+        mask = None if s.mask is None else np.broadcast_to(space.value(s.mask), shape)
+        x = x if s.full else space.value(s.value)
+        todo.append((s, (np.broadcast_to(offset, shape), np.broadcast_to(x, shape), mask)))
     for s, (offset, x, mask) in todo:
         interp.write(arrays[s.buf], dtypes[s.buf], offset, x, mask, s.mode)
     return int(bool(space.failed))
-
-
-def _outer(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A value that does not depend on the inner axes, with extent 1 there."""
-    if all(a == b or b != 1 for a, b in zip(x.shape, shape, strict=True)):
-        return x
-    return x[tuple(slice(0, 1) if n == 1 else slice(None) for n in shape)]
 
 
 def strided(name: str, d: DType, shape: Sequence[Size], order: Sequence[int] | None = None) -> Buffer:

@@ -103,7 +103,7 @@ def _kept(
 ) -> dict[Node, int]:
     """Full-level values needed by several passes and too dear to compute twice, with the pass that computes them."""
     points = trip_count(space.rvars)
-    if len(passes) < 2 or not isinstance(points, int):
+    if len(passes) < 2 or not isinstance(points, int) or points == 0:
         return {}
     inner = frozenset(space.rvars)
     seen: dict[Node, int] = {}

@@ -92,6 +92,9 @@ def linear_space(kernel: Kernel) -> Space:
     for a in (*space.vars, *space.rvars):
         if extent(a) == 1:
             space = _substituted(space, {a: 0}, drop=a)
+    if not space.rvars:  # one point: a scan of it is a reduction
+        stmts = (replace(s, running=False) if isinstance(s, Reduce) else s for s in space.stmts)
+        space = replace(space, stmts=tuple(stmts))
     return _merge_axes(space)
 
 

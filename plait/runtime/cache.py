@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import plait
 from plait.config import Config
 from plait.runtime.toolchain import Toolchain
 
@@ -38,9 +39,9 @@ class Built:
     hit: bool
 
 
-def cache_key(source: str, toolchain: Toolchain, version: str) -> str:
-    """The name of a library: hex digest of everything that it depends on."""
-    parts = (source, *toolchain.flags, toolchain.compiler, toolchain.version, version)
+def cache_key(source: str, toolchain: Toolchain) -> str:
+    """The name of a library: hex digest of everything that it depends on. The order of the maths table is part of the source."""
+    parts = (source, *toolchain.flags, toolchain.compiler, toolchain.version, plait.__version__)
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -48,12 +49,10 @@ def cache_key(source: str, toolchain: Toolchain, version: str) -> str:
     return digest.hexdigest()
 
 
-def get_or_build(source: str, toolchain: Toolchain, cfg: Config, version: str = "") -> Built:
-    """The shared object of a source: from the cache, or built now. version: plait's.
-
-    Raises ToolchainError if the compiler refuses the source."""
+def get_or_build(source: str, toolchain: Toolchain, cfg: Config) -> Built:
+    """The shared object of a source: from the cache, or built now. Raises ToolchainError if the compiler refuses the source."""
     folder = Path(cfg.cache_dir).expanduser() / "kernels"
-    key = cache_key(source, toolchain, version)
+    key = cache_key(source, toolchain)
     path = folder / key[:2] / f"{key}.so"
     state = _check(path)
     if state == "good":

@@ -99,7 +99,7 @@ def count_inductor(run: Callable[[], Any]) -> dict[str, Any]:
 def count_plait(module: nn.Module, x: Tensor) -> dict[str, Any]:
     import plait
 
-    report = plait.explain(module, x)
+    report = plait.explain(module, x, quiet=True)
     return {
         "kernels": report.kernels,
         "distinct": None,

@@ -165,7 +165,7 @@ def main() -> int:
         if args.backend == "plait":
             import plait
 
-            report = plait.explain(encoder, *inputs)
+            report = plait.explain(encoder, *inputs, quiet=True)
             externs = sum(report.extern_calls.values())
             print(
                 f"launched          {report.kernels} kernels and {externs} calls of PyTorch's own operators; "

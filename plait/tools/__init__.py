@@ -1,0 +1,1 @@
+"""Tools for people: what was compiled and why."""

@@ -1,0 +1,82 @@
+"""`plait.explain(fn, *args)`: compiles and runs fn once and says what became of it.
+
+In: a function or module with example arguments. Out: a `Report` with a record of every graph: inference graphs, or
+forward and backward graphs where gradients are needed. fn is called once; what was compiled before stays compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from plait.capture.backend import plait_backend
+from plait.tools.report import Report
+from plait.wrapper.program import CompileRecord, observers
+
+
+def explain(
+    fn: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    quiet: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Compiles fn for fn(*args, **kwargs), calls it once, prints the report and returns it.
+
+    options, mode: as for torch.compile. quiet: do not print. Where a result needs gradients, the backward graphs are
+    compiled and run as well; no `.grad` changes. Raises what fn or the compiler raises.
+    """
+    records: list[CompileRecord] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return plait_backend(gm, inputs, options=options, mode=mode)
+
+    original = (
+        getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
+    )
+    with _listening(records.append):
+        # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is compiled already.
+        result = torch.compile(_fresh_caller(original), backend=backend)(*args, **kwargs)
+        _run_backward(result, original, (args, kwargs))
+    report = Report(tuple(records))
+    if not quiet:
+        print(report)
+    return report
+
+
+@contextmanager
+def _listening(observer: Callable[[CompileRecord], None]) -> Iterator[None]:
+    token = observers.set((*observers.get(), observer))
+    try:
+        yield
+    finally:
+        observers.reset(token)
+
+
+def _fresh_caller(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls fn and whose code object nobody has seen: Dynamo keeps what it compiles by code object."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    code = explained.__code__.replace(co_name="explained")
+    return FunctionType(code, explained.__globals__, "explained", None, explained.__closure__)
+
+
+def _run_backward(result: Any, fn: Callable[..., Any], given: Any) -> None:
+    """Backward graphs are compiled when they are first run."""
+    outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    parameters = list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
+    inputs = [
+        t
+        for t in (*tree_leaves(given), *parameters)
+        if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
+    if outs and inputs:
+        torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs], allow_unused=True)

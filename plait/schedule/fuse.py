@@ -15,7 +15,7 @@ from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
 from plait.ir.sizes import Expr, Size, add, mul, substitute, symbol
 from plait.schedule.align import Alignment, Env, Index, Space, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
-from plait.schedule.deps import extent, load_of, output_buffers, roots, space
+from plait.schedule.deps import extent, load_of, roots
 from plait.schedule.form import Draft
 from plait.schedule.group import Group, Member, is_ordered, moved, store_index
 from plait.schedule.plan import Fused, Reason, Refusal
@@ -46,6 +46,7 @@ class _Node:
         self.reads: dict[str, list[tuple[int, Node]]] = {}
         self.writes: dict[str, _Write] = {}
         self.size = 0
+        self.read_nbytes = 0  # of all buffers that its loops read
         self.ordered = False  # the order of the reduced axes matters
         self.running = False  # there is a scan, which wants one reduced axis
         for m in group.members:
@@ -91,7 +92,7 @@ class _Fuser:
         self.alive = list(range(n))
         self.readers: dict[str, list[int]] = {}
         self.writers: dict[str, list[int]] = {}
-        self.kept = set(output_buffers(draft.program))
+        self.nbytes = {n: buffer_nbytes(b) for n, b in self.buffers.items()}
         self.n_fresh = 0
         self.refusals: dict[tuple[str, str], Refusal] = {}
 
@@ -103,10 +104,12 @@ class _Fuser:
     # ---- the pass
     def run(self) -> Draft:
         for k in sorted(self.nodes):
-            self._drop_unit_axes(self.nodes[k])
-            for name in self.nodes[k].reads:
+            node = self.nodes[k]
+            self._drop_unit_axes(node)
+            node.read_nbytes = sum(self.nbytes[n] for n in node.reads)
+            for name in node.reads:
                 self.readers.setdefault(name, []).append(k)
-            for name in self.nodes[k].writes:
+            for name in node.writes:
                 self.writers.setdefault(name, []).append(k)
             self._grow(k)
         groups = [self.nodes[k].group for k in sorted(self.nodes)]
@@ -147,7 +150,7 @@ class _Fuser:
         node = self.nodes[k]
         gain: dict[int, int] = {}
         for name in node.reads:
-            nbytes = buffer_nbytes(self.buffers[name])
+            nbytes = self.nbytes[name]
             for w in self.writers.get(name, ()):
                 c = self._find(w)
                 if c != k:
@@ -160,9 +163,7 @@ class _Fuser:
 
     def _smaller(self, a: int, b: int) -> int:
         """Bytes that the smaller of two groups reads, 0 where both are small."""
-        low, high = sorted(
-            sum(buffer_nbytes(self.buffers[n]) for n in self.nodes[k].reads) for k in (a, b)
-        )
+        low, high = sorted((self.nodes[a].read_nbytes, self.nodes[b].read_nbytes))
         return 0 if high <= SMALL_NBYTES else low
 
     # ---- one pair
@@ -293,6 +294,7 @@ class _Fuser:
             x.reads.setdefault(name, []).extend(sites)
         x.writes.update(y.writes)
         x.size += y.size
+        x.read_nbytes = sum(self.nbytes[n] for n in x.reads)
         x.ordered = x.ordered or y.ordered
         x.running = x.running or y.running
         self.leader[gone] = keep

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from plait.errors import InternalError
 from plait.ir.loops import Mutate
+from plait.schedule.cost import buffer_nbytes
+from plait.schedule.deps import memory_roots, output_buffers
 from plait.schedule.form import Draft, Unit, units
 from plait.schedule.group import Group
+
+MAX_GREEDY = 4000  # units beyond which only the program's order is looked at
+CLEARLY_LESS = 0.97  # of the peak of the program's order, which keeps data warmer
 
 
 def program_order(all_units: Sequence[Unit]) -> list[int]:
     """A topological order that stays as near to the program's as it can. Raises InternalError on a cycle."""
     waiting = [len(u.preds) for u in all_units]
-    users: list[list[int]] = [[] for _ in all_units]
-    for k, u in enumerate(all_units):
-        for p in u.preds:
-            users[p].append(k)
+    users = _users(all_units)
     ready = [k for k, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
     out: list[int] = []
@@ -53,10 +55,7 @@ def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
 
 def _after(all_units: Sequence[Unit], start: int) -> set[int]:
     """The units that must run after one."""
-    users: list[list[int]] = [[] for _ in all_units]
-    for k, u in enumerate(all_units):
-        for p in u.preds:
-            users[p].append(k)
+    users = _users(all_units)
     seen: set[int] = set()
     todo = [start]
     while todo:
@@ -67,7 +66,101 @@ def _after(all_units: Sequence[Unit], start: int) -> set[int]:
     return seen
 
 
+@dataclass(slots=True)
+class _Traffic:
+    """What running units does to memory. made, used: memory roots by unit; nbytes: of a root; users: how many units touch it."""
+
+    made: list[list[str]]
+    used: list[list[str]]
+    nbytes: dict[str, int]
+    users: dict[str, int]
+    at_start: int
+
+
+def _traffic(draft: Draft, all_units: Sequence[Unit]) -> _Traffic:
+    program = draft.program
+    memory = memory_roots(program.ops)
+    kept = {memory.get(n, n) for n in (*output_buffers(program), *program.constants)}
+    inputs = {i for i in program.inputs if isinstance(i, str)}
+    kept |= inputs - set(program.donated)
+    read_by_others = {b for u in all_units for b in u.reads} | set(output_buffers(program))
+    t = _Traffic([], [], {}, {}, 0)
+    for name in program.donated:
+        t.nbytes[name] = buffer_nbytes(program.buffers[name])
+        t.at_start += t.nbytes[name]
+    for u in all_units:
+        made, used = [], []
+        for name in u.writes:
+            root = memory.get(name, name)
+            if name in read_by_others and root not in inputs and root not in t.nbytes:
+                t.nbytes[root] = buffer_nbytes(program.buffers[root])
+                made.append(root)
+        for name in dict.fromkeys((*u.reads, *(w for w in u.writes if w in read_by_others))):
+            root = memory.get(name, name)
+            if root not in kept and root in t.nbytes and root not in used:
+                used.append(root)
+                t.users[root] = t.users.get(root, 0) + 1
+        t.made.append(made)
+        t.used.append(used)
+    return t
+
+
+def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]) -> int:
+    """The most bytes alive at once when units run in a sequence and memory is freed after its last use. Inputs count only if donated."""
+    t = _traffic(draft, all_units)
+    left = dict(t.users)
+    best = now = t.at_start
+    for k in sequence:
+        now += sum(t.nbytes[n] for n in t.made[k])
+        best = max(best, now)
+        for n in t.used[k]:
+            left[n] -= 1
+            if left[n] == 0:
+                now -= t.nbytes[n]
+    return best
+
+
+def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
+    """A topological order that always takes the ready unit which leaves the least memory alive; the program's order decides ties."""
+    t = _traffic(draft, all_units)
+    left = dict(t.users)
+    waiting = [len(u.preds) for u in all_units]
+    users = _users(all_units)
+    ready = [k for k, n in enumerate(waiting) if n == 0]
+    out: list[int] = []
+    while ready:
+        k = min(ready, key=lambda u: (_growth(t, left, u), u))
+        ready.remove(k)
+        out.append(k)
+        for n in t.used[k]:
+            left[n] -= 1
+        for user in users[k]:
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                ready.append(user)
+    return out
+
+
+def _growth(t: _Traffic, left: dict[str, int], k: int) -> int:
+    """By how many bytes more are alive after a unit ran."""
+    return sum(t.nbytes[n] for n in t.made[k]) - sum(t.nbytes[n] for n in t.used[k] if left[n] == 1)
+
+
+def _users(all_units: Sequence[Unit]) -> list[list[int]]:
+    users: list[list[int]] = [[] for _ in all_units]
+    for k, u in enumerate(all_units):
+        for p in u.preds:
+            users[p].append(k)
+    return users
+
+
 def order(draft: Draft) -> list[Unit]:
-    """The units in the order in which they will run."""
+    """The units in the order in which they will run: the program's own, unless a greedy one needs clearly less memory."""
     all_units = readers_first(units(draft))
-    return [all_units[k] for k in program_order(all_units)]
+    best = program_order(all_units)
+    if len(all_units) <= MAX_GREEDY:
+        other = greedy_order(draft, all_units)
+        now, then = (peak_nbytes(draft, all_units, s) for s in (best, other))
+        if then < now * CLEARLY_LESS:
+            best = other
+    return [all_units[k] for k in best]

@@ -56,6 +56,21 @@ def test_unknown_mode_through_torch_compile() -> None:
         fn(torch.ones(2))
 
 
+def test_a_crash_of_the_compiler_is_a_bug_of_plait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from plait.capture import program
+
+    def crash(captured: object, cfg: object) -> None:
+        raise KeyError("no such buffer")
+
+    monkeypatch.setattr(program, "compile_graph", crash)
+    text = r"failed with KeyError: 'no such buffer' \(test_errors.py:\d+, in crash\)"
+    with pytest.raises(InternalError, match=r"compiling inference_\d+ " + text):
+        torch.compile(lambda x: x + 1, backend="plait")(torch.ones(2))
+    with pytest.raises(InternalError, match=r"compiling export_\d+ " + text) as info:
+        plait.compile(lambda x: x + 1, (torch.ones(2),))
+    assert isinstance(info.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize("mode", plait.list_modes())
 def test_known_modes(mode: str) -> None:
     fn = torch.compile(lambda x: x + 1, backend="plait", mode=mode)

@@ -16,7 +16,8 @@ import torch
 from torch.fx import GraphModule
 
 from plait import compat
-from plait.compile import Program, compile_graph
+from plait.capture.program import compile_captured
+from plait.compile import Program
 from plait.config import Config
 from plait.errors import PlaitError
 from plait.graph.captured import Captured, GraphKind
@@ -99,7 +100,7 @@ class _OneGraph:
             donated_inputs=donated_inputs,
             bumped_inputs=bumped_inputs,
         )
-        return compile_graph(captured, self.cfg)
+        return compile_captured(captured, self.cfg)
 
 
 _TRUSTED_NAMESPACES = ("aten", "prims", "plait", "_operator", "math")

@@ -17,8 +17,8 @@ import torch.utils._pytree as pytree
 
 from plait import compat
 from plait.capture.bound import bind, tensor_spec
+from plait.capture.program import compile_captured
 from plait.capture.trace import VALUE, FunctionModule, Signature, Traced, trace
-from plait.compile import compile_graph
 from plait.config import Config
 from plait.errors import InputError, UserError
 from plait.graph.captured import Captured
@@ -64,7 +64,7 @@ def _bound(traced: Traced, cfg: Config) -> Callable[..., Any]:
     n_state = len(traced.state)
     name = f"export_{next(_serial)}"
     captured = Captured(traced.graph, name, "inference", static_inputs=tuple(range(n_state)))
-    program = compile_graph(captured, cfg)
+    program = compile_captured(captured, cfg)
     signature = traced.signature
     specs = [
         *traced.state,

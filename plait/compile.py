@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from plait.config import Config
 from plait.graph.captured import Captured
@@ -20,6 +20,7 @@ from plait.runtime.cache import Built, get_or_build
 from plait.runtime.toolchain import Toolchain, ToolchainMissing, find_toolchain
 from plait.schedule import schedule
 from plait.schedule.plan import Kernel, Plan
+from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.passes import run_passes
 from plait.wrapper.program import CompileRecord, Program, observe
@@ -41,15 +42,21 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
         cfg = replace(cfg, kernels=False)
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
+    show.show_graph(log, "0_captured.py", captured.graph)
     captured = log("clean graph", clean_graph, captured)
+    show.show_graph(log, "1_graph.py", captured.graph)
     lowered = log("lower", lower_graph, captured, cfg)
+    show.show_loops(log, lowered.program)
     plan = log("schedule", schedule, lowered.program, cfg, log)
     source = log("emit kernels", _emit, plan, toolchain)
     plan = _name_kernels(plan, source)  # equal kernels now have one name
+    show.show_plan(log, plan)
+    show.show_source(log, source.text)
     library = log("build kernels", _build, source, toolchain, cfg)
     wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs)
-    wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies)
+    wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
     path = None if library is None else str(library.path)
+    show.show_wrapper(log, wrapper, path, lowered.constants)
     loaded = log("load", TARGETS[cfg.wrapper], wrapper, path, lowered.constants, lowered.callables)
 
     record = CompileRecord(

@@ -39,24 +39,27 @@ class PassLog:
         self.name = name
         self.verifiers = verifiers or {}
         self.times_ms: dict[str, float] = {}
-        self._depth = 0
+        self._open: list[str] = []
         self._folder: Path | None = None
         root = cfg.debug_dir or ("plait_debug" if cfg.debug >= SOURCE else "")
         if root:
             self._folder = Path(root).expanduser() / name
 
     def __call__(self, step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """fn(*args, **kwargs), timed as `step` and then verified. Errors pass through untouched."""
-        self._depth += 1
+        """fn(*args, **kwargs), timed as `step` and then verified. Errors pass through untouched.
+
+        A step that runs inside another is timed as "outer/inner"."""
+        self._open.append(step)
+        name = "/".join(self._open)
         start = time.perf_counter()
         try:
             result = fn(*args, **kwargs)
         finally:
-            self._depth -= 1
+            self._open.pop()
         took = (time.perf_counter() - start) * 1e3
-        self.times_ms[step] = self.times_ms.get(step, 0.0) + took
+        self.times_ms[name] = self.times_ms.get(name, 0.0) + took
         if self.shows(STAGES):
-            self.note(STAGES, f"{self.name}: {'  ' * self._depth}{step} {took:.1f} ms")
+            self.note(STAGES, f"{self.name}: {name} {took:.1f} ms")
         verifier = self.verifiers.get(step)
         if verifier is not None and self.cfg.verifies:
             verifier(result)

@@ -1,6 +1,7 @@
-"""Kernels and plans as Python-like text for people: what was fused, in which order it runs, where buffers lie.
+"""Kernels and plans as text for people: what was fused and why not more, in which order it runs, where buffers lie.
 
-In: the data of `schedule/plan.py`. Out: text, the same for equal plans.
+In: the data of `schedule/plan.py`. Out: whole plans in Python-like text, or a summary with one line a kernel or call;
+the same for equal plans.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait.ir.loops import Alias, Assert, Extern, Item, Mutate
-from plait.ir.sizes import Expr
+from plait.ir.sizes import Expr, Size
 from plait.ir.symtext import Scope
 from plait.ir.text import Body, buffer_type, extent_text, op_lines
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
@@ -20,7 +21,7 @@ def plan_text(plan: Plan) -> str:
     lines = [*_memory(plan.memory, scope), ""]
     for step, frees in zip(plan.steps, plan.frees, strict=True):
         lines += [*step_lines(step, scope), *([f"free({', '.join(frees)})"] if frees else []), ""]
-    lines += [f"# not fused: {r.a} and {r.b}: {r.reason.text}" for r in plan.refusals]
+    lines += [f"# {line}" for line in refusal_lines(plan)]
     return "\n".join([*scope.lines, *lines]).rstrip() + "\n"
 
 
@@ -70,3 +71,48 @@ def _store(s: Store, body: Body) -> str:
     sign = "=" if s.mode == "store" else f"{s.mode}="
     facts = [w for w, on in (("full", s.full), ("atomic", s.atomic)) if on]
     return f"{s.buf}[{at}] {sign} {value}{where}" + (f"  # {', '.join(facts)}" if facts else "")
+
+
+# ---------------------------------------------------------------------------------------------- summaries
+def summary_lines(plan: Plan) -> list[str]:
+    """One line a kernel or call."""
+    return [line for step in plan.steps if (line := step_summary(step))]
+
+
+def step_summary(step: Step) -> str:
+    """What a kernel reads and writes, its space and its estimated work; how a call came about; '' for other steps."""
+    if isinstance(step, Extern):
+        return f"extern {step.op}: {'fell back' if step.fallback else 'by choice'}"
+    if not isinstance(step, Kernel):
+        return ""
+    reads = [b.name for b in step.args if b.name not in step.outs]
+    inner = f" over {_space(step.rvars)}" if step.rvars else ""
+    flow = f"{', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}"
+    return f"kernel {step.name}: {flow}; {_space(step.vars)}{inner} points, about {_time(step.work_ns)} on one core"
+
+
+def _space(vars_: Sequence[Expr]) -> str:
+    return "x".join(str(v.symbol.extent) for v in vars_ if v.symbol is not None) or "1"
+
+
+def _time(work_ns: Size) -> str:
+    return (
+        f"{work_ns / 1e3:.1f} us"
+        if isinstance(work_ns, int) and work_ns >= 1000
+        else f"{work_ns} ns"
+    )
+
+
+def refusal_lines(plan: Plan) -> list[str]:
+    """What was not fused, one line a reason; a buffer stands for the kernel that computes it."""
+    maker: dict[str, str] = {}
+    for k in plan.steps:
+        if isinstance(k, Kernel):
+            maker.update({s.name: k.name for s in k.stmts if isinstance(s, Reduce)})
+            maker.update(dict.fromkeys(k.outs, k.name))
+    by_reason: dict[str, dict[str, None]] = {}
+    for r in plan.refusals:
+        a, b = maker.get(r.a, r.a), maker.get(r.b, r.b)
+        if a != b:  # refused at first, fused in the end by another road
+            by_reason.setdefault(r.reason.text, {})[f"{a} and {b}"] = None
+    return [f"not fused: {', '.join(pairs)}: {reason}" for reason, pairs in by_reason.items()]

@@ -7,13 +7,11 @@ source lines, what was not fused and why, and what PyTorch's own operators do, b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from plait.ir import sizes as sz
 from plait.ir.loops import Extern
-from plait.ir.sizes import Expr
-from plait.schedule.plan import Kernel, Reduce
+from plait.schedule.plan import Kernel, Step
+from plait.schedule.text import refusal_lines, step_summary
 from plait.wrapper.instructions import Alloc, Launch
 from plait.wrapper.program import CompileRecord
 
@@ -66,61 +64,24 @@ def _count(n: int, what: str) -> str:
 def _graph(g: CompileRecord) -> list[str]:
     launches = sum(isinstance(i, Launch) for i in g.wrapper.body)
     head = f"{g.name}: {_count(g.aten_ops, 'ATen op')} -> {_count(launches, 'kernel')}, "
-    head += (
-        f"{_count(len(_externs(g)), 'extern call')}; {sum(g.times_ms.values()):.0f} ms to compile"
-    )
+    head += f"{_count(len(_externs(g)), 'extern call')}; {_total_ms(g):.0f} ms to compile"
     if g.cache_hit is not None:
         head += ", kernels from the cache" if g.cache_hit else ", kernels built"
     lines = [head, *(f"  {line}" for s in g.plan.steps for line in _step(s, g))]
-    lines += [f"  {line}" for line in _refused(g)]
+    lines += [f"  {line}" for line in refusal_lines(g.plan)]
     return [*lines, f"  memory: {_memory(g)}"]
 
 
-def _step(step: object, g: CompileRecord) -> list[str]:
-    if isinstance(step, Kernel):
-        reads = [b.name for b in step.args if b.name not in step.outs]
-        space = "x".join(_extents(step.vars)) or "1"
-        inner = f" over {'x'.join(_extents(step.rvars))}" if step.rvars else ""
-        facts = f"{space}{inner} points, {_ns(step.work_ns)}"
-        return [
-            f"kernel {step.name}: {', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}; {facts}",
-            *(f"    {o}" for o in step.origin),
-        ]
-    if isinstance(step, Extern):
-        why = "by choice"
-        if step.fallback:
-            why = f"fell back: {g.fallback_reasons.get(step.op, 'no lowering rule')}"
-        return [f"extern {step.op}: {why}", *(f"    {o}" for o in step.origin)]
-    return []
+def _step(step: Step, g: CompileRecord) -> list[str]:
+    line = step_summary(step)
+    if isinstance(step, Extern) and step.fallback:
+        line += f": {g.fallback_reasons.get(step.op, 'no lowering rule')}"
+    origin = step.origin if isinstance(step, (Kernel, Extern)) else ()
+    return [line, *(f"    {o}" for o in origin)] if line else []
 
 
-def _extents(vars_: Sequence[Expr]) -> list[str]:
-    return [str(v.symbol.extent) for v in vars_ if v.symbol is not None]
-
-
-def _ns(work: sz.Size) -> str:
-    if isinstance(work, int):
-        return (
-            f"about {work / 1e3:.1f} us on one core"
-            if work >= 1000
-            else f"about {work} ns on one core"
-        )
-    return f"about {work} ns on one core"
-
-
-def _refused(g: CompileRecord) -> list[str]:
-    """What was not fused, one line a reason; buffers stand for the kernels that compute them."""
-    maker: dict[str, str] = {}
-    for k in g.plan.steps:
-        if isinstance(k, Kernel):
-            maker.update({s.name: k.name for s in k.stmts if isinstance(s, Reduce)})
-            maker.update(dict.fromkeys(k.outs, k.name))
-    by_reason: dict[str, dict[str, None]] = {}
-    for r in g.plan.refusals:
-        a, b = maker.get(r.a, r.a), maker.get(r.b, r.b)
-        if a != b:  # refused at first, fused in the end by another road
-            by_reason.setdefault(r.reason.text, {})[f"{a} and {b}"] = None
-    return [f"not fused: {', '.join(pairs)}: {reason}" for reason, pairs in by_reason.items()]
+def _total_ms(g: CompileRecord) -> float:
+    return sum(ms for step, ms in g.times_ms.items() if "/" not in step)  # "a/b" is a part of "a"
 
 
 def _memory(g: CompileRecord) -> str:

@@ -1,0 +1,86 @@
+"""Every stage of a compilation in readable form: files of the debug folder, lines of the debug ladder.
+
+In: the data of a stage and the graph's `PassLog`, which knows who wants to see it. The files of one graph, in order:
+0_captured.py, 1_graph.py (FX), 2_loops.txt (before fusion), 3_plan.txt (after), 4_kernels.cpp, 5_wrapper.txt and
+6_module.py with 6_constants.pt, which runs by itself. docs/debug.md describes them. Nothing is built that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx
+
+from plait.ir.loops import LoopProgram
+from plait.ir.text import program_text
+from plait.log import IR, KERNELS, REASONS, SOURCE, PassLog
+from plait.schedule.plan import Plan
+from plait.schedule.text import plan_text, refusal_lines, summary_lines
+from plait.wrapper.instructions import WrapperProgram
+from plait.wrapper.python import make_python
+from plait.wrapper.text import text
+
+CONSTANTS = "6_constants.pt"
+
+
+def show_graph(log: PassLog, filename: str, graph: torch.fx.GraphModule) -> None:
+    """An FX graph as the Python that torch prints, with shapes and source lines."""
+
+    def readable() -> str:
+        printed: str = graph.print_readable(
+            print_output=False, include_stride=True, include_device=False
+        )
+        return printed
+
+    log.dump(filename, readable)
+    if log.shows(IR):
+        log.note(IR, f"{log.name}: {filename}\n{readable()}")
+
+
+def show_loops(log: PassLog, program: LoopProgram) -> None:
+    """The loops before fusion."""
+    log.dump("2_loops.txt", lambda: program_text(program))
+    if log.shows(IR):
+        log.note(IR, f"{log.name}: loops\n{program_text(program)}")
+
+
+def show_plan(log: PassLog, plan: Plan) -> None:
+    """What was fused: one line a kernel, then what stayed apart and why, then the loop nests."""
+    log.dump("3_plan.txt", lambda: plan_text(plan))
+    if log.shows(KERNELS):
+        for line in summary_lines(plan):
+            log.note(KERNELS, f"{log.name}: {line}")
+    if log.shows(REASONS):
+        for line in refusal_lines(plan):
+            log.note(REASONS, f"{log.name}: {line}")
+    if log.shows(IR):
+        log.note(IR, f"{log.name}: plan\n{plan_text(plan)}")
+
+
+def show_source(log: PassLog, source: str) -> None:
+    """The kernels' source, as the C++ compiler sees it."""
+    if not source:
+        return
+    log.dump("4_kernels.cpp", source)
+    if log.shows(SOURCE):
+        log.note(SOURCE, f"{log.name}: kernels\n{source}")
+
+
+def show_pass(log: PassLog, name: str, program: WrapperProgram) -> None:
+    """The wrapper program after one of its passes."""
+    if log.shows(IR):
+        log.note(IR, f"{log.name}: wrapper after {name}\n{text(program)}")
+
+
+def show_wrapper(
+    log: PassLog, program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor]
+) -> None:
+    """The final wrapper program, and the same as a Python module that runs by itself."""
+    saved = CONSTANTS if constants else ""
+    log.dump("5_wrapper.txt", lambda: text(program))
+    log.dump("6_module.py", lambda: make_python(program, library or "", saved))
+    if saved and log.folder is not None:
+        torch.save([c.detach() for c in constants], log.folder / CONSTANTS)
+    if log.shows(SOURCE):
+        log.note(SOURCE, f"{log.name}: wrapper\n{make_python(program, library or '', saved)}")

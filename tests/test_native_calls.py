@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.ir.dtypes import f32, f64, i64
+from plait.ir.dtypes import f32, f64, i64, opaque
 from plait.ir.sizes import symbol
 from plait.runtime.load import LoadError, load
 from plait.wrapper.instructions import (
@@ -179,6 +179,45 @@ def test_matmul_roads(dtype, transposed, m, k, n):
             ret("o"),
         )
         torch.testing.assert_close(build(p)(a, b, bias)[0], torch.addmm(bias, a, b, alpha=2))
+
+
+def test_matmul_that_makes_its_result():
+    s0 = symbol("s0")
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    for op, args in (
+        ("aten::mm", (Ref("x"), Ref("t"))),
+        ("aten::addmm", (Ref("b"), Ref("x"), Ref("t"))),
+    ):
+        p = program(
+            (tensor("x", s0, 4),),
+            Symbol("s0", SizeOf("x", "size", 0)),
+            Constant("w", 0),
+            Constant("b", 1),
+            View("t", "w", f32, (4, 6), (1, 4), 0),
+            extern(op, *args, outs=("o",)),
+            alloc("r", s0, 6),
+            launch("k_inc", "o", "r", n=6 * s0),
+            ret("o", "r"),
+            n_constants=2,
+        )
+        prog = build(p, constants=[weight, bias])
+        for n in (3, 0, 1, 200):
+            x = torch.randn(n, 4)
+            want = x @ weight.t() + (bias if op == "aten::addmm" else 0)
+            o, r = prog(x)
+            torch.testing.assert_close(o, want)
+            torch.testing.assert_close(r, want + 1)
+
+
+def test_views_of_element_types_that_plait_does_not_know():
+    p = program(
+        (tensor("x", 8, dtype=opaque),), View("v", "x", opaque, (2, 4), (4, 1), 0), ret("v")
+    )
+    x = torch.randn(8).to(torch.float8_e5m2)
+    v = build(p)(x)[0]
+    assert v.dtype == torch.float8_e5m2 and torch.equal(
+        v.view(torch.uint8), x.view(torch.uint8).view(2, 4)
+    )
 
 
 def test_matmul_of_views_in_an_arena_with_dynamic_rows():

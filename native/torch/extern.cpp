@@ -13,6 +13,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstring>
 
@@ -201,27 +202,34 @@ class Resolver {
     mismatch();
   }
 
-  // The operands of a known `out` operator stand at the front of its schema, the result at its end.
+  // The operands of these operators stand at the front of their schemas, what they write at the end or it is their result.
   void choose_road() {
-    struct Known { const char* name; Call::Road road; size_t n; };
-    static constexpr Known known[] = {{"aten::mm.out", Call::Road::mm, 2}, {"aten::addmm.out", Call::Road::addmm, 3}, {"aten::bmm.out", Call::Road::bmm, 2}, {"aten::baddbmm.out", Call::Road::baddbmm, 3}};
-    for (const Known& k : known) {
-      if (out_.name != k.name) continue;
-      std::vector<SlotId> tensors(out_.stack.size(), kNone);
-      for (const Call::Fill& f : out_.fills)
-        if (f.kind == FillKind::tensor) tensors[static_cast<size_t>(f.pos)] = f.id;
-        else return;  // a scalar that is known only at the call
-      for (size_t i = 0; i < k.n; ++i) out_.tensors.push_back(tensors[i]);
-      out_.tensors.push_back(tensors.back());
-      for (SlotId s : out_.tensors)
-        if (s == kNone) fail("misses a tensor");
-      if (k.n == 3) {
-        out_.beta = out_.stack[3].toScalar().toDouble();
-        out_.alpha = out_.stack[4].toScalar().toDouble();
-      }
-      if (!in_.outs.empty() && in_.outs[0].kind != Result::Kind::dropped) return;
-      out_.road = k.road;
+    struct Known { const char* name; Call::Road road; size_t n; bool out; };
+    static constexpr Known known[] = {
+        {"aten::mm.out", Call::Road::mm, 2, true},       {"aten::mm", Call::Road::mm, 2, false},
+        {"aten::addmm.out", Call::Road::addmm, 3, true}, {"aten::addmm", Call::Road::addmm, 3, false},
+        {"aten::bmm.out", Call::Road::bmm, 2, true},     {"aten::baddbmm.out", Call::Road::baddbmm, 3, true}};
+    for (const Known& k : known)
+      if (out_.name == k.name) take_road(k.road, k.n, k.out);
+  }
+  void take_road(Call::Road road, size_t n, bool out) {
+    std::vector<SlotId> tensors(out_.stack.size(), kNone);
+    for (const Call::Fill& f : out_.fills) {
+      if (f.kind != FillKind::tensor) return;  // a scalar that is known only at the call
+      tensors[static_cast<size_t>(f.pos)] = f.id;
     }
+    const bool returned = !in_.outs.empty() && in_.outs[0].kind == Result::Kind::tensor;
+    if (returned == out) return;  // an `out` operator whose result has a second name, or a result that nobody wants
+    out_.tensors.assign(tensors.begin(), tensors.begin() + static_cast<std::ptrdiff_t>(n));
+    out_.tensors.push_back(out ? tensors.back() : in_.outs[0].id);
+    for (SlotId s : out_.tensors)
+      if (s == kNone) fail("misses a tensor");
+    if (n == 3) {
+      out_.beta = out_.stack[3].toScalar().toDouble();
+      out_.alpha = out_.stack[4].toScalar().toDouble();
+    }
+    out_.road = road;
+    out_.makes_result = !out;
   }
 
   const CallExtern& in_;
@@ -290,60 +298,67 @@ void copy_rows(int64_t begin, int64_t end, void* context) {
 ExternCall resolve_extern(const CallExtern& call, const Constants& constants) { return Resolver(call, constants).run(); }
 
 // ---------------------------------------------------------------------------------------------------- at the call
+// What the product of two matrices needs to know, read from the sizes and strides of this call.
+struct Program::Gemm {
+  Matrix a, b, c;
+  int64_t m, n, k;
+  double beta = 0;
+  Addend addend{};
+};
+
 // False where the strides, sizes or precision settings of this call want the general road.
-bool Program::call_gemm(Frame& f, const ExternCall& c) const {
-  const auto dims = [&](size_t operand, size_t rank, int64_t* out) {
-    const Meta& m = slots_[static_cast<size_t>(c.tensors[operand])].meta;
-    if (m.ids.sizes.size() != rank) return false;
-    for (size_t d = 0; d < rank; ++d) {
-      out[d] = value(f, m.ids.sizes[d]);
-      out[rank + d] = value(f, m.ids.strides[d]);
-    }
-    return true;
-  };
+bool Program::plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const {
   const bool add = c.road == ExternCall::Road::addmm;
   const size_t first = add ? 1 : 0;
-  int64_t a[4], b[4], o[4];
-  if (!dims(first, 2, a) || !dims(first + 1, 2, b) || !dims(first + 2, 2, o)) return false;
-  const int64_t m = a[0], k = a[1], n = b[1];
-  if (m <= 0 || n <= 0 || k <= 0 || m > INT_MAX || n > INT_MAX || k > INT_MAX || b[0] != k || o[0] != m || o[1] != n) return false;
-  const Matrix ma = row_major(m, k, a[2], a[3]), mb = row_major(k, n, b[2], b[3]), mc = row_major(m, n, o[2], o[3]);
-  if (!ma.usable || !mb.usable || mc.trans != 'N' || !mc.usable || ma.ld > INT_MAX || mb.ld > INT_MAX || mc.ld > INT_MAX) return false;
-  const SlotInfo& result = slots_[static_cast<size_t>(c.tensors.back())];
-  const bool single = result.dtype == DType::f32;
-  if (single ? !blas().sgemm || !full_precision() : !blas().dgemm) return false;
-  void* const* bufs = f.bufs.data() + c.bufs;
-  double beta = 0;
-  if (add && c.beta != 0) {
-    if (c.beta != 1) return false;
-    int64_t s[4] = {1, 0, 0, 0};
-    const size_t rank = slots_[static_cast<size_t>(c.tensors[0])].meta.ids.sizes.size();
-    if (rank == 1) {
-      int64_t vector[2];
-      if (!dims(0, 1, vector)) return false;
-      s[1] = vector[0];
-      s[3] = vector[1];
-    } else if (!dims(0, 2, s)) {
-      return false;
-    }
-    if (s[1] != n || s[3] != 1 || (s[0] != 1 && s[0] != m)) return false;
-    const int64_t item = element_size(result.dtype);
-    Addend addend{static_cast<const char*>(bufs[0]), static_cast<char*>(bufs[3]), s[0] == 1 ? 0 : s[2] * item, mc.ld * item, n * item};
-    if (m * addend.row_bytes < kParallelAddendBytes || torch_parallel_for(0, m, std::max<int64_t>(1, (kParallelAddendBytes >> 2) / addend.row_bytes), copy_rows, &addend) != 0)
-      copy_rows(0, m, &addend);
-    beta = 1;
+  const auto meta = [&](size_t i) -> const Meta& { return slots_[static_cast<size_t>(c.tensors[i])].meta; };
+  const Extents a(meta(first), f.values), b(meta(first + 1), f.values);
+  if (a.sizes.size() != 2 || b.sizes.size() != 2) return false;
+  g.m = a.sizes[0], g.k = a.sizes[1], g.n = b.sizes[1];
+  if (g.m <= 0 || g.n <= 0 || g.k <= 0 || g.m > INT_MAX || g.n > INT_MAX || g.k > INT_MAX || b.sizes[0] != g.k) return false;
+  g.a = row_major(g.m, g.k, a.strides[0], a.strides[1]);
+  g.b = row_major(g.k, g.n, b.strides[0], b.strides[1]);
+  g.c = {'N', g.n, true};
+  if (!c.makes_result) {
+    const Extents o(meta(first + 2), f.values);
+    if (o.sizes.size() != 2 || o.sizes[0] != g.m || o.sizes[1] != g.n) return false;
+    g.c = row_major(g.m, g.n, o.strides[0], o.strides[1]);
   }
-  const void* pa = bufs[first];
-  const void* pb = bufs[first + 1];
-  if (single) gemm(blas().sgemm, ma, mb, mc, m, n, k, c.alpha, pa, pb, beta, bufs[first + 2]);
-  else gemm(blas().dgemm, ma, mb, mc, m, n, k, c.alpha, pa, pb, beta, bufs[first + 2]);
+  if (!g.a.usable || !g.b.usable || !g.c.usable || g.c.trans != 'N' || std::max({g.a.ld, g.b.ld, g.c.ld}) > INT_MAX) return false;
+  if (c.single ? !blas().sgemm || !full_precision_ : !blas().dgemm) return false;
+  if (!add || c.beta == 0) return true;
+  const Extents s(meta(0), f.values);
+  const size_t rank = s.sizes.size();
+  if (c.beta != 1 || rank == 0 || rank > 2) return false;
+  const int64_t rows = rank == 2 ? s.sizes[0] : 1;
+  if (s.sizes[rank - 1] != g.n || s.strides[rank - 1] != 1 || (rows != 1 && rows != g.m)) return false;
+  const int64_t item = c.single ? 4 : 8;
+  g.addend = {nullptr, nullptr, rows == 1 ? 0 : s.strides[0] * item, g.c.ld * item, g.n * item};
+  g.beta = 1;
+  return true;
+}
+
+bool Program::call_gemm(Frame& f, const ExternCall& c) const {
+  Gemm g;
+  if (!plan_gemm(f, c, g)) return false;
+  if (c.makes_result) define(f, c.tensors.back(), empty_matrix(g.m, g.n, c.single));
+  void* const* bufs = f.bufs.data() + c.bufs;
+  const size_t first = c.road == ExternCall::Road::addmm ? 1 : 0;
+  if (g.beta != 0) {
+    g.addend.from = static_cast<const char*>(bufs[0]);
+    g.addend.to = static_cast<char*>(bufs[3]);
+    const int64_t rows = std::max<int64_t>(1, (kParallelAddendBytes >> 2) / g.addend.row_bytes);
+    if (g.m * g.addend.row_bytes < kParallelAddendBytes || torch_parallel_for(0, g.m, rows, copy_rows, &g.addend) != 0) copy_rows(0, g.m, &g.addend);
+  }
+  void *a = bufs[first], *b = bufs[first + 1], *out = bufs[first + 2];
+  if (c.single) gemm(blas().sgemm, g.a, g.b, g.c, g.m, g.n, g.k, c.alpha, a, b, g.beta, out);
+  else gemm(blas().dgemm, g.a, g.b, g.c, g.m, g.n, g.k, c.alpha, a, b, g.beta, out);
   return true;
 }
 
 void Program::call_extern(Frame& f, const ExternCall& c) const {
   using Road = ExternCall::Road;
   if (c.bufs != kNone && call_gemm(f, c)) return;
-  if (c.road == Road::boxed) return call_boxed(f, c);
+  if (c.road == Road::boxed || c.makes_result) return call_boxed(f, c);
   const auto tensor = [&](size_t i) -> const at::Tensor& { return *f.refs[static_cast<size_t>(c.tensors[i])]; };
   at::Tensor& out = f.tensors[static_cast<size_t>(c.tensors.back())];
   // An output that is the caller's tensor (an input or constant) is not ours to hand out as a mutable reference.

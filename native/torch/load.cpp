@@ -196,6 +196,7 @@ class Loader {
   }
   void learn(const Place& i) {
     SlotInfo& s = define(i.slot, Kind::place, i.shape);
+    scalar_type(s.dtype);
     s.base = i.arena;
     s.offset = i.offset;
     if (!constant(i.offset)) return;
@@ -217,6 +218,7 @@ class Loader {
   void learn(const Free&) {}  // liveness is computed here: it ends no later than Free says
   void learn(const View& i) {
     SlotInfo& s = define(i.slot, Kind::view, i.shape);
+    if (s.scalar == c10::ScalarType::Undefined) use_header(i.base);  // which brings the element type
     const SlotInfo& base = info(i.base);
     s.base = i.base;
     s.offset = i.offset;
@@ -228,7 +230,15 @@ class Loader {
     s.delta = (i.relative ? base.delta : 0) + *constant(i.offset) * element_size(s.dtype);
     s.folded = true;
   }
-  void learn(const Constant& i) { define(i.slot, Kind::constant).offset = i.index; }
+  void learn(const Constant& i) {
+    SlotInfo& s = define(i.slot, Kind::constant);
+    const at::Tensor& t = p_.constants_[static_cast<size_t>(i.index)];
+    s.offset = i.index;
+    s.dtype = from_scalar_type(t.scalar_type());
+    s.meta.is_static = true;
+    s.meta.sizes = t.sizes().vec();
+    s.meta.strides = t.strides().vec();
+  }
   void learn(const Launch& i) {
     for (SlotId s : i.args) touch(s);
   }
@@ -390,21 +400,24 @@ class Loader {
   void emit(const CallExtern& i) {
     close_region();
     need_operands(i);
-    push(StepKind::call_extern, static_cast<int32_t>(p_.externs_.size()));
     ExternCall call = resolve_extern(i, constants_);
     bind_gemm(call);
+    push(StepKind::call_extern, static_cast<int32_t>(p_.externs_.size()));
     p_.stack_size_ = std::max(p_.stack_size_, call.stack.size());
     p_.externs_.push_back(std::move(call));
   }
   // mm and addmm of float or double with shapes that the plan knows run on pointers alone, see extern.cpp.
   void bind_gemm(ExternCall& call) {
     if (call.road != ExternCall::Road::mm && call.road != ExternCall::Road::addmm) return;
-    for (SlotId s : call.tensors) {
-      const SlotInfo& i = info(s);
-      const bool known = i.kind == Kind::input || i.kind == Kind::alloc || i.kind == Kind::place || i.kind == Kind::view;
-      if (!known || i.dtype != info(call.tensors[0]).dtype || (i.dtype != DType::f32 && i.dtype != DType::f64)) return;
+    const size_t n = call.tensors.size() - (call.makes_result ? 1 : 0);
+    const DType dtype = info(call.tensors[0]).dtype;
+    if (dtype != DType::f32 && dtype != DType::f64) return;
+    for (size_t k = 0; k < n; ++k) {
+      const SlotInfo& i = info(call.tensors[k]);
+      if (i.kind == Kind::result || i.dtype != dtype) return;
       need(i.meta.ids);
     }
+    call.single = dtype == DType::f32;
     call.bufs = static_cast<int32_t>(p_.n_bufs_);
     for (SlotId s : call.tensors) add_buf(s);
   }

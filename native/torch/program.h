@@ -44,6 +44,20 @@ struct Meta {
   int64_t nbytes = 0;  // from first to past last element, valid where is_static
 };
 
+// Sizes and strides of a slot at this call. Throws if one is negative.
+class Extents {
+ public:
+  Extents(const Meta& m, const std::vector<int64_t>& values);
+  Extents(const Extents&) = delete;
+  Extents& operator=(const Extents&) = delete;
+  int64_t nbytes(int64_t element) const;  // from first to past last element; throws on overflow
+
+  c10::IntArrayRef sizes, strides;
+
+ private:
+  int64_t at_[128];
+};
+
 struct SlotInfo {
   std::string name;
   DType dtype = DType::kAny;
@@ -82,8 +96,10 @@ struct ExternCall {
   Road road = Road::boxed;
   std::vector<SlotId> tensors;  // fast roads: operands in order, output last
   double beta = 1, alpha = 1;
-  // mm, addmm on pointers alone: where the operands stand in Frame::bufs
+  bool makes_result = false;  // no `out` operand: the result is allocated at the call
+  // mm, addmm on pointers alone: where the operands stand in Frame::bufs, and whether they are float or double.
   int32_t bufs = kNone;
+  bool single = true;
 };
 
 struct PythonCall {
@@ -185,6 +201,7 @@ class Program {
   void allocate(Frame& f, SlotId s) const;
   void set_pointer(Frame& f, SlotId s) const;
   void bind_header(Frame& f, SlotId s) const;
+  caffe2::TypeMeta type_of(const Frame& f, const SlotInfo& i) const;
   void share_version(Frame& f, SlotId s) const;
   const std::string& kernel_name(int32_t launch) const;
   void run_steps(Frame& f) const;
@@ -195,7 +212,8 @@ class Program {
   void push_operands(Frame& f, const ExternCall& c) const;
   c10::IValue opaque(Frame& f, SlotId s) const;
   c10::impl::LocalDispatchKeySet outer_keys(const Frame& f) const;
-  bool full_precision() const { return full_precision_; }
+  struct Gemm;
+  bool plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const;
   bool call_gemm(Frame& f, const ExternCall& c) const;
   void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const;
   void check_finite(Frame& f, const CheckFinite& c) const;
@@ -239,6 +257,7 @@ class Program {
   mutable std::atomic<int64_t> typical_ticks_{0};  // of the last call
 };
 
+at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single);  // row-major, float or double
 c10::ScalarType scalar_type(DType dtype);  // throws LoadError for opaque
 const char* torch_name(DType dtype);         // "float32"
 DType from_scalar_type(c10::ScalarType type);

@@ -61,46 +61,47 @@ std::string list(c10::IntArrayRef values) {
   return out + "]";
 }
 
-// Sizes and strides of a slot at this call, on the stack.
-class Extents {
- public:
-  Extents(const Meta& m, const std::vector<int64_t>& values) {
-    if (m.is_static) {
-      sizes = m.sizes;
-      strides = m.strides;
-      return;
-    }
-    const size_t rank = m.ids.sizes.size();
-    for (size_t d = 0; d < rank; ++d) {
-      at_[d] = values[static_cast<size_t>(m.ids.sizes[d])];
-      at_[rank + d] = values[static_cast<size_t>(m.ids.strides[d])];
-      if (at_[d] < 0 || at_[rank + d] < 0) throw std::runtime_error("a tensor would have a negative size or stride");
-    }
-    sizes = {at_, rank};
-    strides = {at_ + rank, rank};
-  }
-  Extents(const Extents&) = delete;
-  Extents& operator=(const Extents&) = delete;
-
-  int64_t nbytes(int64_t element) const {
-    int64_t span = 1, step = 0;
-    bool overflow = false;
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      if (sizes[d] == 0) return 0;
-      overflow |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &step) || __builtin_add_overflow(span, step, &span);
-    }
-    overflow |= __builtin_mul_overflow(span, element, &span);
-    if (overflow) throw std::runtime_error("a tensor's size overflows");
-    return span;
-  }
-
-  c10::IntArrayRef sizes, strides;
-
- private:
-  int64_t at_[128];
-};
+at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type) {
+  c10::Allocator* allocator = c10::GetCPUAllocator();
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, nbytes, allocator->allocate(static_cast<size_t>(nbytes)), allocator, true);
+  return at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(type)));
+}
 
 }  // namespace
+
+Extents::Extents(const Meta& m, const std::vector<int64_t>& values) {
+  if (m.is_static) {
+    sizes = m.sizes;
+    strides = m.strides;
+    return;
+  }
+  const size_t rank = m.ids.sizes.size();
+  for (size_t d = 0; d < rank; ++d) {
+    at_[d] = values[static_cast<size_t>(m.ids.sizes[d])];
+    at_[rank + d] = values[static_cast<size_t>(m.ids.strides[d])];
+    if (at_[d] < 0 || at_[rank + d] < 0) throw std::runtime_error("a tensor would have a negative size or stride");
+  }
+  sizes = {at_, rank};
+  strides = {at_ + rank, rank};
+}
+
+int64_t Extents::nbytes(int64_t element) const {
+  int64_t span = 1, step = 0;
+  bool overflow = false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    overflow |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &step) || __builtin_add_overflow(span, step, &span);
+  }
+  overflow |= __builtin_mul_overflow(span, element, &span);
+  if (overflow) throw std::runtime_error("a tensor's size overflows");
+  return span;
+}
+
+at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single) {
+  at::Tensor t = new_tensor(rows * cols * (single ? 4 : 8), single ? c10::kFloat : c10::kDouble);
+  t.unsafeGetTensorImpl()->set_sizes_contiguous({rows, cols});
+  return t;
+}
 
 // ---------------------------------------------------------------------------------------------------- frames
 std::unique_ptr<Frame> Program::take_frame() {
@@ -224,14 +225,11 @@ void Program::allocate(Frame& f, SlotId s) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
   const Extents e(i.meta, f.values);
   const int64_t nbytes = i.meta.is_static ? i.meta.nbytes : e.nbytes(element_size(i.dtype));
-  c10::Allocator* allocator = c10::GetCPUAllocator();
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, nbytes, allocator->allocate(static_cast<size_t>(nbytes)), allocator, true);
-  char* data = static_cast<char*>(storage->mutable_data());
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
-  t = at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(i.scalar)));
+  t = new_tensor(nbytes, i.scalar);
   if (i.meta.contiguous) t.unsafeGetTensorImpl()->set_sizes_contiguous(e.sizes);
   else t.unsafeGetTensorImpl()->set_sizes_and_strides(e.sizes, e.strides);
-  if (i.needs_pointer) patch(f, s, data);
+  if (i.needs_pointer) patch(f, s, static_cast<char*>(t.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()->mutable_data()));
 }
 
 const at::Storage& Program::storage_of(Frame& f, SlotId s) const {
@@ -253,6 +251,12 @@ void Program::set_pointer(Frame& f, SlotId s) const {
   patch(f, s, from + value(f, i.offset) * element_size(i.dtype));
 }
 
+// A view of an element type that the plan does not know ('opaque') has its base's.
+caffe2::TypeMeta Program::type_of(const Frame& f, const SlotInfo& i) const {
+  if (i.scalar != c10::ScalarType::Undefined) return c10::scalarTypeToTypeMeta(i.scalar);
+  return f.refs[static_cast<size_t>(i.base)]->dtype();
+}
+
 void Program::bind_header(Frame& f, SlotId s) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
@@ -264,7 +268,7 @@ void Program::bind_header(Frame& f, SlotId s) const {
   // The pointer of an empty tensor is null and says nothing of its offset.
   const int64_t offset = f.pointers[static_cast<size_t>(i.root)] && start ? (pointer - start) / element_size(i.dtype) : 0;
   if (cached) t.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
-  else t = at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(at::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(i.scalar)));
+  else t = at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(at::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), type_of(f, i)));
   if (cached && i.meta.is_static) {
     t.unsafeGetTensorImpl()->set_storage_offset(offset);
     return;

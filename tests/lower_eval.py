@@ -14,7 +14,21 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.dtypes import DTYPES
 from plait.ir.loops import (
-    Alias, Assert, Extern, Item, ListArg, Load, Mutate, Node, Pointwise, Reduction, Scalar, Scan, Scatter, TensorArg, walk,
+    Alias,
+    Assert,
+    Extern,
+    Item,
+    ListArg,
+    Load,
+    Mutate,
+    Node,
+    Pointwise,
+    Reduction,
+    Scalar,
+    Scan,
+    Scatter,
+    TensorArg,
+    walk,
 )  # fmt: skip
 from plait.lower.dtypes import TO_TORCH
 from plait.lower.graph import Lowered
@@ -96,7 +110,9 @@ class Evaluate:
             if isinstance(source, tuple):
                 if source[0] in self.bufs:
                     t = self.bufs[source[0]]
-                    self.env[name] = torch.tensor(t.shape[source[2]] if source[1] == "size" else t.stride(source[2]))
+                    self.env[name] = torch.tensor(
+                        t.shape[source[2]] if source[1] == "size" else t.stride(source[2])
+                    )
             elif all(a.name in self.env for a in sz.free_symbols(source)):
                 self.env[name] = _size(source, self.env)
 
@@ -147,7 +163,9 @@ class Evaluate:
                 bad = bad & args[1]
             if bool(bad.any()):
                 raise IndexError("index out of range")
-            return torch.where((args[0] < 0) | (args[0] >= size), torch.zeros_like(args[0]), args[0])
+            return torch.where(
+                (args[0] < 0) | (args[0] >= size), torch.zeros_like(args[0]), args[0]
+            )
         return _op(n.op, *args)
 
     def _with_args(self, env: dict[str, T], args: Sequence[T]) -> dict[str, T]:
@@ -197,8 +215,18 @@ class Evaluate:
         value = self.body(op.body, env).expand(extents).reshape(-1)
         args = [self.body(a, env) for a in op.index_args]
         index = [_size(e, self._with_args(env, args)).expand(extents).reshape(-1) for e in op.index]
-        keep = torch.ones(value.shape, dtype=torch.bool) if op.mask is None else self.body(op.mask, env).expand(extents).reshape(-1)
-        combine = {"store": lambda a, b: b, "add": torch.add, "mul": torch.mul, "min": torch.minimum, "max": torch.maximum}[op.mode]
+        keep = (
+            torch.ones(value.shape, dtype=torch.bool)
+            if op.mask is None
+            else self.body(op.mask, env).expand(extents).reshape(-1)
+        )
+        combine = {
+            "store": lambda a, b: b,
+            "add": torch.add,
+            "mul": torch.mul,
+            "min": torch.minimum,
+            "max": torch.maximum,
+        }[op.mode]
         for k in range(value.numel()):
             if keep[k]:
                 at = tuple(int(i[k]) for i in index)
@@ -208,7 +236,13 @@ class Evaluate:
     def _scan(self, op: Scan) -> None:
         extents = self.extents(op.vars)
         value = self.body(op.body, self.grid(op.vars, extents)).expand(extents)
-        fn = {"sum": torch.cumsum, "prod": torch.cumprod, "max": torch.cummax, "min": torch.cummin, "logaddexp": torch.logcumsumexp}
+        fn = {
+            "sum": torch.cumsum,
+            "prod": torch.cumprod,
+            "max": torch.cummax,
+            "min": torch.cummin,
+            "logaddexp": torch.logcumsumexp,
+        }
         found = fn[op.kind](value, op.axis)
         for name, v in zip(op.outs, found if op.kind in ("max", "min") else (found,), strict=False):
             if name is not None:
@@ -237,7 +271,9 @@ class Evaluate:
         start = base.storage_offset() * base.element_size() // b.dtype.nbytes if op.relative else 0
         whole = torch.empty(0, dtype=TO_TORCH[b.dtype])
         shape, strides = [self.num(s) for s in b.shape], [self.num(s) for s in b.strides]
-        self.bufs[op.out] = whole.set_(base.untyped_storage(), start + self.num(op.offset), shape, strides)
+        self.bufs[op.out] = whole.set_(
+            base.untyped_storage(), start + self.num(op.offset), shape, strides
+        )
 
     def _item(self, op: Item) -> None:
         self.env[op.name] = torch.tensor(int(self.bufs[op.buf].item()))
@@ -286,15 +322,24 @@ def _reduced(kind: str, x: T) -> tuple[T, ...]:
     n = x.shape[-1]
     if kind == "welford":
         mean = x.mean(-1) if n else torch.zeros(x.shape[:-1], dtype=x.dtype)
-        return mean, ((x - mean.unsqueeze(-1)) ** 2).sum(-1), torch.full(x.shape[:-1], float(n), dtype=x.dtype)
+        return (
+            mean,
+            ((x - mean.unsqueeze(-1)) ** 2).sum(-1),
+            torch.full(x.shape[:-1], float(n), dtype=x.dtype),
+        )
     if kind == "xor":
         return (functools.reduce(torch.bitwise_xor, x.unbind(-1)),)
     if kind in ("max", "min") and n == 0:
         info = torch.finfo(x.dtype) if x.dtype.is_floating_point else torch.iinfo(x.dtype)
-        ends = {"max": -float("inf"), "min": float("inf")} if x.dtype.is_floating_point else {"max": info.min, "min": info.max}
+        ends = (
+            {"max": -float("inf"), "min": float("inf")}
+            if x.dtype.is_floating_point
+            else {"max": info.min, "min": info.max}
+        )
         return (torch.full(x.shape[:-1], ends[kind], dtype=x.dtype),)
     fn: dict[str, Callable[[T], T]] = {
-        "sum": lambda v: v.sum(-1, dtype=v.dtype), "prod": lambda v: v.prod(-1, dtype=v.dtype), "max": lambda v: v.amax(-1),
+        "sum": lambda v: v.sum(-1, dtype=v.dtype), "prod": lambda v: v.prod(-1, dtype=v.dtype),
+        "max": lambda v: v.amax(-1),
         "min": lambda v: v.amin(-1), "any": lambda v: v.any(-1), "all": lambda v: v.all(-1),
         "argmax": lambda v: v.argmax(-1), "argmin": lambda v: v.argmin(-1),
     }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Drives PyTorch's own op samples through plait: several samples of an op as one function, so that they share a compile.
+"""Drives PyTorch's own op samples through plait: several samples of an op as one function, so that they share a
+compile.
 
 The rule for a mismatch is distance from float64: plait is wrong only where it is further from the float64 result than
 eager is, beyond tolerance.
@@ -30,7 +31,8 @@ RANDOM = frozenset(
 )  # fmt: skip
 # Samples that AOTAutograd itself cannot trace without Dynamo around it (values of tensors, sparse layouts, jiterator).
 UNTRACEABLE = frozenset(
-    """allclose argwhere combinations corrcoef cov equal item jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args
+    """allclose argwhere combinations corrcoef cov equal item jiterator_2inputs_2outputs
+    jiterator_4inputs_with_extra_args
     jiterator_binary jiterator_binary_return_by_ref jiterator_unary linalg.lstsq masked_select nonzero nonzero_static
     resize_ resize_as_ sparse.mm sparse.sampled_addmm tensor_split unique unique_consecutive nn.functional.ctc_loss
     nn.functional.gaussian_nll_loss to_sparse nn.functional.scaled_dot_product_attention""".split()
@@ -49,7 +51,9 @@ class Case:
     @staticmethod
     def of(op: Any, sample: Any) -> Case:
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-        return Case(op.op, leaves, spec, [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)])
+        return Case(
+            op.op, leaves, spec, [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        )
 
     def inputs(self) -> list[torch.Tensor]:
         return [self.leaves[k] for k in self.tensors]
@@ -60,12 +64,21 @@ class Case:
         for k, t in zip(self.tensors, tensors, strict=True):
             leaves[k] = t
         first, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return [x for x in pytree.tree_leaves(self.call(first, *args, **kwargs)) if isinstance(x, torch.Tensor)]
+        return [
+            x
+            for x in pytree.tree_leaves(self.call(first, *args, **kwargs))
+            if isinstance(x, torch.Tensor)
+        ]
 
     def reference(self) -> list[torch.Tensor] | None:
         """The results in float64, None where the op has none."""
         try:
-            return self.run([t.detach().double() if t.is_floating_point() else t.detach() for t in self.inputs()])
+            return self.run(
+                [
+                    t.detach().double() if t.is_floating_point() else t.detach()
+                    for t in self.inputs()
+                ]
+            )
         except (RuntimeError, TypeError, NotImplementedError):
             return None
 
@@ -85,7 +98,9 @@ def pick(op: Any, dtype: torch.dtype, count: int, requires_grad: bool = False) -
     return [Case.of(op, samples[k * len(samples) // count]) for k in range(count)]
 
 
-def compiled(fn: Callable[..., Any], outcome: Outcome, dynamic: bool = False, cfg: Config | None = None) -> Callable[..., Any]:
+def compiled(
+    fn: Callable[..., Any], outcome: Outcome, dynamic: bool = False, cfg: Config | None = None
+) -> Callable[..., Any]:
     """fn through AOTAutograd and plait, without Dynamo (which would cost more than all the rest)."""
     config = cfg or Config.from_env()
 
@@ -116,7 +131,11 @@ def wrong(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor | None)
     try:
         torch.testing.assert_close(got, want, equal_nan=True)
     except AssertionError as error:
-        if reference is not None and reference.shape == want.shape and _no_further(got, want, reference):
+        if (
+            reference is not None
+            and reference.shape == want.shape
+            and _no_further(got, want, reference)
+        ):
             return ""
         return " ".join(str(error).split())
     return ""
@@ -136,7 +155,9 @@ def _no_further(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor) 
     return bool(((got.double() - ref)[same].abs() <= allowed).all())
 
 
-def check_forward(cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None) -> Outcome:
+def check_forward(
+    cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None
+) -> Outcome:
     """Runs all cases as one compiled function without gradients and compares."""
     outcome = Outcome()
     tensors = [t.detach() for c in cases for t in c.inputs()]
@@ -174,7 +195,9 @@ def _compare(cases: Sequence[Case], wants: Any, gots: Any, outcome: Outcome, wha
                 outcome.failures.append(f"sample {k} {what} {m}: {text}")
 
 
-def check_gradient(cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None) -> Outcome:
+def check_gradient(
+    cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None
+) -> Outcome:
     """As check_forward, with the gradients of a weighted sum of the results."""
     outcome = Outcome()
     tensors = [t for c in cases for t in c.inputs()]
@@ -207,11 +230,18 @@ def _wrong_gradient(got: torch.Tensor, want: torch.Tensor, cases: Sequence[Case]
     return wrong(got, want, reference)
 
 
-def _gradients(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _gradients(
+    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
     differentiable = [o for o in outs if o.requires_grad]
     leaves = [t for t in inputs if t.requires_grad]
     if not differentiable or not leaves:
         return [None] * len(inputs)
-    weights = [torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.float64)[: o.numel()].reshape(o.shape).to(o.dtype) for o in differentiable]
+    weights = [
+        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.float64)[: o.numel()]
+        .reshape(o.shape)
+        .to(o.dtype)
+        for o in differentiable
+    ]
     found = iter(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))
     return [next(found) if t.requires_grad else None for t in inputs]

@@ -31,7 +31,8 @@ class Fuzz:
         n, m = sz.symbol("s0", lo=2), sz.symbol("s1", lo=0, hi=40)
         self.symbols: dict[str, Expr] = {
             "s0": n, "s1": m, "i0": sz.symbol("i0", extent=8), "i1": sz.symbol("i1", extent=5),
-            "i2": sz.symbol("i2", extent=n), "i3": sz.symbol("i3", extent=sz.mul(n, 4)), "u": sz.symbol("u", lo=-sz._INF),
+            "i2": sz.symbol("i2", extent=n),
+            "i3": sz.symbol("i3", extent=sz.mul(n, 4)), "u": sz.symbol("u", lo=-sz._INF),
         }  # fmt: skip
         self.envs = [self._point() for _ in range(points)]
 
@@ -39,7 +40,8 @@ class Fuzz:
         r = self.rng
         n, m = r.choice((2, 3, 4, 7, 12, 64)), r.choice((0, 1, 5, 16, 40))
         return {
-            "s0": n, "s1": m, "i0": r.randrange(8), "i1": r.randrange(5), "i2": r.randrange(n), "i3": r.randrange(4 * n),
+            "s0": n, "s1": m, "i0": r.randrange(8), "i1": r.randrange(5), "i2": r.randrange(n),
+            "i3": r.randrange(4 * n),
             "u": r.randrange(-50, 50),
         }  # fmt: skip
 
@@ -76,18 +78,38 @@ class Fuzz:
     def _divide(self, op: str, a: Made) -> Made:
         """By a positive constant, a size, or a product of both."""
         n = self.symbols["s0"]
-        b, name = self.rng.choice(((2, "2"), (3, "3"), (4, "4"), (8, "8"), (n, "s0"), (sz.mul(n, 4), "4*s0"), (sz.add(n, 1), "s0+1")))
+        b, name = self.rng.choice(
+            (
+                (2, "2"),
+                (3, "3"),
+                (4, "4"),
+                (8, "8"),
+                (n, "s0"),
+                (sz.mul(n, 4), "4*s0"),
+                (sz.add(n, 1), "s0+1"),
+            )
+        )
         by = [sz.evaluate(b, e) for e in self.envs]
         if op == "div":
-            return Made(sz.floordiv(a.expr, b), f"({a.text})//({name})", [v // d for v, d in zip(a.values, by, strict=True)])
-        return Made(sz.mod(a.expr, b), f"({a.text})%({name})", [v % d for v, d in zip(a.values, by, strict=True)])
+            return Made(
+                sz.floordiv(a.expr, b),
+                f"({a.text})//({name})",
+                [v // d for v, d in zip(a.values, by, strict=True)],
+            )
+        return Made(
+            sz.mod(a.expr, b),
+            f"({a.text})%({name})",
+            [v % d for v, d in zip(a.values, by, strict=True)],
+        )
 
 
 def _rebuild(e: Size) -> Size:
     """e made again from its atoms, which must change nothing."""
     if isinstance(e, int):
         return e
-    return sz.substitute(e, {a: sz.symbol(a.name, a.lo, a.hi, a.extent) for a in sz.free_symbols(e)})
+    return sz.substitute(
+        e, {a: sz.symbol(a.name, a.lo, a.hi, a.extent) for a in sz.free_symbols(e)}
+    )
 
 
 def _check(made: Made, envs: list[dict[str, int]], seed: int) -> None:
@@ -99,7 +121,9 @@ def _check(made: Made, envs: list[dict[str, int]], seed: int) -> None:
         assert lo <= want <= hi, f"{repro}\nenv = {env}\n{want} is not in [{lo}, {hi}]"
         if sz.known_nonneg(made.expr):
             assert want >= 0, f"{repro}\nenv = {env}\n{want} was known to be >= 0"
-    assert _rebuild(made.expr) == made.expr, f"not idempotent: {repro}\nagain = {_rebuild(made.expr)}"
+    assert _rebuild(made.expr) == made.expr, (
+        f"not idempotent: {repro}\nagain = {_rebuild(made.expr)}"
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -129,7 +153,9 @@ def test_fuzz_substitution(seed: int) -> None:
         after = sz.substitute(made.expr, {i0: inside})
         for env in fuzz.envs:
             want = sz.evaluate(made.expr, env | {"i0": sz.evaluate(inside, env)})
-            assert sz.evaluate(after, env) == want, f"seed={seed}\n{made.text}\ni0 := ({part.text})%8\nenv={env}"
+            assert sz.evaluate(after, env) == want, (
+                f"seed={seed}\n{made.text}\ni0 := ({part.text})%8\nenv={env}"
+            )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -222,7 +248,12 @@ def test_reshape_keeps_dimensions_apart() -> None:
     v = tuple(sz.symbol(f"v{d}", extent=s) for d, s in enumerate((n, 3, 4, k)))
     assert reshape_index((n, 12, k), (n, 3, 4, k), v) == (v[0], sz.add(sz.mul(v[1], 4), v[2]), v[3])
     w = tuple(sz.symbol(f"w{d}", extent=s) for d, s in enumerate((n, 12, k)))
-    assert reshape_index((n, 3, 4, k), (n, 12, k), w) == (w[0], sz.floordiv(w[1], 4), sz.mod(w[1], 4), w[2])
+    assert reshape_index((n, 3, 4, k), (n, 12, k), w) == (
+        w[0],
+        sz.floordiv(w[1], 4),
+        sz.mod(w[1], 4),
+        w[2],
+    )
 
 
 def test_reshapes_there_and_back_cancel() -> None:

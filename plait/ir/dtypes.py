@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type. nbytes: size of one element in memory. kind: 'b' bool, 'i' int, 'u' uint, 'f' float, 'c' complex."""
+    """An element type. nbytes: size of one element in memory. kind: 'b' bool, 'i' int, 'u' uint, 'f' float, 'c'
+    complex."""
 
     name: str
     nbytes: int
@@ -49,6 +50,7 @@ c128 = DType("c128", 16, "c")
 opaque = DType("opaque", 1, "o")
 
 DTYPES: dict[str, DType] = {
-    d.name: d for d in (b1, u8, u16, u32, u64, i8, i16, i32, i64, f16, bf16, f32, f64, c32, c64, c128, opaque)
+    d.name: d
+    for d in (b1, u8, u16, u32, u64, i8, i16, i32, i64, f16, bf16, f32, f64, c32, c64, c128, opaque)
 }
 LOOP_DTYPES: frozenset[DType] = frozenset(d for d in DTYPES.values() if d.kind in "biuf")

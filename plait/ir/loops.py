@@ -1,7 +1,9 @@
 """Loop bodies and loops: what each buffer's elements are, as immutable interned data.
 
-A body is a DAG of `Node`s over loop variables; a loop says which buffer the body defines. Loads carry LOGICAL multi-dimensional indices,
-so a producer is inlined by substituting its variables; strides enter only in the emitters. Comes from `plait/ir/record.py`,
+A body is a DAG of `Node`s over loop variables; a loop says which buffer the body defines. Loads carry LOGICAL
+multi-dimensional indices,
+so a producer is inlined by substituting its variables; strides enter only in the emitters. Comes from
+`plait/ir/record.py`,
 is fused by `plait/schedule`, printed by `plait/ir/text.py`, run slowly by `plait/ir/interp.py`.
 """
 
@@ -21,7 +23,8 @@ Const = bool | int | float
 class Load:
     """Element index[0], index[1], ... of buffer `buf`.
 
-    index: over loop variables, size symbols and positional Arg symbols `$0, $1, ...`: `$k` is the value of the load's k-th argument node (i64,
+    index: over loop variables, size symbols and positional Arg symbols `$0, $1, ...`: `$k` is the value of the load's
+    k-th argument node (i64,
     promised to lie in range wherever the mask holds). masked: the last argument node is a b1 mask; where it is false
     nothing is read and the value is 0 (False)."""
 
@@ -38,7 +41,9 @@ class Node:
 
     __slots__ = ("op", "args", "attr", "dtype", "_hash", "__weakref__")
 
-    def __init__(self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int) -> None:
+    def __init__(
+        self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int
+    ) -> None:
         self.op, self.args, self.attr, self.dtype, self._hash = op, args, attr, dtype, hashed
 
     def __hash__(self) -> int:
@@ -71,8 +76,11 @@ def forget() -> None:
     _nodes.clear()
 
 
-def node(op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType | None = None) -> Node:
-    """The interned node. dtype may be left out where the op table decides it. Raises TypeError where the table forbids it."""
+def node(
+    op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType | None = None
+) -> Node:
+    """The interned node. dtype may be left out where the op table decides it. Raises TypeError where the table
+    forbids it."""
     if dtype is None:
         dtype = OPS[op].dtype(*(a.dtype for a in args))
     # repr keeps 0.0, -0.0, False and 0 apart, which compare equal in Python.
@@ -136,7 +144,9 @@ def index_exprs(n: Node) -> tuple[Size, ...]:
     return ()
 
 
-def rewrite(root: Node, fn: Callable[[Node, tuple[Node, ...]], Node], memo: dict[Node, Node] | None = None) -> Node:
+def rewrite(
+    root: Node, fn: Callable[[Node, tuple[Node, ...]], Node], memo: dict[Node, Node] | None = None
+) -> Node:
     """Rebuilds a DAG bottom-up: fn(old node, new args) -> new node. memo is shared between calls that rewrite alike."""
     memo = {} if memo is None else memo
     for n in walk((root,)):
@@ -150,7 +160,9 @@ def with_args(n: Node, args: tuple[Node, ...]) -> Node:
     return n if args == n.args else node(n.op, args, n.attr, n.dtype)
 
 
-def substitute_vars(root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node] | None = None) -> Node:
+def substitute_vars(
+    root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node] | None = None
+) -> Node:
     """root with loop variables replaced by expressions (which hold no Arg symbols; see inline for those that do)."""
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
@@ -161,7 +173,11 @@ def substitute_vars(root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node]
         if n.op == "index":
             assert isinstance(n.attr, (int, Expr))
             value = substitute(n.attr, env)
-            return const(value, n.dtype) if isinstance(value, int) else node("index", args, value, n.dtype)
+            return (
+                const(value, n.dtype)
+                if isinstance(value, int)
+                else node("index", args, value, n.dtype)
+            )
         return with_args(n, args)
 
     return rewrite(root, fn, memo)
@@ -176,7 +192,8 @@ def loop_vars(prefix: str, sizes: tuple[Size, ...]) -> tuple[Expr, ...]:
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A tensor in memory. strides: in elements; fixed=False means that the scheduler may still choose the layout.
-    offset: of its first element from what the pointer argument points at (always 0 except for inputs seen as views: 0 there too)."""
+    offset: of its first element from what the pointer argument points at (always 0 except for inputs seen as views: 0
+    there too)."""
 
     name: str
     dtype: DType
@@ -189,9 +206,11 @@ class Buffer:
 # ---------------------------------------------------------------------------------------------- loops
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """out[index] = body for every point of vars. index None: out[i0, i1, ...], vars have the extents of out's shape, in order.
+    """out[index] = body for every point of vars. index None: out[i0, i1, ...], vars have the extents of out's shape,
+    in order.
 
-    Otherwise the loop writes a part of out only (one piece of a concatenation, a slice): several Pointwise of one `out` with disjoint
+    Otherwise the loop writes a part of out only (one piece of a concatenation, a slice): several Pointwise of one
+    `out` with disjoint
     indices define it together, and it cannot be inlined."""
 
     out: str
@@ -205,7 +224,8 @@ class Pointwise:
 class Reduction:
     """outs[m][vars] = (m-th result of) kind over all rvars of body. vars are i0.., rvars r0...
 
-    One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced axes are NOT kept in outs; a keepdim result is a view.
+    One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced axes are NOT kept in
+    outs; a keepdim result is a view.
     body's dtype is the accumulation dtype; outs have that dtype (i64 for arg reductions, b1 for any/all)."""
 
     outs: tuple[str | None, ...]
@@ -220,7 +240,8 @@ class Reduction:
 class Scatter:
     """out[index] (mode)= body for every point of vars, in row-major order of vars where points collide.
 
-    out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies, reuses its memory). index: over vars and Arg symbols, whose
+    out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies, reuses its memory).
+    index: over vars and Arg symbols, whose
     values are `index_args`. mode: 'store', 'add', 'mul', 'min', 'max'. mask: a b1 node or None: points to leave out."""
 
     out: str
@@ -236,7 +257,8 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: 'sum', 'prod', 'max', 'min', 'logaddexp'.
+    """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: 'sum', 'prod', 'max',
+    'min', 'logaddexp'.
     outs: (values,) or, for max and min, (values, positions i64 as PyTorch's cummax: the last of equal ones)."""
 
     outs: tuple[str | None, ...]
@@ -252,7 +274,8 @@ Loop = Pointwise | Reduction | Scatter | Scan
 
 @dataclass(frozen=True, slots=True)
 class TensorArg:
-    """A strided tensor operand of an extern: buffer `buf` seen with this shape, strides and element offset (dtype None: the buffer's)."""
+    """A strided tensor operand of an extern: buffer `buf` seen with this shape, strides and element offset (dtype
+    None: the buffer's)."""
 
     buf: str
     shape: tuple[Size, ...]
@@ -281,14 +304,20 @@ ExternArg = TensorArg | Scalar | ListArg | Size
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A call of an ATen (or custom) op: outs[k] is its k-th tensor result (None: unused), with exactly the strides that its Buffer says.
+    """A call of an ATen (or custom) op: outs[k] is its k-th tensor result (None: unused), with exactly the strides
+    that its Buffer says.
 
     symbols: names of integer results by position (result k defines that symbol) where a result is an int.
-    aliases: names of buffers that a result may share memory with (views made by an op: then the result keeps them alive).
-    mutates: buffers it writes in place. effectful: must run even if unused, and in program order with other effectful calls.
-    may_keep: it may keep or alias its arguments, so these must not live in an arena. callable_index: >= 0 means Python callable of that number.
-    fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice (mm, convolution, SDPA).
-    out_variant: the result may be computed into memory that plait provides, through op `out_op` with these kwarg names."""
+    aliases: names of buffers that a result may share memory with (views made by an op: then the result keeps them
+    alive).
+    mutates: buffers it writes in place. effectful: must run even if unused, and in program order with other effectful
+    calls.
+    may_keep: it may keep or alias its arguments, so these must not live in an arena. callable_index: >= 0 means
+    Python callable of that number.
+    fallback: no lowering rule exists (counted and shown by explain), as opposed to extern by choice (mm, convolution,
+    SDPA).
+    out_variant: the result may be computed into memory that plait provides, through op `out_op` with these kwarg
+    names."""
 
     outs: tuple[str | None, ...]
     op: str
@@ -309,7 +338,8 @@ class Extern:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Buffer `out` is memory of buffer `base`, seen with out's shape, strides, dtype and this element offset (as_strided, view as another dtype).
+    """Buffer `out` is memory of buffer `base`, seen with out's shape, strides, dtype and this element offset
+    (as_strided, view as another dtype).
     relative=False: offset counts from the start of base's storage."""
 
     out: str
@@ -351,9 +381,11 @@ class LoopProgram:
     """A lowered graph: what `lower` gives to `schedule`.
 
     inputs: in calling order; each is a buffer name, ('sym', name) for an int, or None for an opaque or unused input.
-    buffers: every buffer by name (inputs and constants too). constants: buffer names in the order of the table of tensors.
+    buffers: every buffer by name (inputs and constants too). constants: buffer names in the order of the table of
+    tensors.
     ops: in an order that respects the program. outputs: what the program returns, in order.
-    symbols: every size symbol that appears, in an order of definition, and where its value comes from: (buffer, 'size'|'stride'|'offset', dim), an
+    symbols: every size symbol that appears, in an order of definition, and where its value comes from: (buffer,
+    'size'|'stride'|'offset', dim), an
     expression over symbols before it, or None for an int input or an Item.
     donated: inputs whose memory nobody reads after the call."""
 
@@ -367,7 +399,7 @@ class LoopProgram:
 
 
 IDENTITY: dict[str, str] = {
-    "sum": "0", "prod": "1", "max": "-inf or the least integer", "min": "+inf or the greatest integer", "any": "False", "all": "True",
-    "xor": "0", "argmax": "position 0 of an -inf", "argmin": "position 0 of an +inf", "welford": "mean 0, m2 0, count 0",
+    "sum": "0", "prod": "1", "max": "-inf or the least integer", "min": "+inf or the greatest integer", "any": "False",
+    "all": "True", "xor": "0", "argmax": "position 0 of an -inf", "argmin": "position 0 of an +inf",
+    "welford": "mean 0, m2 0, count 0",
 }  # fmt: skip
-

@@ -1,8 +1,10 @@
 """The op table: every scalar operation a loop body may hold, with its arity, dtype rule and reference meaning.
 
-One row an op. All interpreters (recorder, reference evaluator, value ranges, emitters) are tables over these names, and a test proves
+One row an op. All interpreters (recorder, reference evaluator, value ranges, emitters) are tables over these names,
+and a test proves
 that no table has a hole. Arguments of arithmetic have one dtype: lowering rules insert `cast`s, the IR never promotes.
-Arithmetic on f16/bf16 is never recorded: rules cast to f32, compute, and cast back (as eager does), which lets fusion drop
+Arithmetic on f16/bf16 is never recorded: rules cast to f32, compute, and cast back (as eager does), which lets fusion
+drop
 the rounding between two ops only where eager would not round either (it always rounds: a cast down then up is kept).
 
 Reference meanings work on numpy scalars of the argument dtype and are what tests trust.
@@ -50,7 +52,9 @@ class OpDef:
     meaning: str
 
 
-def _rows(names: str, arity: int, dtype: DTypeRule, on: str, cost: float, meaning: str) -> dict[str, OpDef]:
+def _rows(
+    names: str, arity: int, dtype: DTypeRule, on: str, cost: float, meaning: str
+) -> dict[str, OpDef]:
     return {n: OpDef(arity, dtype, on, cost, meaning) for n in names.split()}
 
 
@@ -65,42 +69,101 @@ OPS: dict[str, OpDef] = {
     **_rows("mod", 2, same, "iu", 20, "a - b*floor(a/b), sign of b; b == 0 gives 0"),
     **_rows("rem", 2, same, "iu", 18, "a - b*trunc(a/b), sign of a, as C; b == 0 gives 0"),
     **_rows("fmod", 2, same, "f", 20, "C fmod, sign of a"),
-    **_rows("pymod", 2, same, "f", 20, "remainder with the sign of b: m = fmod(a, b); m + b if m and (m < 0) != (b < 0)"),
-    **_rows("shl shr", 2, same, "iu", 1, "shift; shr is arithmetic on signed; a shift by >= width or < 0 gives 0 (shr of a negative: -1)"),
+    **_rows(
+        "pymod",
+        2,
+        same,
+        "f",
+        20,
+        "remainder with the sign of b: m = fmod(a, b); m + b if m and (m < 0) != (b < 0)",
+    ),
+    **_rows(
+        "shl shr",
+        2,
+        same,
+        "iu",
+        1,
+        "shift; shr is arithmetic on signed; a shift by >= width or < 0 gives 0 (shr of a negative: -1)",
+    ),
     **_rows("min max", 2, same, "fiub", 0.5, "NaN if either is NaN"),
     **_rows("fmin fmax", 2, same, "f", 1, "the other one if one is NaN"),
-    **_rows("eq ne lt le gt ge", 2, boolean, "fiub", 0.5, "comparison; NaN compares false except ne"),
+    **_rows(
+        "eq ne lt le gt ge", 2, boolean, "fiub", 0.5, "comparison; NaN compares false except ne"
+    ),
     **_rows("where", 3, selected, "fiub", 0.5, "cond ? a : b; both are evaluated"),
     **_rows("sqrt", 1, same, "f", 3, "IEEE square root"),
     **_rows("rsqrt", 1, same, "f", 4, "1/sqrt(a), correctly rounded steps"),
     **_rows("reciprocal", 1, same, "f", 2, "1/a"),
-    **_rows("floor ceil trunc round", 1, same, "f", 0.5, "to an integral float; round is to nearest even"),
-    **_rows("sign", 1, same, "fi", 1, "-1, 0, 1; NaN gives 0 as in PyTorch's sign (nan -> nan is not kept)"),
+    **_rows(
+        "floor ceil trunc round",
+        1,
+        same,
+        "f",
+        0.5,
+        "to an integral float; round is to nearest even",
+    ),
+    **_rows(
+        "sign",
+        1,
+        same,
+        "fi",
+        1,
+        "-1, 0, 1; NaN gives 0 as in PyTorch's sign (nan -> nan is not kept)",
+    ),
     **_rows("isnan isinf", 1, boolean, "f", 0.5, "tests"),
     **_rows("signbit", 1, boolean, "f", 0.5, "true for negative, -0.0 included"),
     **_rows("copysign", 2, same, "f", 1, "|a| with the sign of b"),
     **_rows("nextafter", 2, same, "f", 10, "next float after a towards b"),
     **_rows("hypot", 2, same, "f", 10, "sqrt(a*a+b*b) without overflow"),
-    **_rows("exp exp2 expm1 log log2 log10 log1p", 1, same, "f", 6, "elementary functions, within 1 ulp"),
-    **_rows("sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh", 1, same, "f", 10, "elementary functions, within 1 ulp"),
+    **_rows(
+        "exp exp2 expm1 log log2 log10 log1p", 1, same, "f", 6, "elementary functions, within 1 ulp"
+    ),
+    **_rows(
+        "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh",
+        1,
+        same,
+        "f",
+        10,
+        "elementary functions, within 1 ulp",
+    ),
     **_rows("erf erfc", 1, same, "f", 10, "error function and its complement, within 1 / 1.5 ulp"),
     **_rows("lgamma", 1, same, "f", 25, "log|gamma(a)|"),
     **_rows("pow", 2, same, "f", 15, "C pow"),
     **_rows("atan2", 2, same, "f", 14, "C atan2"),
     **_rows("fma", 3, same, "f", 0.5, "a*b + c with one rounding"),
-    # Random bits: args are (seed i64, index i64); the result is the float or word of Philox4x32-10 described in plait/graph/random.py.
-    **_rows("philox", 3, lambda *a: a[0], "i", 15, "word args[2] (i64 constant 0..3) of Philox4x32-10 with key args[0], counter args[1], as i64 in 0..2^32-1"),
+    # Random bits: args are (seed i64, index i64); the result is the float or word of Philox4x32-10 described in
+    # plait/graph/random.py.
+    **_rows(
+        "philox",
+        3,
+        lambda *a: a[0],
+        "i",
+        15,
+        "word args[2] (i64 constant 0..3) of Philox4x32-10 with key args[0], counter args[1], as i64 in 0..2^32-1",
+    ),
 }
 
 # Nodes with an attribute; they are rows of every table too, but have rules of their own.
 SPECIAL: dict[str, str] = {
     "const": "attr: a Python bool, int or float; dtype: any loop dtype",
-    "index": "attr: a Size over loop variables, size symbols and Arg symbols; the value of that integer expression as i64",
-    "cast": "attr None; to the node's dtype, as C++ static_cast does and PyTorch's .to() does (float->int truncates; anything -> b1 is a != 0)",
+    "index": (
+        "attr: a Size over loop variables, size symbols and Arg symbols; "
+        "the value of that integer expression as i64"
+    ),
+    "cast": (
+        "attr None; to the node's dtype, as C++ static_cast does and PyTorch's .to() does "
+        "(float->int truncates; anything -> b1 is a != 0)"
+    ),
     "bitcast": "same size, same bits",
     "load": "attr: Load; element of a buffer; see plait/ir/loops.py",
-    "bounded": "attr: Size n; args (v i64) or (v, mask b1): v, promised to be in [0, n); where it is not (and mask holds) the call fails with an IndexError and the value is 0",
-    "acc": "attr: name of a Reduce statement of the same kernel; its value at this outer point (made by the scheduler only)",
+    "bounded": (
+        "attr: Size n; args (v i64) or (v, mask b1): v, promised to be in [0, n); where it is not "
+        "(and mask holds) the call fails with an IndexError and the value is 0"
+    ),
+    "acc": (
+        "attr: name of a Reduce statement of the same kernel; its value at this outer point "
+        "(made by the scheduler only)"
+    ),
 }
 
 # How values combine in a reduction. Identity elements are in plait/ir/loops.py.
@@ -112,7 +175,10 @@ REDUCTIONS: dict[str, str] = {
     "any": "logical or of b1",
     "all": "logical and of b1",
     "xor": "xor of integers",
-    "argmax": "i64 position (row-major over the reduced axes) of the first maximum; a NaN counts as greatest, first NaN wins",
+    "argmax": (
+        "i64 position (row-major over the reduced axes) of the first maximum; "
+        "a NaN counts as greatest, first NaN wins"
+    ),
     "argmin": "i64 position of the first minimum; first NaN wins",
     "welford": "three results: mean, m2 = sum of squared deviations, count (all of the body's float dtype)",
 }

@@ -1,7 +1,9 @@
 """Integer expressions for sizes, strides and indices: interned, immutable, in an affine normal form.
 
-An expression is a constant plus a sum of coefficient * monomial; a monomial is a product of atoms: symbols, floor divisions,
-remainders, minima, maxima and comparisons. A constant expression is always a plain `int`, so `Size = int | Expr` and every function here
+An expression is a constant plus a sum of coefficient * monomial; a monomial is a product of atoms: symbols, floor
+divisions,
+remainders, minima, maxima and comparisons. A constant expression is always a plain `int`, so `Size = int | Expr` and
+every function here
 takes and returns Sizes. Building an expression simplifies it at once, from the ranges that symbols carry with them.
 Division and remainder are Python's (towards minus infinity); divisors are positive.
 
@@ -33,7 +35,14 @@ class Atom:
         self, kind: str, key: str, name: str = "", lo: Bound = -_INF, hi: Bound = _INF,
         extent: Size | None = None, a: Size = 0, b: Size = 0,
     ) -> None:  # fmt: skip
-        self.kind, self.key, self.name, self.lo, self.hi, self.extent = kind, key, name, lo, hi, extent
+        self.kind, self.key, self.name, self.lo, self.hi, self.extent = (
+            kind,
+            key,
+            name,
+            lo,
+            hi,
+            extent,
+        )
         self.a, self.b = a, b
         self._hash = hash((kind, key, lo, hi))
         self._bounds: tuple[Bound, Bound] | None = None
@@ -47,7 +56,8 @@ class Atom:
         return (
             isinstance(other, Atom)
             and self._hash == other._hash
-            and (self.kind, self.key, self.lo, self.hi) == (other.kind, other.key, other.lo, other.hi)
+            and (self.kind, self.key, self.lo, self.hi)
+            == (other.kind, other.key, other.lo, other.hi)
             and self.extent == other.extent
             and self.a == other.a  # equal text does not do: symbols of one name may differ in range
             and self.b == other.b
@@ -62,7 +72,8 @@ Terms: TypeAlias = tuple[tuple[Mono, int], ...]
 
 
 class Expr:
-    """An integer expression that is not a constant: const + sum(coefficient * product of atoms). Use operators and the functions below."""
+    """An integer expression that is not a constant: const + sum(coefficient * product of atoms). Use operators and
+    the functions below."""
 
     __slots__ = ("const", "terms", "_hash", "_key", "_bounds", "_free")
 
@@ -156,7 +167,8 @@ _memo: dict[tuple[str, Size, Size], Size] = {}
 
 
 def forget() -> None:
-    """Drops the intern tables. Expressions made before stay valid and compare equal to later ones; only sharing is lost."""
+    """Drops the intern tables. Expressions made before stay valid and compare equal to later ones; only sharing is
+    lost."""
     _atoms.clear()
     _exprs.clear()
     _memo.clear()
@@ -229,7 +241,8 @@ def _from_terms(const: int, acc: Mapping[Mono, int]) -> Size:
 
 
 def _join_div_mod(const: int, terms: Terms) -> Size | None:
-    """c*(x % b) + c*b*(x // b) -> c*x, and c*(x % b) + c*b*((x // b) % a) -> c*(x % (a*b)). None where nothing joins."""
+    """c*(x % b) + c*b*(x // b) -> c*x, and c*(x % b) + c*b*((x // b) % a) -> c*(x % (a*b)). None where nothing
+    joins."""
     for i, (mono, c) in enumerate(terms):
         for k, atom in enumerate(mono):
             if atom.kind != "mod":
@@ -242,7 +255,7 @@ def _join_div_mod(const: int, terms: Terms) -> Size | None:
             others = _intern(const, terms[:i] + terms[i + 1 :])
             if isinstance(want, Expr) and _has_terms(others, want):
                 return add(add(others, mul(want, -1)), mul(outer, x))
-            for m2, c2 in terms:
+            for m2, _ in terms:
                 for a2 in m2:
                     if a2.kind != "mod" or a2.a != quotient:
                         continue
@@ -548,7 +561,11 @@ def _compute_atom_bounds(a: Atom) -> tuple[Bound, Bound]:
     if a.kind == "mod":
         return 0, min(bhi - 1, ahi) if alo >= 0 else bhi - 1
     blo = max(blo, 1)
-    lo = alo // blo if alo < 0 and alo != -_INF else (-_INF if alo < 0 else 0 if bhi == _INF else alo // bhi)
+    lo = (
+        alo // blo
+        if alo < 0 and alo != -_INF
+        else (-_INF if alo < 0 else 0 if bhi == _INF else alo // bhi)
+    )
     hi = _INF if ahi == _INF else (ahi // blo if ahi >= 0 else (-1 if bhi == _INF else ahi // bhi))
     return lo, hi
 
@@ -702,7 +719,8 @@ def _substitute_atom(a: Atom, env: Mapping[Atom, Size]) -> Size:
 
 _EVAL: dict[str, Callable[[int, int], int]] = {
     "div": lambda a, b: a // b, "mod": lambda a, b: a % b, "min": min, "max": max,
-    "eq": lambda a, b: int(a == b), "ne": lambda a, b: int(a != b), "lt": lambda a, b: int(a < b), "le": lambda a, b: int(a <= b),
+    "eq": lambda a, b: int(a == b), "ne": lambda a, b: int(a != b), "lt": lambda a, b: int(a < b),
+    "le": lambda a, b: int(a <= b),
 }  # fmt: skip
 
 
@@ -713,24 +731,36 @@ def evaluate(e: Size, env: Mapping[str, int]) -> int:
     out = e.const
     for mono, c in e.terms:
         for a in mono:
-            c *= env[a.name] if a.kind == "sym" else _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
+            c *= (
+                env[a.name]
+                if a.kind == "sym"
+                else _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
+            )
         out += c
     return out
 
 
 def coefficient(e: Size, var: Atom) -> Size | None:
-    """k where e == k*var + rest and rest does not hold var; None if var occurs in another way (inside a division, squared)."""
+    """k where e == k*var + rest and rest does not hold var; None if var occurs in another way (inside a division,
+    squared)."""
     if isinstance(e, int):
         return 0
     out: Size = 0
     for mono, c in e.terms:
         n = mono.count(var)
         if n == 0:
-            if any(var in free_symbols(a.a) or var in free_symbols(a.b) for a in mono if a.kind != "sym"):
+            if any(
+                var in free_symbols(a.a) or var in free_symbols(a.b)
+                for a in mono
+                if a.kind != "sym"
+            ):
                 return None
         elif n == 1:
             rest = tuple(a for a in mono if a != var)
-            if any(a.kind != "sym" and (var in free_symbols(a.a) or var in free_symbols(a.b)) for a in rest):
+            if any(
+                a.kind != "sym" and (var in free_symbols(a.a) or var in free_symbols(a.b))
+                for a in rest
+            ):
                 return None
             out = add(out, _from_terms(0, {rest: c}) if rest else c)
         else:

@@ -1,6 +1,7 @@
 """The legality of LoopPrograms: what every pass may rely on and must keep.
 
-Comes in: a program and the name of the pass that made it. Raises InternalError with that name and the object that breaks a rule;
+Comes in: a program and the name of the pass that made it. Raises InternalError with that name and the object that
+breaks a rule;
 gives back nothing. Costs one walk over all nodes, so the pipeline runs it in tests and when debugging.
 """
 
@@ -12,8 +13,25 @@ from plait.errors import InternalError
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, i64
 from plait.ir.loops import (
-    Alias, Assert, Extern, ExternArg, Item, ListArg, Load, LoopProgram, Mutate, Node, Op, Pointwise, Reduction, Scan, Scatter,
-    TensorArg, index_exprs, is_arg, walk,
+    Alias,
+    Assert,
+    Extern,
+    ExternArg,
+    Item,
+    ListArg,
+    Load,
+    LoopProgram,
+    Mutate,
+    Node,
+    Op,
+    Pointwise,
+    Reduction,
+    Scan,
+    Scatter,
+    TensorArg,
+    index_exprs,
+    is_arg,
+    walk,
 )  # fmt: skip
 from plait.ir.ops import OPS, REDUCTIONS, SPECIAL
 from plait.ir.sizes import Atom, Expr, Size
@@ -79,7 +97,9 @@ class _Verify:
         for e in exprs:
             for a in sz.free_symbols(e):
                 if a not in allowed and a.name not in self.program.symbols:
-                    raise self.fail(f"the symbol {a} in {e} is neither a loop variable nor a size symbol")
+                    raise self.fail(
+                        f"the symbol {a} in {e} is neither a loop variable nor a size symbol"
+                    )
 
     def space(self, vars_: Sequence[Expr], shape: Sequence[Size] | None = None) -> frozenset[Atom]:
         """The symbols of loop variables, which must be distinct and (if a shape is given) range over it."""
@@ -90,7 +110,9 @@ class _Verify:
         if shape is not None:
             extents = tuple(a.extent for a in atoms if a is not None)
             if extents != tuple(shape):
-                raise self.fail(f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}")
+                raise self.fail(
+                    f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}"
+                )
         return found
 
     # ---- ops
@@ -156,7 +178,11 @@ class _Verify:
     def scatter(self, op: Scatter) -> None:
         out, base = self.program.buffers[op.out], self.program.buffers[op.base]
         self.use(op.base)
-        if (out.shape, out.dtype) != (base.shape, base.dtype) or op.body.dtype != out.dtype or op.mode not in _MODES:
+        if (
+            (out.shape, out.dtype) != (base.shape, base.dtype)
+            or op.body.dtype != out.dtype
+            or op.mode not in _MODES
+        ):
             raise self.fail(f"scatter ({op.mode}) of {op.body.dtype} into {out} based on {base}")
         atoms = self.space(op.vars)
         for n in (op.body, *op.index_args, *(() if op.mask is None else (op.mask,))):
@@ -194,7 +220,11 @@ class _Verify:
         self.use(op.target)
         self.use(op.source)
         a, b = self.program.buffers[op.target], self.program.buffers[op.source]
-        if op.target not in self.program.inputs or a.dtype != b.dtype or len(a.shape) != len(b.shape):
+        if (
+            op.target not in self.program.inputs
+            or a.dtype != b.dtype
+            or len(a.shape) != len(b.shape)
+        ):
             raise self.fail(f"{a} cannot take the value of {b}")
 
     def operand(self, a: ExternArg) -> None:
@@ -226,7 +256,12 @@ class _Verify:
         elif n.op == "index":
             self.indices(index_exprs(n), 1, n.args, atoms)
         elif n.op == "bounded":
-            if n.dtype != i64 or not 1 <= len(n.args) <= 2 or n.args[0].dtype != i64 or n.args[-1].dtype not in (i64, b1):
+            if (
+                n.dtype != i64
+                or not 1 <= len(n.args) <= 2
+                or n.args[0].dtype != i64
+                or n.args[-1].dtype not in (i64, b1)
+            ):
                 raise self.fail(f"{n}")
         elif n.op not in SPECIAL:
             raise self.fail(f"no op {n.op}")
@@ -265,10 +300,14 @@ class _Verify:
             args = args[:-1]
         self.indices(load.index, len(buf.shape), args, atoms)
 
-    def indices(self, exprs: Sequence[Size], rank: int, args: Sequence[Node], atoms: frozenset[Atom]) -> None:
+    def indices(
+        self, exprs: Sequence[Size], rank: int, args: Sequence[Node], atoms: frozenset[Atom]
+    ) -> None:
         """Index expressions over loop variables, size symbols and exactly the Arg symbols of args."""
         if len(exprs) != rank:
-            raise self.fail(f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions")
+            raise self.fail(
+                f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions"
+            )
         found = {a for e in exprs for a in sz.free_symbols(e) if is_arg(a)}
         if {a.name for a in found} != {f"${k}" for k in range(len(args))}:
             raise self.fail(f"indices {tuple(exprs)} with {len(args)} arguments")

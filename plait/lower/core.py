@@ -1,7 +1,9 @@
 """The lowering machine: walks an ATen graph and calls one rule per op; rules record loops or extern calls.
 
-Comes in: `graph/captured.Captured` after clean-up passes. Goes out: `ir/loops.LoopProgram`, nothing fused. A tensor value is a `View`: a buffer and
-a map from its logical indices to the buffer's; view ops build new Views and record nothing. A rule that raises, and an op without a
+Comes in: `graph/captured.Captured` after clean-up passes. Goes out: `ir/loops.LoopProgram`, nothing fused. A tensor
+value is a `View`: a buffer and
+a map from its logical indices to the buffer's; view ops build new Views and record nothing. A rule that raises, and
+an op without a
 rule, becomes a counted extern call (`lower/extern.py`).
 """
 
@@ -18,7 +20,19 @@ from plait.config import Config
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, DType, i64
 from plait.ir.loops import (
-    Alias, Assert, Buffer, Extern, Item, Mutate, Node, Op, Pointwise, Reduction, Scalar, TensorArg, loop_vars,
+    Alias,
+    Assert,
+    Buffer,
+    Extern,
+    Item,
+    Mutate,
+    Node,
+    Op,
+    Pointwise,
+    Reduction,
+    Scalar,
+    TensorArg,
+    loop_vars,
 )  # fmt: skip
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -31,7 +45,8 @@ ReduceBody = Callable[[Recorder, tuple[Expr, ...], tuple[Expr, ...]], Node]
 
 
 class NoRule(Exception):
-    """A rule declines this use of its op (dtype, layout, argument); the op becomes an extern call. The text says why."""
+    """A rule declines this use of its op (dtype, layout, argument); the op becomes an extern call. The text says
+    why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,9 @@ class View:
         return View(self.buf, self.dtype, shape, vars_, self.at(fn(vars_)))
 
 
-Value = Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
+Value = (
+    Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
+)
 Rule = Callable[..., Any]
 RULES: dict[object, Rule] = {}
 ANY_DTYPE: set[object] = set()
@@ -110,7 +127,9 @@ class Lowering:
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
         self.fallback_reasons: dict[str, str] = {}
         self.input_buffers: set[str] = set()
-        self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
+        self.floats: dict[
+            str, View
+        ] = {}  # float symbols: the one-element tensors that they are the values of
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
         self.origin: tuple[str, ...] = ()
@@ -134,7 +153,7 @@ class Lowering:
 
     def float_readers(self) -> dict[str, Callable[[Recorder], Node]]:
         """How to read each float symbol inside a body (see symbols.to_scalar_node)."""
-        return {name: lambda ops, x=x: x.load(ops, ()) for name, x in self.floats.items()}
+        return {name: _scalar_reader(x) for name, x in self.floats.items()}
 
     def out_strides(self, k: int | None = None) -> tuple[Size, ...] | None:
         """Eager's strides of the current node's (k-th) result, None if row-major."""
@@ -143,11 +162,17 @@ class Lowering:
 
     # ---- buffers
     def new_buffer(
-        self, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...] | None = None, fixed: bool = False
+        self,
+        dtype: DType,
+        shape: tuple[Size, ...],
+        strides: tuple[Size, ...] | None = None,
+        fixed: bool = False,
     ) -> str:
         """Declares a buffer. Its strides are row-major unless given."""
         name = f"buf{len(self.buffers)}"
-        self.buffers[name] = Buffer(name, dtype, shape, strides or sz.contiguous_strides(shape), fixed=fixed)
+        self.buffers[name] = Buffer(
+            name, dtype, shape, strides or sz.contiguous_strides(shape), fixed=fixed
+        )
         return name
 
     def whole(self, buf: str) -> View:
@@ -162,7 +187,13 @@ class Lowering:
             self.buffers[buf] = replace(self.buffers[buf], fixed=True)
 
     # ---- recording
-    def pointwise(self, shape: tuple[Size, ...], dtype: DType, body: Body, strides: tuple[Size, ...] | None = None) -> View:
+    def pointwise(
+        self,
+        shape: tuple[Size, ...],
+        dtype: DType,
+        body: Body,
+        strides: tuple[Size, ...] | None = None,
+    ) -> View:
         """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise)."""
         vars_ = loop_vars("i", shape)
         value = body(Recorder(), vars_)
@@ -173,9 +204,15 @@ class Lowering:
         return self.whole(buf)
 
     def reduction(
-        self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody, outs: Sequence[bool] = (True,)
+        self,
+        shape: tuple[Size, ...],
+        rshape: tuple[Size, ...],
+        kind: str,
+        body: ReduceBody,
+        outs: Sequence[bool] = (True,),
     ) -> tuple[View | None, ...]:
-        """New tensors of shape `shape`: body(ops, i, r) combined by `kind` over all r of rshape. outs: which results are wanted (welford has 3).
+        """New tensors of shape `shape`: body(ops, i, r) combined by `kind` over all r of rshape. outs: which results
+        are wanted (welford has 3).
 
         The result dtype is the body's, i64 for argmax and argmin."""
         vars_, rvars = loop_vars("i", shape), loop_vars("r", rshape)
@@ -185,7 +222,9 @@ class Lowering:
         self.ops.append(Reduction(names, vars_, rvars, kind, value, origin=self.origin))
         return tuple(None if n is None else self.whole(n) for n in names)
 
-    def reduce(self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody) -> View:
+    def reduce(
+        self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody
+    ) -> View:
         """A reduction with one result."""
         (out,) = self.reduction(shape, rshape, kind, body)
         assert out is not None
@@ -208,12 +247,23 @@ class Lowering:
             raise NoRule(f"a strided copy of {x.dtype} elements without a loop")
         out = self.new_buffer(x.dtype, x.shape, rows, fixed=True)
         rowmajor = (("memory_format", Scalar("memory_format", "contiguous_format")),)
-        self.ops.append(Extern((out,), "aten::clone", (given,), rowmajor, may_keep=False, fallback=False, origin=self.origin))
+        self.ops.append(
+            Extern(
+                (out,),
+                "aten::clone",
+                (given,),
+                rowmajor,
+                may_keep=False,
+                fallback=False,
+                origin=self.origin,
+            )
+        )
         return self.whole(out)
 
     # ---- strided memory, for extern operands, outputs and as_strided
     def strided(self, x: View) -> TensorArg | None:
-        """x as strides and an offset into its buffer (whose layout is fixed by this), or None where no strides describe it."""
+        """x as strides and an offset into its buffer (whose layout is fixed by this), or None where no strides
+        describe it."""
         b = self.buffers[x.buf]
         flat = sz.total(sz.mul(e, s) for e, s in zip(x.index, b.strides, strict=True))
         strides: list[Size] = []
@@ -236,7 +286,8 @@ class Lowering:
         return TensorArg(x.buf, x.shape, tuple(strides), rest)
 
     def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None) -> TensorArg:
-        """x as an extern operand: its own memory where strides describe it (and equal `strides` if given), else a copy."""
+        """x as an extern operand: its own memory where strides describe it (and equal `strides` if given), else a
+        copy."""
         found = self.strided(x)
         if found is not None:
             if strides is None:
@@ -252,12 +303,23 @@ class Lowering:
     def _expanded_copy(self, x: View, strides: tuple[Size, ...]) -> TensorArg:
         """A copy of x whose dimensions of stride 0 are stored once."""
         thin = tuple(1 if st == 0 else s for s, st in zip(x.shape, strides, strict=True))
-        once = x.remap(thin, lambda v: tuple(0 if t == 1 else e for e, t in zip(v, thin, strict=True)))
+        once = x.remap(
+            thin, lambda v: tuple(0 if t == 1 else e for e, t in zip(v, thin, strict=True))
+        )
         made = self.copy(once, tuple(1 if st == 0 else st for st in strides), fixed=True)
         return TensorArg(made.buf, x.shape, strides, 0)
 
-    def alias(self, x: View, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...], offset: Size, relative: bool = True) -> View:
-        """Memory of x seen in another way (as_strided, another dtype). offset: from x's buffer's first element (or its storage's start)."""
+    def alias(
+        self,
+        x: View,
+        dtype: DType,
+        shape: tuple[Size, ...],
+        strides: tuple[Size, ...],
+        offset: Size,
+        relative: bool = True,
+    ) -> View:
+        """Memory of x seen in another way (as_strided, another dtype). offset: from x's buffer's first element (or
+        its storage's start)."""
         self.fix_layout(x.buf)
         out = self.new_buffer(dtype, shape, strides, fixed=True)
         self.ops.append(Alias(out, x.buf, offset, relative))
@@ -288,7 +350,9 @@ class Lowering:
 
     def mutate(self, target: str, source: View) -> None:
         """Input buffer `target` takes the value of source (dtype and shape already agree)."""
-        mine = source.is_whole and source.buf not in self.constants and not self.is_input(source.buf)
+        mine = (
+            source.is_whole and source.buf not in self.constants and not self.is_input(source.buf)
+        )
         self.ops.append(Mutate(target, source.buf if mine else self.copy(source).buf))
 
     def is_input(self, buf: str) -> bool:
@@ -306,6 +370,10 @@ class Lowering:
         del self.ops[n_ops:]
         for name in list(self.buffers)[n_buffers:]:
             del self.buffers[name]
+
+
+def _scalar_reader(x: View) -> Callable[[Recorder], Node]:
+    return lambda ops: x.load(ops, ())
 
 
 def _same_layout(shape: tuple[Size, ...], a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:

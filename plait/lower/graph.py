@@ -36,13 +36,15 @@ aten = torch.ops.aten
 
 # What a rule may raise and still leave the compiler standing: the op becomes an extern call, with the error as reason.
 _RULE_ERRORS = (
-    NoRule, Unsupported, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+    NoRule, Unsupported, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
+    TypeError, ValueError,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """program, and what stands behind its numbers: constants (tensors, in the order of program.constants) and callables.
+    """program, and what stands behind its numbers: constants (tensors, in the order of program.constants) and
+    callables.
 
     fallbacks: how often each op became an extern call for want of a rule; reasons: why, by op."""
 
@@ -63,7 +65,8 @@ def load_rules() -> None:
 
 
 def lower_graph(captured: Captured, cfg: Config) -> Lowered:
-    """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule nor an extern call will do."""
+    """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule nor an extern call
+    will do."""
     load_rules()
     return _Walk(captured, cfg).run()
 
@@ -71,7 +74,6 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
 class _Walk:
     def __init__(self, captured: Captured, cfg: Config) -> None:
         self.captured = captured
-        self.cfg = cfg
         self.module = captured.graph
         self.ctx = Lowering(captured.name, cfg)
         self.env = self.ctx.env
@@ -103,12 +105,22 @@ class _Walk:
             name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str)
         )
         program = LoopProgram(
-            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated
+            tuple(self.inputs),
+            ctx.buffers,
+            tuple(ctx.constants),
+            tuple(ctx.ops),
+            self.outputs,
+            ctx.symbols,
+            donated,
         )
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
         return Lowered(
-            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons)
+            program,
+            tuple(ctx.constant_tensors),
+            tuple(ctx.callables),
+            dict(counts),
+            dict(ctx.fallback_reasons),
         )
 
     # ---- inputs
@@ -122,7 +134,9 @@ class _Walk:
         if isinstance(val, torch.SymInt):
             return self._int_input(to_size(val))
         if is_symbolic(val):
-            raise Unsupported(f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor")
+            raise Unsupported(
+                f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor"
+            )
         self.inputs.append(None)
         return node if val is None and node.users else val
 
@@ -132,7 +146,9 @@ class _Walk:
         dense = val.layout == torch.strided
         strides = tuple(to_size(s) for s in val.stride()) if dense else sz.contiguous_strides(shape)
         dtype = from_torch(val.dtype) if dense else opaque
-        self.ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=val.device.type, fixed=True)
+        self.ctx.buffers[name] = Buffer(
+            name, dtype, shape, strides, device=val.device.type, fixed=True
+        )
         self.ctx.input_buffers.add(name)
         self.inputs.append(name)
         if dense:
@@ -213,12 +229,23 @@ class _Walk:
         shape = tuple(int(s) for s in value.shape)
         strides = tuple(int(s) for s in value.stride()) if dense else sz.contiguous_strides(shape)
         dtype = from_torch(value.dtype) if dense else opaque
-        if not shape and ctx.cfg.kernels and dtype in LOOP_DTYPES and type(value) is torch.Tensor and value.device.type == "cpu":
-            number = value.item()  # a literal: fused like any number
+        if (
+            not shape
+            and ctx.cfg.kernels
+            and dtype in LOOP_DTYPES
+            and type(value) is torch.Tensor
+            and value.device.type == "cpu"
+        ):
+            with torch.utils._python_dispatch._disable_current_modes():  # value is no fake tensor
+                number = value.item()  # a literal: fused like any number
             return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
-        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=value.device.type, fixed=True)
+        ctx.buffers[name] = Buffer(
+            name, dtype, shape, strides, device=value.device.type, fixed=True
+        )
         ctx.constants.append(name)
-        ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
+        ctx.constant_tensors.append(
+            value.detach() if isinstance(value, torch.nn.Parameter) else value
+        )
         return ctx.whole(name)
 
     # ---- calls
@@ -256,15 +283,21 @@ class _Walk:
             return to_size(a)
         return a
 
-    def _lower(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    def _lower(
+        self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]
+    ) -> Value:
         target: Any = node.target
         rule = RULES.get(target)
-        if not self.cfg.kernels:
+        if not self.ctx.cfg.kernels and isinstance(target, OpOverload) and target not in NO_LOOPS:
             return self._extern(node, args, kwargs, "kernels are switched off")
         if rule is None:
             return self._extern(node, args, kwargs, "no lowering rule")
         if target not in ANY_DTYPE:
-            foreign = _foreign_dtype(args) or _foreign_dtype(tuple(kwargs.values())) or _foreign_meta(node.meta.get("val"))
+            foreign = (
+                _foreign_dtype(args)
+                or _foreign_dtype(tuple(kwargs.values()))
+                or _foreign_meta(node.meta.get("val"))
+            )
             if foreign:
                 return self._extern(node, args, kwargs, f"{foreign} elements")
         mark = self.ctx.mark()
@@ -274,10 +307,18 @@ class _Walk:
             self.ctx.undo(mark)
             if not isinstance(target, OpOverload):
                 raise
-            said = str(e) if isinstance(e, NoRule) else e.what if isinstance(e, PlaitError) else f"rule failed: {e!r}"
+            said = (
+                str(e)
+                if isinstance(e, NoRule)
+                else e.what
+                if isinstance(e, PlaitError)
+                else f"rule failed: {e!r}"
+            )
             return self._extern(node, args, kwargs, said)
 
-    def _extern(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str) -> Value:
+    def _extern(
+        self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str
+    ) -> Value:
         if not isinstance(node.target, OpOverload):
             raise Unsupported(f"no lowering for {node.target}", where=_where(node))
         return call_extern(self.ctx, node, args, kwargs, fallback=True, reason=reason)
@@ -290,9 +331,13 @@ class _Walk:
             shape = tuple(to_size(s) for s in val.shape)
             dtype = from_torch(val.dtype)
             if value.dtype != dtype or len(value.shape) != len(shape):
-                raise TypeError(f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}")
+                raise TypeError(
+                    f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}"
+                )
             if value.shape != shape:
-                if any(sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)):
+                if any(
+                    sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)
+                ):
                     raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
                 value = value.remap(shape, lambda v: v)
             if dtype not in LOOP_DTYPES and dtype != opaque and self.ctx.strided(value) is None:
@@ -301,10 +346,14 @@ class _Walk:
         if isinstance(val, (tuple, list)) and isinstance(value, (tuple, list)):
             if len(value) != len(val):
                 raise TypeError(f"the rule gave {len(value)} results, not {len(val)}")
-            return tuple(v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True))
+            return tuple(
+                v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True)
+            )
         return value
 
-    def _bind(self, node: torch.fx.Node, value: Value, symbol: Expr, path: tuple[tuple[str, int], ...]) -> None:
+    def _bind(
+        self, node: torch.fx.Node, value: Value, symbol: Expr, path: tuple[tuple[str, int], ...]
+    ) -> None:
         """Defines a symbol that this node made, unless its rule did: a size or stride of one of its results."""
         atom = symbol.symbol
         assert atom is not None
@@ -344,7 +393,8 @@ class _Walk:
 
     def _tensor_result(self, x: View, val: torch.Tensor, owners: dict[str, int]) -> TensorArg:
         """x with the fake value's strides. Results share memory with inputs and with each other only where the fake
-        values do: what is a copy in eager is one here. owners: the fake storage that each buffer given out stands for."""
+        values do: what is a copy in eager is one here. owners: the fake storage that each buffer given out stands
+        for."""
         if val.layout != torch.strided:
             return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
         strides = tuple(to_size(s) for s in val.stride())

@@ -1,6 +1,7 @@
 """Elementwise ATen ops: type promotion, broadcasting, and the rules of arithmetic, comparison and logic.
 
-Each op is a row: what it computes on nodes of one compute dtype, and how its inputs are promoted. Half types are computed in
+Each op is a row: what it computes on nodes of one compute dtype, and how its inputs are promoted. Half types are
+computed in
 f32 and rounded where eager rounds: at the result of every op. Activations and special functions are in
 pointwise_nn.py and pointwise_special.py.
 """
@@ -68,10 +69,16 @@ def _promote(parts: tuple[tuple[DType, int], ...]) -> DType:
         mine: torch.dtype | None = None
         for dtype, r in parts:
             if r == rank:
-                mine = TO_TORCH[dtype] if mine is None else torch.promote_types(mine, TO_TORCH[dtype])
+                mine = (
+                    TO_TORCH[dtype] if mine is None else torch.promote_types(mine, TO_TORCH[dtype])
+                )
         if result is None:
             result = mine
-        elif mine is not None and not result.is_floating_point and (result == torch.bool or mine.is_floating_point):
+        elif (
+            mine is not None
+            and not result.is_floating_point
+            and (result == torch.bool or mine.is_floating_point)
+        ):
             result = torch.promote_types(result, mine)
     assert result is not None
     return from_torch(result)
@@ -99,7 +106,10 @@ def _part(x: Operand) -> tuple[DType, int]:
 def spread(x: View, point: Sequence[Expr], shape: tuple[Size, ...]) -> list[Size]:
     """The index into x for a point of `shape`, which x broadcasts to."""
     skip = len(shape) - len(x.shape)
-    return [0 if s == 1 and n != 1 else p for p, s, n in zip(point[skip:], x.shape, shape[skip:], strict=True)]
+    return [
+        0 if s == 1 and n != 1 else p
+        for p, s, n in zip(point[skip:], x.shape, shape[skip:], strict=True)
+    ]
 
 
 def wrap(value: Const, dtype: DType) -> Const:
@@ -111,8 +121,16 @@ def wrap(value: Const, dtype: DType) -> Const:
     return value - (1 << bits) if dtype.kind == "i" and value >> (bits - 1) else value
 
 
-def operand(ctx: Lowering, ops: Recorder, x: Operand, i: Sequence[Expr], shape: tuple[Size, ...], common: DType) -> Node:
-    """Element i of x, brought to the dtype `common` and then to its compute dtype (numbers are not rounded in between)."""
+def operand(
+    ctx: Lowering,
+    ops: Recorder,
+    x: Operand,
+    i: Sequence[Expr],
+    shape: tuple[Size, ...],
+    common: DType,
+) -> Node:
+    """Element i of x, brought to the dtype `common` and then to its compute dtype (numbers are not rounded in
+    between)."""
     compute = compute_dtype(common)
     if isinstance(x, View):
         return ops.cast(ops.cast(x.load(ops, spread(x, i, shape)), common), compute)
@@ -124,9 +142,14 @@ def operand(ctx: Lowering, ops: Recorder, x: Operand, i: Sequence[Expr], shape: 
 
 
 def elementwise(
-    ctx: Lowering, formula: Formula, xs: Sequence[Operand], kind: str = KEEP, common: DType | None = None
+    ctx: Lowering,
+    formula: Formula,
+    xs: Sequence[Operand],
+    kind: str = KEEP,
+    common: DType | None = None,
 ) -> View:
-    """formula over xs, promoted and broadcast; its result is rounded to the common dtype, then cast to that of the fake result."""
+    """formula over xs, promoted and broadcast; its result is rounded to the common dtype, then cast to that of the
+    fake result."""
     dtype = common or common_dtype(xs, kind)
     out, shape = ctx.out_dtype(), ctx.out_shape()
     compute = compute_dtype(dtype)
@@ -208,7 +231,13 @@ register(overloads("isnan"), _test("isnan"))
 register(overloads("isinf"), _test("isinf"))
 register(
     overloads("signbit"),
-    lambda m, x: m("signbit", x) if x.dtype.is_float else m.const(False, b1) if x.dtype.kind in "ub" else m("lt", x, 0),
+    lambda m, x: (
+        m("signbit", x)
+        if x.dtype.is_float
+        else m.const(False, b1)
+        if x.dtype.kind in "ub"
+        else m("lt", x, 0)
+    ),
 )
 
 
@@ -255,7 +284,10 @@ def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scal
     if isinstance(alpha, (bool, int, float)) and alpha == 1:
         return elementwise(ctx, formula, (a, b))
     return elementwise(
-        ctx, lambda m, x, y, s: formula(m, x, _mul(m, y, s)), (a, b, alpha), common=common_dtype((a, b))
+        ctx,
+        lambda m, x, y, s: formula(m, x, _mul(m, y, s)),
+        (a, b, alpha),
+        common=common_dtype((a, b)),
     )
 
 
@@ -296,7 +328,10 @@ def _div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | Non
 
 
 register(overloads("floor_divide", "default", "Scalar"), floor_divide)
-register(overloads("fmod", "Tensor", "Scalar"), lambda m, a, b: m("fmod" if a.dtype.is_float else "rem", a, b))
+register(
+    overloads("fmod", "Tensor", "Scalar"),
+    lambda m, a, b: m("fmod" if a.dtype.is_float else "rem", a, b),
+)
 register(
     overloads("remainder", "Tensor", "Scalar", "Scalar_Tensor"),
     lambda m, a, b: m("pymod" if a.dtype.is_float else "mod", a, b),
@@ -321,7 +356,7 @@ def integer_power(m: Maths, x: Node, n: int) -> Node:
 @lower(aten.pow.Tensor_Scalar)
 def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
     if not isinstance(exponent, (bool, int, float)):
-        return _pow_any(ctx, x, exponent)
+        return _pow(ctx, x, exponent)
 
     def formula(m: Maths, a: Node) -> Node:
         if not a.dtype.is_float:
@@ -346,6 +381,10 @@ def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
 
 @lower(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def _pow_any(ctx: Lowering, x: Operand, exponent: Operand) -> View:
+    return _pow(ctx, x, exponent)
+
+
+def _pow(ctx: Lowering, x: Operand, exponent: Operand) -> View:
     if not common_dtype((x, exponent)).is_float:
         raise NoRule("an integer power with an exponent that is not constant")
     if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2:
@@ -377,7 +416,7 @@ register(overloads("ldexp", "Tensor"), lambda m, a, b: m("mul", a, m("exp2", b))
 
 
 @lower(aten.clamp.default, aten.clamp.Tensor)
-def _clamp(ctx: Lowering, x: View, min: Operand | None = None, max: Operand | None = None) -> View:  # noqa: A002
+def _clamp(ctx: Lowering, x: View, min: Operand | None = None, max: Operand | None = None) -> View:
     limits = [(op, lim) for op, lim in (("max", min), ("min", max)) if lim is not None]
 
     def formula(m: Maths, a: Node, *ends: Node) -> Node:
@@ -451,7 +490,9 @@ def convert(ctx: Lowering, x: View, dtype: DType, shape: tuple[Size, ...] | None
 
 
 @lower(aten._to_copy.default, torch.ops.prims.convert_element_type.default, any_dtype=True)
-def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> View:
+def _to_copy(
+    ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> View:
     want = ctx.out_dtype()
     if ctx.out_meta().device.type != ctx.buffers[x.buf].device:
         raise NoRule("a copy between devices")
@@ -462,7 +503,13 @@ def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: A
     return convert(ctx, x, want)
 
 
-@lower(aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.contiguous.default, any_dtype=True)
+@lower(
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.contiguous.default,
+    any_dtype=True,
+)
 def _clone(ctx: Lowering, x: View, **_: Any) -> View:
     return x  # values do not change, so sharing them shows only in outputs, which are copied there
 

@@ -1,6 +1,7 @@
 """Views: every rule here only rewrites an index and records no loop.
 
-A view op in ATen shares memory; here it is a map from the view's logical index to its buffer's. Reshapes of any tensor are views
+A view op in ATen shares memory; here it is a map from the view's logical index to its buffer's. Reshapes of any
+tensor are views
 too (eager may copy there): the index is cut into groups of dimensions of equal size, and only within a group is it
 taken apart by division and remainder.
 """
@@ -29,8 +30,11 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- reshape
-def reshape_index(old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Size]) -> tuple[Size, ...]:
-    """The index into shape `old` of the element that is at index `at` of shape `new` (same number of elements, row-major)."""
+def reshape_index(
+    old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Size]
+) -> tuple[Size, ...]:
+    """The index into shape `old` of the element that is at index `at` of shape `new` (same number of elements,
+    row-major)."""
     index: list[Size] = [0] * len(old)
     if 0 in old or 0 in new:
         return tuple(index)
@@ -47,7 +51,8 @@ def reshape_index(old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Siz
 
 
 def _group(old: tuple[Size, ...], new: tuple[Size, ...]) -> tuple[int, int]:
-    """How many trailing dimensions of each make the smallest group with provably equal products; all if none can be proved."""
+    """How many trailing dimensions of each make the smallest group with provably equal products; all if none can be
+    proved."""
     if not new:
         return len(old), 0
     a, b, n_a, n_b = old[-1], new[-1], 1, 1
@@ -99,7 +104,9 @@ def permute(x: View, dims: Sequence[int]) -> View:
     """Dimension k of the result is dimension dims[k] of x."""
     order = [wrap_dim(d, len(x.shape)) for d in dims]
     place = {d: k for k, d in enumerate(order)}
-    return x.remap(tuple(x.shape[d] for d in order), lambda v: tuple(v[place[d]] for d in range(len(order))))
+    return x.remap(
+        tuple(x.shape[d] for d in order), lambda v: tuple(v[place[d]] for d in range(len(order)))
+    )
 
 
 @lower(aten.permute.default, any_dtype=True)
@@ -130,13 +137,17 @@ def _movedim(ctx: Lowering, x: View, source: Sequence[int], destination: Sequenc
     return permute(x, [to[k] if k in to else next(rest) for k in range(rank)])
 
 
-# ---------------------------------------------------------------------------------------------- adding and dropping dims
+# -------------------------------------------------------------------------- adding and dropping dims
 @lower(aten.expand.default, aten.expand_copy.default, any_dtype=True)
 def _expand(ctx: Lowering, x: View, size: Sequence[Size], implicit: bool = False) -> View:
     shape = ctx.out_shape()
     skip = len(shape) - len(x.shape)
     return x.remap(
-        shape, lambda v: tuple(0 if s == 1 and n != 1 else e for e, s, n in zip(v[skip:], x.shape, shape[skip:], strict=True))
+        shape,
+        lambda v: tuple(
+            0 if s == 1 and n != 1 else e
+            for e, s, n in zip(v[skip:], x.shape, shape[skip:], strict=True)
+        ),
     )
 
 
@@ -145,7 +156,8 @@ def drop_dims(x: View, dims: set[int]) -> View:
     kept = [d for d in range(len(x.shape)) if d not in dims]
     place = {d: k for k, d in enumerate(kept)}
     return x.remap(
-        tuple(x.shape[d] for d in kept), lambda v: tuple(v[place[d]] if d in place else 0 for d in range(len(x.shape)))
+        tuple(x.shape[d] for d in kept),
+        lambda v: tuple(v[place[d]] if d in place else 0 for d in range(len(x.shape))),
     )
 
 
@@ -153,7 +165,9 @@ def drop_dims(x: View, dims: set[int]) -> View:
 def _squeeze(ctx: Lowering, x: View, dim: int | Sequence[int] | None = None) -> View:
     rank = len(x.shape)
     dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
-    return drop_dims(x, {d for d in (wrap_dim(d, rank) for d in dims) if d < rank and x.shape[d] == 1})
+    return drop_dims(
+        x, {d for d in (wrap_dim(d, rank) for d in dims) if d < rank and x.shape[d] == 1}
+    )
 
 
 def add_dim(x: View, dim: int) -> View:
@@ -182,14 +196,24 @@ def clamp_start(start: Size | None, size: Size, length: Size, step: Size) -> Siz
         start = sz.add(size, start)
     elif sz.bounds(start)[0] < 0:
         start = sz.add(start, sz.mul(size, sz.compare("lt", start, 0)))
-    if length != -1 and step == 1 and sz.known_le(sz.add(start, length), size) and sz.known_le(0, start):
+    if (
+        length != -1
+        and step == 1
+        and sz.known_le(sz.add(start, length), size)
+        and sz.known_le(0, start)
+    ):
         return start
     return sz.smin(sz.smax(start, 0), size)
 
 
 @lower(aten.slice.Tensor, any_dtype=True)
 def _slice(
-    ctx: Lowering, x: View, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1
+    ctx: Lowering,
+    x: View,
+    dim: int = 0,
+    start: Size | None = None,
+    end: Size | None = None,
+    step: Size = 1,
 ) -> View:
     dim = wrap_dim(dim, len(x.shape))
     length = ctx.out_shape()[dim]
@@ -218,8 +242,9 @@ def _select(ctx: Lowering, x: View, dim: int, index: Size) -> View:
     return x.remap((*x.shape[:dim], *x.shape[dim + 1 :]), lambda v: (*v[:dim], at, *v[dim:]))
 
 
-@lower(aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.tensor_split.sections,
-       aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default, any_dtype=True)  # fmt: skip
+@lower(aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default,
+       aten.tensor_split.sections, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
+       aten.unsafe_chunk.default, any_dtype=True)  # fmt: skip
 def _split(ctx: Lowering, x: View, _sizes: object, dim: int = 0) -> tuple[View, ...]:
     assert ctx.node is not None
     dim = wrap_dim(dim, len(x.shape))
@@ -258,15 +283,22 @@ def _unfold(ctx: Lowering, x: View, dimension: int, size: int, step: int) -> Vie
     d = wrap_dim(dimension, len(x.shape))
     if not x.shape:
         return x.remap(ctx.out_shape(), lambda v: ())
-    return x.remap(ctx.out_shape(), lambda v: (*v[:d], sz.add(sz.mul(v[d], step), v[-1]), *v[d + 1 : -1]))
+    return x.remap(
+        ctx.out_shape(), lambda v: (*v[:d], sz.add(sz.mul(v[d], step), v[-1]), *v[d + 1 : -1])
+    )
 
 
-# ---------------------------------------------------------------------------------------------- memory seen in another way
+# -------------------------------------------------------------------------- memory seen in another way
 @lower(aten.as_strided.default, any_dtype=True)
 def _as_strided(
-    ctx: Lowering, x: View, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None
+    ctx: Lowering,
+    x: View,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
 ) -> View:
-    """A map of positions in the storage: through the memory order of the tensor that owns all of it, where there is one."""
+    """A map of positions in the storage: through the memory order of the tensor that owns all of it, where there is
+    one."""
     assert ctx.node is not None
     owner, meta = _owner(ctx)
     offset = to_size(ctx.out_meta().storage_offset()) if storage_offset is None else storage_offset
@@ -289,7 +321,9 @@ def _as_strided(
 
         return owner.remap(shape, at)
     if not ctx.is_input(owner.buf):
-        raise Unsupported("as_strided beyond the tensor that it is given", hint="use slicing and views instead")
+        raise Unsupported(
+            "as_strided beyond the tensor that it is given", hint="use slicing and views instead"
+        )
     return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
 
 
@@ -301,7 +335,11 @@ def _owner(ctx: Lowering) -> tuple[View, torch.Tensor]:
     storage = node.meta["val"].untyped_storage()._cdata
     while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
         val = node.args[0].meta.get("val")
-        if not isinstance(val, torch.Tensor) or val.untyped_storage()._cdata != storage or val.dtype != node.meta["val"].dtype:
+        if (
+            not isinstance(val, torch.Tensor)
+            or val.untyped_storage()._cdata != storage
+            or val.dtype != node.meta["val"].dtype
+        ):
             break
         node = node.args[0]
     return ctx.env[node], node.meta["val"]
@@ -328,7 +366,12 @@ def _reinterpret(ctx: Lowering, x: View, dtype: torch.dtype | None = None) -> Vi
     to = ctx.out_dtype()
     if x.dtype == to:
         return x
-    if x.dtype in LOOP_DTYPES and to in LOOP_DTYPES and x.dtype.nbytes == to.nbytes and "b" not in (x.dtype.kind, to.kind):
+    if (
+        x.dtype in LOOP_DTYPES
+        and to in LOOP_DTYPES
+        and x.dtype.nbytes == to.nbytes
+        and "b" not in (x.dtype.kind, to.kind)
+    ):
         return ctx.pointwise(x.shape, to, lambda ops, i: ops.bitcast(x.load(ops, i), to))
     assert ctx.node is not None
     given = ctx.node.args[0]

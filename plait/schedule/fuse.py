@@ -7,6 +7,7 @@ reduction's result at its outer point), no step outside lies between them, and t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,6 @@ from plait.schedule.plan import Fused, Reason, Refusal
 MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
-SMALL_NBYTES = 16384  # kernels that touch less are fused for the launch that it saves
 MIN_OUTER = 4  # outer points below which a large loop does not join a reduction: its threads would idle
 LARGE_NUMEL = 1 << 16
 
@@ -46,7 +46,7 @@ class _Node:
         self.reads: dict[str, list[tuple[int, Node]]] = {}
         self.writes: dict[str, _Write] = {}
         self.size = 0
-        self.read_nbytes = 0  # of all buffers that its loops read
+        self.moved_nbytes = 0  # of all buffers that its loops read or write
         self.ordered = False  # the order of the reduced axes matters
         self.running = False  # there is a scan, which wants one reduced axis
         for m in group.members:
@@ -106,12 +106,16 @@ class _Fuser:
         for k in sorted(self.nodes):
             node = self.nodes[k]
             self._drop_unit_axes(node)
-            node.read_nbytes = sum(self.nbytes[n] for n in node.reads)
+            self._weigh(node)
             for name in node.reads:
                 self.readers.setdefault(name, []).append(k)
             for name in node.writes:
                 self.writers.setdefault(name, []).append(k)
-            self._grow(k)
+        # A value joins those that need it before others may take it away for what they both read.
+        for sharing in (False, True):
+            for k in sorted(self.nodes):
+                if k in self.nodes:
+                    self._grow(k, sharing)
         groups = [self.nodes[k].group for k in sorted(self.nodes)]
         refusals = tuple(self.refusals.values())
         return replace(self.draft, groups=groups, refusals=refusals)
@@ -125,11 +129,11 @@ class _Fuser:
         g.rvars = tuple(v for v in g.rvars if v.symbol not in unit)
         self._rebase(node, unit, False)
 
-    def _grow(self, k: int) -> None:
-        """Fuses group k with the best of its candidates until none is left."""
+    def _grow(self, k: int, sharing: bool) -> None:
+        """Fuses group k with the best of its candidates until none is left. sharing: also with those that only read the same."""
         tried: set[int] = set()
         while True:
-            best = next((c for c in self._candidates(k) if c not in tried), None)
+            best = next((c for c in self._candidates(k, sharing) if c not in tried), None)
             if best is None:
                 return
             tried.add(best)
@@ -138,33 +142,33 @@ class _Fuser:
                 a, b = self.nodes[best].group.name, self.nodes[k].group.name
                 self.refusals.setdefault((a, b), Refusal(a, b, outcome))
             else:
-                k = self.leader[self._find(k)]
+                k = self._find(k)
 
     def _find(self, k: int) -> int:
         while self.leader[k] != k:
             k = self.leader[k]
         return k
 
-    def _candidates(self, k: int) -> list[int]:
-        """Groups worth fusing with k, best first."""
+    def _candidates(self, k: int, sharing: bool) -> list[int]:
+        """Groups before k worth fusing with it, best first."""
         node = self.nodes[k]
         gain: dict[int, int] = {}
         for name in node.reads:
-            nbytes = self.nbytes[name]
             for w in self.writers.get(name, ()):
                 c = self._find(w)
                 if c != k:
-                    gain[c] = gain.get(c, 0) + 2 * nbytes
-            for r in self.readers.get(name, ())[-MAX_SHARERS:]:
-                c = self._find(r)
-                if c != k and nbytes * 4 >= self._smaller(c, k):
+                    gain[c] = gain.get(c, 0) + 2 * self.nbytes[name]
+        if sharing:
+            shared: dict[int, int] = {}
+            for name in node.reads:
+                users = self.readers[name]
+                at = bisect_left(users, k)
+                for c in {self._find(r) for r in users[max(at - MAX_SHARERS, 0) : at]} - {k}:
+                    shared[c] = shared.get(c, 0) + self.nbytes[name]
+            for c, nbytes in shared.items():
+                if nbytes * 4 >= min(node.moved_nbytes, self.nodes[c].moved_nbytes):
                     gain[c] = gain.get(c, 0) + nbytes
         return sorted(gain, key=lambda c: (-gain[c], -c))
-
-    def _smaller(self, a: int, b: int) -> int:
-        """Bytes that the smaller of two groups reads, 0 where both are small."""
-        low, high = sorted((self.nodes[a].read_nbytes, self.nodes[b].read_nbytes))
-        return 0 if high <= SMALL_NBYTES else low
 
     # ---- one pair
     def _fuse(self, a: int, b: int) -> Fused | Reason:
@@ -294,11 +298,14 @@ class _Fuser:
             x.reads.setdefault(name, []).extend(sites)
         x.writes.update(y.writes)
         x.size += y.size
-        x.read_nbytes = sum(self.nbytes[n] for n in x.reads)
+        self._weigh(x)
         x.ordered = x.ordered or y.ordered
         x.running = x.running or y.running
         self.leader[gone] = keep
         self._merge_order(keep, gone)
+
+    def _weigh(self, node: _Node) -> None:
+        node.moved_nbytes = sum(self.nbytes[n] for n in node.reads.keys() | node.writes.keys())
 
     def _merge_order(self, keep: int, gone: int) -> None:
         bits = self.bits[keep] | self.bits[gone]

@@ -257,9 +257,10 @@ class Access:
         if s.mode == "store":
             return f"{target} = {value};"
         t = memory(d)
+        old = "(old != 0)" if d.kind == "b" else "old"
+        update = scalar_op(_UPDATE[s.mode], d, (old, value), d)
         if not s.atomic:
-            return f"{{ const {t} old = {target}; {target} = ({t}){scalar_op(_UPDATE[s.mode], d, ('old', value), d)}; }}"
-        update = scalar_op(_UPDATE[s.mode], d, ("old", value), d)
+            return f"{{ const {t} old = {target}; {target} = ({t}){update}; }}"
         return f"atomic_update(&{target}, [&]({t} old) {{ return ({t}){update}; }});"
 
     def _contiguous_store(self, s: Store, offset: Size) -> None:

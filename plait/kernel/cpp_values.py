@@ -233,8 +233,8 @@ class Values:
 
     def _bounded(self, n: Node) -> Parts:
         """The run-time check of an index: outside [0, size) the kernel fails and the value is 0."""
-        assert not isinstance(n.attr, (str, float)) and n.attr is not None
-        depth, size = self.depth(n), self.integer(n.attr)  # type: ignore[arg-type]
+        assert isinstance(n.attr, (int, Expr))
+        depth, size = self.depth(n), self.integer(n.attr)
         report = f"fail = fail ? fail : {self.checks[n]};"
         if not self.is_vector(n):
             x = self.get(n.args[0])[0]
@@ -242,15 +242,15 @@ class Values:
             also = f" && {self.get(n.args[1])[0]}" if len(n.args) > 1 else ""
             self.line(f"if ({bad}{also}) {report}", depth)
             return (self.define("i64", f"{bad} ? 0 : {x}", depth),)
-        x = self.vector(n.args[0])
+        lanes = self.vector(n.args[0])
         limit = self.define("vu64", f"splat_u64((u64)({size}))", depth)
-        bads = tuple(f"((vu64){p} >= {limit})" for p in x)
-        bad = self.define("vi32", mask_from(bads, n.dtype), depth)
-        seen = bad + (f" & {self.vector(n.args[1])[0]}" if len(n.args) > 1 else "") + (" & lm" if self.tail else "")
+        bads = tuple(f"((vu64){p} >= {limit})" for p in lanes)
+        bad_lanes = self.define("vi32", mask_from(bads, n.dtype), depth)
+        seen = bad_lanes + (f" & {self.vector(n.args[1])[0]}" if len(n.args) > 1 else "") + (" & lm" if self.tail else "")
         self.line(f"if (any({seen})) {report}", depth)
         zero = "(vi64){}"
         return self.define_parts(
-            n.dtype, tuple(f"{mask_part(bad, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(x)), depth
+            n.dtype, tuple(f"{mask_part(bad_lanes, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(lanes)), depth
         )
 
     def _index(self, n: Node) -> Parts:

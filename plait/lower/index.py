@@ -90,6 +90,8 @@ def gather(ctx: Lowering, x: View, dim: int, index: View, *, sparse_grad: bool =
     if not x.shape or not index.shape:
         x, index = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, len(x.shape))
+    if len(index.shape) != len(x.shape):  # eager allows it where nothing is read
+        return result(ctx, lambda ops, i: ops.const(0, x.dtype))
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         point = i if i else (0,)

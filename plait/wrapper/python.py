@@ -182,7 +182,7 @@ class _Module:
             self.instruction(i)
         python_calls = any(isinstance(i, CallPython) for i in p.body)
         lines = [
-            f'"""{p.name}, compiled by plait: `python {p.name}.py` makes random inputs and times a call."""',
+            f'"""{p.name}, compiled by plait: run this file to time a call on random inputs."""',
             "",
             "import torch",
             "",
@@ -190,7 +190,9 @@ class _Module:
             "",
             f"LIBRARY = {self.library!r}",
             f"CONSTANTS = {self.constants!r}",
-            f"SIGNATURE = {self.signature()}",
+            "SIGNATURE = (  # name, dtype and device of every input that is a tensor",
+            *self.signature(),
+            ")",
             "",
             "",
             "def bind(library, constants, callables):",
@@ -216,12 +218,12 @@ class _Module:
         ]
         return "\n".join(lines) + "\n"
 
-    def signature(self) -> str:
+    def signature(self) -> list[str]:
         parts = []
         for i in self.p.inputs:
             plain = isinstance(i, TensorInput) and i.dtype in TO_TORCH
             parts.append(f"({i.name!r}, {_dtype(i.dtype)}, {i.device!r})" if plain else "None")  # type: ignore[union-attr]
-        return tuple_text(parts)
+        return [f"    {s}," for s in parts]
 
     def main(self) -> list[str]:
         atoms = {

@@ -81,6 +81,7 @@ def show_wrapper(
     log.dump("5_wrapper.txt", lambda: text(program))
     log.dump("6_module.py", lambda: make_python(program, library or "", saved))
     if saved and log.folder is not None:
-        torch.save([c.detach() for c in constants], log.folder / CONSTANTS)
+        with torch.utils._python_dispatch._disable_current_modes():  # constants are no fake tensors
+            torch.save([c.detach() for c in constants], log.folder / CONSTANTS)
     if log.shows(SOURCE):
         log.note(SOURCE, f"{log.name}: wrapper\n{make_python(program, library or '', saved)}")

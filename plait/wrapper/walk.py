@@ -202,10 +202,10 @@ def rewrite(i: Instr, ref: Callable[[str], str], size: Callable[[Size], Size]) -
         return tuple(map(size, values))
 
     match i:
-        case Symbol(_, SizeOf() | ItemOf() as source):
-            return replace(i, value=replace(source, tensor=ref(source.tensor)))
-        case Symbol(_, int() | Expr() as value):
-            return replace(i, value=size(value))
+        case Symbol():
+            if isinstance(i.value, (SizeOf, ItemOf)):
+                return replace(i, value=replace(i.value, tensor=ref(i.value.tensor)))
+            return replace(i, value=size(i.value))
         case AssertScalar():
             return replace(i, expr=size(i.expr))
         case AssertSizeStride():

@@ -24,7 +24,7 @@ from plait.lower.shape import all_of, compare, result
 
 aten = torch.ops.aten
 
-_MAX_TAPS = 25  # windows with more elements become reductions
+_MAX_TAPS = 27  # windows with more elements become reductions
 Point = tuple[Size, ...]
 Bounds = tuple[tuple[Size, Size], ...]  # (first, end) by dimension
 
@@ -353,7 +353,9 @@ def _avg_pool_backward(
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         def share(o: Point, bounds: Bounds) -> Node:
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
-            return _divided(ops, given, sz.smax(_divisor(window, o, include_pad, override), 1))
+            return _divided(
+                ops, given, override or sz.smax(_divisor(window, o, include_pad, None), 1)
+            )
 
         return ops.cast(
             _chain(ops, "add", (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype
@@ -379,42 +381,78 @@ def avg_pool3d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride:
 
 
 # ------------------------------------------------------------------------------------------- adaptive windows
-def _shares(i: Point, of: Sequence[Size], into: Sequence[Size]) -> list[tuple[Point, Bounds]]:
-    """Positions among `of` that belong to position i among `into`, when `of` is cut into that many equal
-    overlapping parts: from floor(i*of/into) up to ceil((i+1)*of/into). Raises NoRule if the sizes are unknown or
-    the parts large."""
-    counts, first, ends = [], [], []
-    for e, a, b in zip(i, of, into, strict=True):
-        if not isinstance(a, int) or not isinstance(b, int):
-            raise NoRule("adaptive pooling of unknown sizes")
-        counts.append(a // b if a % b == 0 else -(-a // b) + 1)
-        first.append(sz.floordiv(sz.mul(e, a), b))
-        ends.append(sz.ceildiv(sz.mul(sz.add(e, 1), a), b))
-    if sz.product(counts) not in range(_MAX_TAPS + 1):
-        raise NoRule("a large window")
-    bounds = tuple((f, end) for f, end in zip(first, ends, strict=True))
-    return [
-        (tuple(sz.add(f, k) for f, k in zip(first, tap, strict=True)), bounds)
-        for tap in product(*map(range, counts))
-    ]
+class _Parts:
+    """`of` positions cut into `into` equal, overlapping parts by dimension: part i holds those from floor(i*of/into) up to
+    ceil((i+1)*of/into)."""
+
+    def __init__(self, of: Sequence[Size], into: Sequence[Size]) -> None:
+        self.of, self.into = tuple(of), tuple(into)
+        self.counts = tuple(map(_most, self.of, self.into))
+
+    def bounds(self, i: Point) -> Bounds:
+        """The positions of part i."""
+        return tuple(
+            (sz.floordiv(sz.mul(e, a), b), sz.ceildiv(sz.mul(sz.add(e, 1), a), b))
+            for e, a, b in zip(i, self.of, self.into, strict=True)
+        )
+
+    def at(self, i: Point, tap: Sequence[Size]) -> Point:
+        """Position number `tap` of part i, which may lie beyond its end."""
+        return tuple(sz.add(first, k) for (first, _), k in zip(self.bounds(i), tap, strict=True))
+
+    def size(self, i: Point) -> Size:
+        """How many positions part i holds."""
+        return sz.product(sz.add(end, sz.mul(first, -1)) for first, end in self.bounds(i))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the parts are small enough to be written out."""
+        return sz.product(self.counts) in range(_MAX_TAPS + 1)
+
+    def taps(self, i: Point) -> list[tuple[Point, Bounds]]:
+        """All positions of part i. Raises NoRule if they are many or unknown."""
+        if not self.is_small:
+            raise NoRule("a large window")
+        return [(self.at(i, tap), self.bounds(i)) for tap in product(*map(range, self.counts))]
 
 
-def _part_size(i: Point, of: Sequence[Size], into: Sequence[Size]) -> Size:
-    (_, bounds) = _shares(i, of, into)[0]
-    return sz.product(sz.add(end, sz.mul(first, -1)) for first, end in bounds)
+def _most(of: Size, into: Size) -> Size:
+    """The size of the largest part."""
+    whole = sz.exact_div(of, into)
+    return sz.add(sz.ceildiv(of, into), 1) if whole is None else whole
+
+
+def _sum_of_parts(
+    ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point, weigh: bool
+) -> View:
+    """The sum of x over each part. weigh: every element is first divided by the number of parts' elements it was averaged
+    with (a gradient), instead of the whole sum by the size of the part."""
+    back = _Parts(parts.into, parts.of)
+
+    def tap(ops: Recorder, i: Point, at: Point) -> Node:
+        value = _tap(ops, x, i[:lead], at, parts.bounds(i[lead:]), 0)
+        return _divided(ops, value, sz.smax(back.size(at), 1)) if weigh else value
+
+    summed = None
+    if not parts.is_small:
+        summed = ctx.reduce(
+            shape, parts.counts, "sum", lambda ops, i, r: tap(ops, i, parts.at(i[lead:], r))
+        )
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        if summed is not None:
+            total = summed.load(ops, i)
+        else:
+            total = _chain(ops, "add", (tap(ops, i, at) for at, _ in parts.taps(i[lead:])))
+        return ops.cast(total if weigh else _divided(ops, total, parts.size(i[lead:])), x.dtype)
+
+    return result(ctx, body)
 
 
 def _adaptive_avg(ctx: Lowering, x: View, n: int) -> View:
-    lead = len(x.shape) - n
-    sizes, outs = x.shape[lead:], ctx.out_shape()[lead:]
-
-    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        taps = (_tap(ops, x, i[:lead], at, b, 0) for at, b in _shares(i[lead:], sizes, outs))
-        return ops.cast(
-            _divided(ops, _chain(ops, "add", taps), _part_size(i[lead:], sizes, outs)), x.dtype
-        )
-
-    return result(ctx, body)
+    shape = ctx.out_shape()
+    lead = len(shape) - n
+    return _sum_of_parts(ctx, x, lead, _Parts(x.shape[lead:], shape[lead:]), shape, weigh=False)
 
 
 @lower(aten._adaptive_avg_pool2d.default)
@@ -429,19 +467,8 @@ def adaptive_avg_pool3d(ctx: Lowering, x: View, output_size: Any) -> View:
 
 def _adaptive_avg_backward(ctx: Lowering, grad: View, x: View, n: int) -> View:
     lead = len(x.shape) - n
-    sizes, outs = x.shape[lead:], grad.shape[lead:]
-
-    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        def share(o: Point, bounds: Bounds) -> Node:
-            return _divided(
-                ops, _tap(ops, grad, i[:lead], o, bounds, 0), _part_size(o, sizes, outs)
-            )
-
-        return ops.cast(
-            _chain(ops, "add", (share(o, b) for o, b in _shares(i[lead:], outs, sizes))), grad.dtype
-        )
-
-    return result(ctx, body)
+    parts = _Parts(grad.shape[lead:], x.shape[lead:])
+    return _sum_of_parts(ctx, grad, lead, parts, ctx.out_shape(), weigh=True)
 
 
 @lower(aten._adaptive_avg_pool2d_backward.default)
@@ -466,12 +493,10 @@ def adaptive_max_pool3d(ctx: Lowering, x: View, output_size: Any) -> tuple[View,
 
 def _adaptive_max(ctx: Lowering, x: View, n: int) -> tuple[View, View]:
     lead = len(x.shape) - n
-    sizes, outs = x.shape[lead:], ctx.out_shape(0)[lead:]
-
-    def taps(i: Point) -> list[tuple[Point, Bounds]]:
-        return _shares(i[lead:], sizes, outs)
-
-    return _maximum(ctx, x, lead, taps, lambda i: taps(i)[0][0])
+    parts = _Parts(x.shape[lead:], ctx.out_shape(0)[lead:])
+    return _maximum(
+        ctx, x, lead, lambda i: parts.taps(i[lead:]), lambda i: parts.at(i[lead:], [0] * n)
+    )
 
 
 # ------------------------------------------------------------------------------------------- resampling

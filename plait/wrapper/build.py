@@ -118,18 +118,19 @@ class _Builder:
             self.how[entry] = "input"
 
     def define_symbols(self) -> None:
-        """Defines every symbol whose source exists by now, in the order of the program's table."""
-        for name, source in list(self.pending.items()):
-            if isinstance(source, tuple):
-                ready = source[0] in self.how
-            elif source is None:
-                ready = False  # an Item or an extern call brings it
-            else:
-                ready = all(a.name in self.how for a in free_symbols(source))
-            if ready:
-                value = SizeOf(*source) if isinstance(source, tuple) else source
-                assert value is not None
-                self.define_symbol(name, value)
+        """Defines every symbol whose source exists by now, in the order of the program's table as far as that goes."""
+        while ready := [name for name, source in self.pending.items() if self.exists(source)]:
+            for name in ready:
+                source = self.pending[name]
+                assert source is not None
+                self.define_symbol(name, SizeOf(*source) if isinstance(source, tuple) else source)
+
+    def exists(self, source: tuple[str, str, int] | Size | None) -> bool:
+        if source is None:
+            return False  # an Item or an extern call brings it
+        if isinstance(source, tuple):
+            return source[0] in self.how
+        return all(a.name in self.how for a in free_symbols(source))
 
     def define_symbol(self, name: str, value: SizeOf | ItemOf | Size) -> None:
         self.body.append(Symbol(name, value))

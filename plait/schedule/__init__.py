@@ -19,6 +19,7 @@ from plait.schedule.memory import plan_memory
 from plait.schedule.order import order
 from plait.schedule.plan import Plan
 from plait.schedule.normal import normalise
+from plait.schedule.split import split_reductions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,6 +46,7 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     loops = log("normal form", normalise, loops)
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead, loops, bodies)
+    loops = log("split reductions", split_reductions, loops, bodies)
     draft = log("form kernels", form, loops, bodies)
     draft = log("fuse", fuse, draft, cfg)
     ordered = log("order", order, draft)

@@ -25,6 +25,7 @@ MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
 MIN_OUTER = 4  # outer points below which a large loop does not join a reduction: its threads would idle
+TINY_NBYTES = 4096  # groups that move no more are joined if only their shapes agree
 LARGE_NUMEL = 1 << 16
 
 
@@ -116,9 +117,23 @@ class _Fuser:
             for k in sorted(self.nodes):
                 if k in self.nodes:
                     self._grow(k, sharing)
+        self._join_tiny()
         groups = [self.nodes[k].group for k in sorted(self.nodes)]
         refusals = tuple(self.refusals.values())
         return replace(self.draft, groups=groups, refusals=refusals)
+
+    def _join_tiny(self) -> None:
+        """Fuses groups of one shape that are not worth a launch each, whatever they read
+        (also where one reduces and the other runs at its outer points)."""
+        last: dict[tuple[Size, ...], int] = {}
+        for k in sorted(self.nodes):
+            node = self.nodes[k]
+            if node.moved_nbytes > TINY_NBYTES:
+                continue
+            shape = tuple(extent(v) for v in node.group.vars)
+            other = last.get(shape)
+            joined = other is not None and isinstance(self._fuse(other, k), Fused)
+            last[shape] = self._find(k) if joined else k
 
     def _drop_unit_axes(self, node: _Node) -> None:
         g = node.group

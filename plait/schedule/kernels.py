@@ -154,6 +154,6 @@ def _attr_text(n: Node, bufs: Mapping[str, str], accs: Mapping[str, str]) -> str
     if isinstance(n.attr, Load):
         return f"{bufs[n.attr.buf]}{n.attr.index}{n.attr.masked}"
     if n.op == "acc":
-        name, _, part = str(n.attr).partition(".")
-        return f"{accs.get(str(n.attr), accs.get(name))}.{part}"
+        name, _, part = str(n.attr).rpartition(".")
+        return accs.get(str(n.attr)) or f"{accs.get(name)}.{part}"
     return repr(n.attr)

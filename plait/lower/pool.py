@@ -382,8 +382,8 @@ def avg_pool3d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride:
 
 # ------------------------------------------------------------------------------------------- adaptive windows
 class _Parts:
-    """`of` positions cut into `into` equal, overlapping parts by dimension: part i holds those from floor(i*of/into) up to
-    ceil((i+1)*of/into)."""
+    """`of` positions cut into `into` equal, overlapping parts by dimension: part i holds those from
+    floor(i*of/into) up to ceil((i+1)*of/into)."""
 
     def __init__(self, of: Sequence[Size], into: Sequence[Size]) -> None:
         self.of, self.into = tuple(of), tuple(into)
@@ -411,9 +411,10 @@ class _Parts:
 
     def taps(self, i: Point) -> list[tuple[Point, Bounds]]:
         """All positions of part i. Raises NoRule if they are many or unknown."""
+        counts = [c for c in self.counts if isinstance(c, int)]
         if not self.is_small:
             raise NoRule("a large window")
-        return [(self.at(i, tap), self.bounds(i)) for tap in product(*map(range, self.counts))]
+        return [(self.at(i, tap), self.bounds(i)) for tap in product(*map(range, counts))]
 
 
 def _most(of: Size, into: Size) -> Size:
@@ -425,8 +426,8 @@ def _most(of: Size, into: Size) -> Size:
 def _sum_of_parts(
     ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point, weigh: bool
 ) -> View:
-    """The sum of x over each part. weigh: every element is first divided by the number of parts' elements it was averaged
-    with (a gradient), instead of the whole sum by the size of the part."""
+    """The sum of x over each part. weigh: every element is first divided by the number of parts' elements it was
+    averaged with (a gradient), instead of the whole sum by the size of the part."""
     back = _Parts(parts.into, parts.of)
 
     def tap(ops: Recorder, i: Point, at: Point) -> Node:

@@ -13,7 +13,7 @@ import torch
 from plait.ir.dtypes import DType, bf16, f16, f32, f64, i64
 from plait.ir.loops import Node, Scan, loop_vars
 from plait.ir.record import Recorder
-from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.core import Lowering, View, lower
 from plait.lower.extern import call_extern
 from plait.lower.shape import wrap_dim
 
@@ -71,7 +71,7 @@ def cumprod(ctx: Lowering, x: View, dim: int, *, dtype: torch.dtype | None = Non
 
 def _extreme(ctx: Lowering, x: View, dim: int, kind: str) -> tuple[View | None, ...]:
     if not x.shape:
-        raise NoRule("a scan of a tensor without dimensions")
+        return ctx.copy(x), ctx.pointwise((), i64, lambda ops, i: ops.const(0, i64))
     return _scan(ctx, x, dim, kind, x.dtype, (True, True))
 
 

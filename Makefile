@@ -47,10 +47,10 @@ demo: env
 	$(NO_HUB) $(PY) examples/demo.py
 
 test: env
-	$(NO_HUB) $(PY) -m pytest -q
+	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS)
 
 test-full: env
-	$(NO_HUB) $(PY) -m pytest -q -m "slow or not slow"
+	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -m "slow or not slow"
 
 bench: env
 	$(NO_HUB) $(PY) benchmarks/run.py $(ARGS)

@@ -1,0 +1,121 @@
+"""The Python target end to end: programs at their borders against eager, and whole models with the bits of native."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from plait.runtime import generated
+from plait.wrapper import table
+from plait.wrapper.python import make_python
+from plait.wrapper.text import read
+from tests.against_eager import same
+from tests.models import MODELS
+from tests.test_frontend_cases import BOTH, NO_GRAD
+
+
+def compiled(
+    fn: Callable[..., Any], wrapper: str, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    return torch.compile(fn, backend="plait", dynamic=dynamic, options={"wrapper": wrapper})
+
+
+@pytest.mark.parametrize("name", [*BOTH, *NO_GRAD])
+def test_inference(name: str) -> None:
+    fn, make = {**BOTH, **NO_GRAD}[name]
+    same(fn, make, other=compiled(fn, "python"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH)
+def test_dynamic_training(name: str) -> None:
+    fn, make = BOTH[name]
+    same(fn, make, grad=True, other=compiled(fn, "python", dynamic=True))
+
+
+FAST = ("bert", "unet")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+def test_models_have_the_bits_of_native(name: str) -> None:
+    make, inputs = MODELS[name]
+    seen = []
+    for wrapper in ("native", "python"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = make().train(), inputs(2)
+        out = compiled(model, wrapper)(x)
+        out.square().mean().backward()
+        seen.append([out.detach(), *(p.grad for p in model.parameters()), *model.buffers()])
+    for a, b in zip(*seen, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def test_one_program_serves_many_sizes() -> None:
+    fn = compiled(lambda x: (x * 2).sum(0).softmax(-1), "python", dynamic=True)
+    for n in (3, 17, 64):
+        x = torch.randn(n, 33)
+        torch.testing.assert_close(fn(x), (x * 2).sum(0).softmax(-1))
+
+
+def test_the_source_is_deterministic_and_names_what_python_reserves() -> None:
+    p = read("""
+program('g')
+lambda_ = symbol('lambda', lo=2)
+ref['lambda'] = int_input()
+torch = tensor_input(f32[4] @ (1,))
+ref['9 lives'] = tensor_input(f32[4] @ (1,))
+call = alloc(f32[4] @ (1,))
+copy(call, torch, bump=False)
+return (call, torch, ref['9 lives'], lambda_ + 1)
+""")
+    source = make_python(p)
+    assert source == make_python(p)
+    scope: dict[str, Any] = {}
+    exec(compile(source, "g", "exec"), scope)
+    x, y = torch.randn(4), torch.randn(4)
+    out = scope["bind"](None, [], [])([5, x, y])
+    assert torch.equal(out[0], x)
+    assert out[1] is x
+    assert out[2] is y
+    assert out[3] == 6
+
+
+def test_the_module_imports_torch_and_the_runtime_only() -> None:
+    imports = [s for s in make_python(table.example()).splitlines() if "import" in s]
+    assert imports == ["import torch", "from plait.runtime import generated as rt"]
+
+
+def test_wrong_inputs_are_refused() -> None:
+    promised = (("x", torch.float32, "cpu"), None)
+    generated.check_inputs([torch.ones(2), None], promised)
+    for args, message in (
+        ([torch.ones(2)], "expected 2 inputs, got 1"),
+        ([3, None], "input 'x': expected a tensor, got int"),
+        (
+            [torch.ones(2).double(), None],
+            "input 'x': expected dtype torch.float32, got torch.float64",
+        ),
+        (
+            [torch.ones(2, device="meta"), None],
+            "input 'x': expected a plain tensor on device cpu, got one on meta",
+        ),
+    ):
+        with pytest.raises(TypeError) as e:
+            generated.check_inputs(args, promised)
+        assert str(e.value) == message
+
+
+def test_a_missing_kernel_is_told(tmp_path: Any) -> None:
+    import subprocess
+
+    (tmp_path / "k.c").write_text("int x;")
+    subprocess.run(["gcc", "-shared", "k.c", "-o", "k.so"], cwd=tmp_path, check=True)
+    with pytest.raises(RuntimeError, match="kernel k_none is not in library"):
+        generated.kernel(str(tmp_path / "k.so"), "k_none")

@@ -48,25 +48,15 @@ class _ThroughDynamo(ShortenTraceback):
         self.real_stack = None  # what torch's own errors carry; None: nothing to show
 
 
-class _UserErrorThroughDynamo(_ThroughDynamo, UserError):
-    pass
-
-
-class _UnsupportedThroughDynamo(_ThroughDynamo, Unsupported):
-    pass
-
-
-class _InternalErrorThroughDynamo(_ThroughDynamo, InternalError):
-    pass
+@lru_cache(maxsize=32)
+def _passing(kind: Any) -> type[_ThroughDynamo]:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (_ThroughDynamo, kind), names)
 
 
 def through_dynamo(error: PlaitError) -> Exception:
-    """The same error, still a UserError, Unsupported or InternalError, that torch.compile does not wrap."""
-    if isinstance(error, UserError):
-        return _UserErrorThroughDynamo(error)
-    if isinstance(error, Unsupported):
-        return _UnsupportedThroughDynamo(error)
-    return _InternalErrorThroughDynamo(error)
+    """The same error, of a subclass of its class with the same name, that torch.compile does not wrap."""
+    return _passing(type(error))(error)
 
 
 # ---------------------------------------------------------------------------------------------- AOTAutograd

@@ -44,6 +44,17 @@ def test_unknown_option_through_torch_compile() -> None:
     assert info.value.what == "unknown option 'fusoin' for backend 'plait'"
 
 
+def test_errors_through_torch_keep_class_and_fields() -> None:
+    from plait.compat import through_dynamo
+
+    for error in (InputError("a", where="b:1", hint="c"), ToolchainError("a"), InternalError("a")):
+        passed = through_dynamo(error)
+        assert isinstance(passed, type(error)) and str(passed) == str(error)
+        assert f"{type(passed).__module__}.{type(passed).__qualname__}" == f"plait.errors.{type(error).__name__}"
+        assert (passed.what, passed.where, passed.hint) == (error.what, error.where, error.hint)
+        assert type(through_dynamo(error)) is type(passed)
+
+
 def test_wrong_option_type_through_torch_compile() -> None:
     fn = torch.compile(lambda x: x + 1, backend="plait", options={"opt_level": "fast"})
     with pytest.raises(UserError, match="option 'opt_level' must be int, got 'fast'"):

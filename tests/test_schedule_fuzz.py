@@ -44,6 +44,7 @@ class Fuzzer:
         self.n: Size = self.b.size("s0") if self.rng.random() < 0.3 else 6
         for _ in range(self.rng.randint(1, 3)):
             self.tensors.append(whole(self.b, self.b.input(*self.shape())))
+        self.mutations: list[L.Mutate] = []
         self.index = self.b.input(self.n, dtype=i64)  # zeros and ones
 
     def shape(self) -> tuple[Size, ...]:
@@ -184,16 +185,26 @@ class Fuzzer:
         x = self.pick()
         if len(x.shape) < 1 or x.shape[0] != self.n:
             return
-        base = self.b.pointwise((4, *x.shape[1:]), lambda o, *p: o.f(0.0))
-        out = self.b.buffer((4, *x.shape[1:]))
+        fits = [
+            t.buf for t in self.tensors
+            if len(t.shape) == len(x.shape) and t.shape[1:] == x.shape[1:] and t.shape[0] in (2, 4, 6)
+            and self.b.buffers[t.buf].dtype == f32
+        ]  # fmt: skip
+        if fits and self.rng.random() < 0.6:
+            base = self.rng.choice(fits)
+        else:
+            base = self.b.pointwise((4, *x.shape[1:]), lambda o, *p: o.f(0.0))
+        out = self.b.buffer(self.b.buffers[base].shape)
         o = Record(self.b)
         vars_ = L.loop_vars("i", x.shape)
-        at = (L.arg_symbol(0, 4), *vars_[1:])
+        at = (L.arg_symbol(0, self.b.buffers[base].shape[0]), *vars_[1:])
         args = (o.load(self.index, vars_[0]),)
         self.b.ops.append(
             L.Scatter(out, base, vars_, at, args, self.load(o, x, vars_), self.rng.choice(["add", "max"]))
         )
         self.add(out)
+        if base in self.b.inputs and self.rng.random() < 0.7:
+            self.mutations.append(L.Mutate(base, out))
 
     def scan(self) -> None:
         x = self.pick()
@@ -213,7 +224,8 @@ class Fuzzer:
 
     def extern(self) -> None:
         x = self.rng.choice(self.tensors)
-        self.add(self.b.extern(x.shape, x.buf, may_keep=self.rng.random() < 0.5))
+        options = [{}, {"may_keep": False}, {"may_keep": False, "out_op": "o", "out_names": ("out",)}]
+        self.add(self.b.extern(x.shape, x.buf, **self.rng.choice(options)))
 
     def mutate(self) -> None:
         """The last thing: an input takes the value of something of its shape."""
@@ -231,6 +243,11 @@ class Fuzzer:
             self.rng.choice(steps)()
         if self.rng.random() < 0.3:
             self.mutate()
+        taken = {m.target for m in self.b.ops if isinstance(m, L.Mutate)}
+        for m in self.mutations:
+            if m.target not in taken:
+                self.b.ops.append(m)
+                taken.add(m.target)
         late = self.tensors[-8:]
         outs = {t.buf for t in self.rng.sample(late, min(len(late), self.rng.randint(1, 3)))}
         outs = {n for n in outs if n not in self.b.inputs} or {self.tensors[-1].buf}
@@ -253,6 +270,13 @@ def test_random_programs(block: int) -> None:
         n, k = run(seed)
         loops, made = loops + n, made + k
     assert made < 0.8 * loops, "hardly anything was fused"
+
+
+def test_random_programs_with_every_reduction_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SPLIT_NBYTES": 0, "MIN_INNER": 1, "UNITS": 2, "MIN_UNITS": 50}.items():
+        monkeypatch.setattr(f"plait.schedule.split.{name}", value)
+    for seed in range(1000, 1080):
+        run(seed)
 
 
 def test_equal_programs_give_equal_plans() -> None:

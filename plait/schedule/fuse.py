@@ -24,6 +24,7 @@ from plait.schedule.plan import Fused, Reason, Refusal
 MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
+MAX_DISTANCE = 128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
 MIN_OUTER = 4  # outer points below which a large loop does not join a reduction: its threads would idle
 TINY_NBYTES = 4096  # groups that move no more are joined if only their shapes agree
 LARGE_NUMEL = 1 << 16
@@ -178,7 +179,8 @@ class _Fuser:
             for name in node.reads:
                 users = self.readers[name]
                 at = bisect_left(users, k)
-                for c in {self._find(r) for r in users[max(at - MAX_SHARERS, 0) : at]} - {k}:
+                near = (r for r in users[max(at - MAX_SHARERS, 0) : at] if k - r <= MAX_DISTANCE)
+                for c in {self._find(r) for r in near} - {k}:
                     shared[c] = shared.get(c, 0) + self.nbytes[name]
             for c, nbytes in shared.items():
                 if nbytes * 4 >= min(node.moved_nbytes, self.nodes[c].moved_nbytes):

@@ -34,6 +34,7 @@ from plait.schedule.form import as_loop
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_SITES = 4  # places of one body where a producer is spliced in
 LAUNCH_NS = 500.0  # what a kernel costs by being there
+FAR = 64  # ops
 COPY_COST = 1.0  # cycles of what hardly does more than move data
 
 
@@ -53,6 +54,9 @@ class _Inliner:
         self.ops: list[Op] = list(program.ops)
         self.readers: dict[str, list[_Reader]] = {}
         self.n_writers: dict[str, int] = {}
+        # Inputs and constants are in memory all the time.
+        given = (*program.constants, *(i for i in program.inputs if isinstance(i, str)))
+        self.given = frozenset(given) - frozenset(program.donated)
         self.pinned = set(output_buffers(program))
         self.memory = memory_roots(program.ops)
         self.updated: dict[str, list[int]] = {}
@@ -112,7 +116,7 @@ class _Inliner:
         allowed = [r for r in readers if self._may(k, facts, r)]
         if loop.out in self.pinned or len(allowed) < len(readers):
             return [r.op for r in allowed if self._is_copy(loop, facts, r)]
-        return [r.op for r in allowed] if self._pays(loop, facts, readers) else []
+        return [r.op for r in allowed] if self._pays(k, loop, facts, readers) else []
 
     def _may(self, k: int, facts: Facts, reader: _Reader) -> bool:
         """Whether a loop can go into a reader at all."""
@@ -143,19 +147,20 @@ class _Inliner:
         names = {load_of(n).buf for n in facts.loads} - without
         return sum(buffer_nbytes(self.program.buffers[n]) for n in names)
 
-    def _pays(self, loop: Pointwise, facts: Facts, readers: list[_Reader]) -> bool:
+    def _pays(self, k: int, loop: Pointwise, facts: Facts, readers: list[_Reader]) -> bool:
         """Whether a loop that nobody needs in memory is better off inside all of its readers."""
         points = hint_numel(extent(v) for v in loop.vars)
         evaluated = sum(self._evaluations(r) for r in readers)
+        nbytes = buffer_nbytes(self.program.buffers[loop.out])
         if len(readers) == 1 and evaluated <= points:
-            return True
+            # Far from its reader, a result is put into memory if it is smaller than what it is made of.
+            return readers[0].op - k <= FAR or self._read_nbytes(facts, self.given) <= nbytes
         if not facts.loads and facts.cost <= COPY_COST:
             return True
         repeated = evaluated - points
         budget = self.cfg.max_recompute * points * max(len(readers) - 1, 1)
         if repeated * facts.cost > budget or any(len(r.sites) > MAX_SITES for r in readers):
             return False
-        nbytes = buffer_nbytes(self.program.buffers[loop.out])
         more = 0
         for r in readers:
             reader = as_loop(self.ops[r.op])

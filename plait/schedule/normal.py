@@ -1,37 +1,55 @@
 """Loops in normal form: scatters update in place, and reductions over nothing are pointwise.
 
-A Scatter's copy of its base becomes a Pointwise of its own, which can be inlined into and fused like any other.
+A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its base becomes a Pointwise of its own,
+which can be inlined into and fused like any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from plait.ir.dtypes import i64
 from plait.ir.loops import (
+    Alias,
+    Extern,
+    Item,
+    ListArg,
     Load,
     LoopProgram,
+    Mutate,
     Node,
     Op,
     Pointwise,
     Reduction,
     Scan,
     Scatter,
+    TensorArg,
     const,
     loop_vars,
     node,
+    rewrite,
     substitute_vars,
+    with_args,
 )
 from plait.ir.sizes import Atom, Size
-from plait.schedule.deps import extent
+from plait.schedule.deps import Bodies, extent, load_of, memory_roots, output_buffers, reads, roots
+
+T = TypeVar("T")
 
 
-def normalise(program: LoopProgram) -> LoopProgram:
+def normalise(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     """The program with every loop in normal form."""
     ops: list[Op] = []
-    for op in program.ops:
+    taken = _Takeovers(program, bodies)
+    for k, op in enumerate(program.ops):
+        op = taken.renamed(op)
         if isinstance(op, Scatter) and op.base != op.out:
-            ops += _split(op, program)
+            if taken.may(k, op):
+                taken.names[op.out] = op.base
+                ops.append(replace(op, out=op.base))
+            else:
+                ops += _split(op, program)
         elif isinstance(op, Reduction) and all(extent(v) == 1 for v in op.rvars):
             ops += _single(op)
         elif isinstance(op, Scan) and extent(op.vars[op.axis]) == 1:
@@ -40,7 +58,79 @@ def normalise(program: LoopProgram) -> LoopProgram:
             ops += _pointwise(op, {}, values[: len(op.outs)])
         else:
             ops.append(op)
-    return replace(program, ops=tuple(ops))
+    return replace(program, ops=tuple(ops), outputs=tuple(map(taken.argument, program.outputs)))
+
+
+class _Takeovers:
+    """Scatters that run on their base itself, because nobody needs its old contents any more. names: their results -> their bases."""
+
+    def __init__(self, program: LoopProgram, bodies: Bodies) -> None:
+        self.program, self.bodies = program, bodies
+        self.names: dict[str, str] = {}
+        self.outputs = set(output_buffers(program))
+        self.shared = memory_roots(program.ops)
+        self.inputs = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
+        self.mutated = {(m.target, m.source) for m in program.ops if isinstance(m, Mutate)}
+        self.plain = {o.out for o in program.ops if isinstance(o, Pointwise)}
+        # An op that keeps its arguments may keep its results too.
+        self.held = {n for o in program.ops if isinstance(o, Extern) and o.may_keep for n in o.outs}
+        self.last_read: dict[str, int] = {}
+        if any(isinstance(o, Scatter) for o in program.ops):
+            for k, op in enumerate(program.ops):
+                self.last_read.update(dict.fromkeys(reads(op, bodies), k))
+
+    def may(self, k: int, op: Scatter) -> bool:
+        """Whether a scatter may write over its base. What a pointwise loop fills is better filled under the new name, by inlining."""
+        base = op.base
+        old, new = self.program.buffers[base], self.program.buffers[op.out]
+        if base in self.plain or base in self.held or base in self.shared or base in self.shared.values():
+            return False
+        if self.last_read[base] > k or base in self.outputs or old.strides != new.strides:
+            return False
+        if base in {load_of(n).buf for n in self.bodies.of(roots(op)).loads}:
+            return False
+        if base in self.inputs:
+            return (base, op.out) in self.mutated and op.out not in self.outputs
+        return op.out not in self.outputs
+
+    def renamed(self, op: Op) -> Op:
+        """op, reading what was renamed by its new name."""
+        if not self.names or self.names.keys().isdisjoint(reads(op, self.bodies)):
+            return op
+        if isinstance(op, Scatter):
+            args = tuple(self._node(a) for a in op.index_args)
+            mask = None if op.mask is None else self._node(op.mask)
+            base = self.names.get(op.base, op.base)
+            return replace(op, body=self._node(op.body), index_args=args, mask=mask, base=base)
+        if isinstance(op, (Pointwise, Reduction, Scan)):
+            return replace(op, body=self._node(op.body))
+        if isinstance(op, Extern):
+            positional = tuple(map(self.argument, op.args))
+            named = tuple((k, self.argument(a)) for k, a in op.kwargs)
+            mutates = tuple(self.names.get(n, n) for n in op.mutates)
+            return replace(op, args=positional, kwargs=named, mutates=mutates)
+        if isinstance(op, Alias):
+            return replace(op, base=self.names[op.base])
+        if isinstance(op, Item):
+            return replace(op, buf=self.names[op.buf])
+        assert isinstance(op, Mutate)
+        return replace(op, source=self.names[op.source])
+
+    def _node(self, root: Node) -> Node:
+        def fn(n: Node, args: tuple[Node, ...]) -> Node:
+            if n.op == "load" and load_of(n).buf in self.names:
+                return node("load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype)
+            return with_args(n, args)
+
+        return rewrite(root, fn)
+
+    def argument(self, a: T) -> T:
+        """An operand under its new name."""
+        if isinstance(a, TensorArg) and a.buf in self.names:
+            return replace(a, buf=self.names[a.buf])
+        if isinstance(a, ListArg):
+            return replace(a, items=tuple(map(self.argument, a.items)))
+        return a
 
 
 def _split(op: Scatter, program: LoopProgram) -> list[Op]:

@@ -67,11 +67,12 @@ def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies) -> tup
     size = extent(op.rvars[0])
     if want < 2:
         return None
-    if len(op.rvars) > 1 and want <= hint(size) <= 4 * want:
+    inner = hint_numel(extent(v) for v in op.rvars[1:])
+    if inner > 1 and want <= hint(size) <= 4 * want:
         return size, 1
     if not isinstance(size, int):
         return None
-    exact = [d for d in range(want, min(4 * want, size) + 1) if size % d == 0]
+    exact = [d for d in range(want, min(4 * want, size - 1) + 1) if size % d == 0]
     if exact:
         return exact[0], size // exact[0]
     if op.kind in ("sum", "prod", "max", "min", "any", "all", "xor") and size > want:

@@ -1,0 +1,190 @@
+"""Where buffers live: the arena, takeovers, mutated inputs, the order of steps, and the peak."""
+
+from __future__ import annotations
+
+from plait.config import Config
+from plait.ir.dtypes import f32, i64
+from plait.ir.loops import Mutate, Scatter, arg_symbol, loop_vars
+from plait.ir.sizes import Size
+from plait.schedule import schedule
+from plait.schedule.memory import lives, peak_nbytes, storage_nbytes
+from plait.schedule.plan import Plan
+from tests.schedule_tools import Builder, Record, check, kernels
+
+CFG = Config()
+
+
+def plan_of(b: Builder, cfg: Config = CFG, **syms: int) -> Plan:
+    program = b.program()
+    plan = schedule(program, cfg)
+    check(plan, program, syms)
+    return plan
+
+
+def chain(b: Builder, x: str, shape: tuple[Size, ...], n: int, may_keep: bool = False) -> str:
+    """n times: a kernel, then a call that hands its result on."""
+    for _ in range(n):
+        x = b.map("tanh", x)
+        x = b.extern(shape, x, may_keep=may_keep)
+    return x
+
+
+def test_intermediates_share_an_arena() -> None:
+    b = Builder()
+    x = b.input(64, 64)
+    b.output(b.map("exp", chain(b, x, (64, 64), 4)))
+    plan = plan_of(b)
+    assert len(plan.memory.offsets) == 4
+    assert plan.memory.arena_nbytes == 64 * 64 * 4
+
+
+def test_what_an_op_may_keep_has_memory_of_its_own() -> None:
+    b = Builder()
+    x = b.input(64, 64)
+    b.output(b.map("exp", chain(b, x, (64, 64), 4, may_keep=True)))
+    assert not plan_of(b).memory.offsets
+
+
+def test_results_of_out_variants_may_be_placed() -> None:
+    b = Builder()
+    x = b.input(64, 64)
+    y = b.extern((64, 64), x, may_keep=False, out_op="test::opaque_out", out_names=("out",))
+    b.output(b.map("exp", y))
+    plan = plan_of(b)
+    assert set(plan.memory.offsets) == {y}
+
+
+def test_no_planning_if_not_wanted() -> None:
+    b = Builder()
+    x = b.input(64, 64)
+    b.output(b.map("exp", chain(b, x, (64, 64), 2)))
+    plan = plan_of(b, Config(memory_planning=False))
+    assert not plan.memory.offsets and not plan.memory.in_place
+
+
+def test_unknown_sizes_share_where_they_are_equal() -> None:
+    b = Builder()
+    n, m = b.size("s0"), b.size("s1")
+    x, y = b.input(n, 8), b.input(m, 8)
+    one, other = chain(b, x, (n, 8), 3), chain(b, y, (m, 8), 3)
+    b.output(b.map("exp", one), b.map("exp", other))
+    plan = plan_of(b, s0=5, s1=7)
+    assert len(plan.memory.offsets) == 6
+    assert len(set(map(str, plan.memory.offsets.values()))) == 2
+
+
+def test_a_kernel_writes_over_what_dies_in_it() -> None:
+    b = Builder()
+    x = b.input(64, 64)
+    y = b.extern((64, 64), x, may_keep=False, out_op="test::opaque_out", out_names=("out",))
+    z = b.map("tanh", y)
+    w = b.extern((64, 64), z, may_keep=False)
+    b.output(b.map("exp", w))
+    plan = plan_of(b)
+    assert plan.memory.in_place[z] == y
+    assert plan.memory.arena_nbytes == 64 * 64 * 4
+
+
+def test_a_transposed_reader_does_not_write_over() -> None:
+    b = Builder()
+    x = b.input(64, 64)
+    y = b.extern((64, 64), x, may_keep=False, out_op="test::opaque_out", out_names=("out",))
+    z = b.pointwise((64, 64), lambda o, i, j: o.add(o.load(y, i, j), o.load(y, j, i)))
+    w = b.extern((64, 64), z, may_keep=False)
+    b.output(b.map("exp", w))
+    plan = plan_of(b)
+    assert z not in plan.memory.in_place
+
+
+def test_softmax_writes_over_its_scores() -> None:
+    from tests.test_schedule import softmax
+
+    b = Builder()
+    x = b.input(16, 32)
+    y = b.extern((16, 32), x, may_keep=False, out_op="test::opaque_out", out_names=("out",))
+    p = softmax(b, y, 16, 32)
+    b.output(b.map("exp", b.extern((16, 32), p, may_keep=False)))
+    assert plan_of(b).memory.in_place[p] == y
+
+
+def test_running_statistics_are_updated_in_place() -> None:
+    b = Builder()
+    x, running, other = b.input(8, 4, 16), b.input(4), b.input(4)
+    mean = b.reduce((4,), (8, 16), "sum", lambda o, c, n, k: o.load(x, n, c, k))
+    b.output(b.map("add", running, other))  # reads the old value
+    new = b.map("add", running, mean)
+    b.ops.append(Mutate(running, new))
+    y = b.pointwise((8, 4, 16), lambda o, n, c, k: o.sub(o.load(x, n, c, k), o.load(mean, c)))
+    b.output(y)
+    assert plan_of(b).memory.in_place[new] == running
+
+
+def test_a_returned_value_is_copied_into_the_input() -> None:
+    b = Builder()
+    x = b.input(8)
+    new = b.map("exp", x)
+    b.ops.append(Mutate(x, new))
+    b.output(new)
+    assert not plan_of(b).memory.in_place
+
+
+def test_neighbours_are_not_overwritten() -> None:
+    b = Builder()
+    x = b.input(8)
+    new = b.pointwise((8,), lambda o, i: o.load(x, 7 - i))
+    b.ops.append(Mutate(x, new))
+    plan = plan_of(b)
+    assert not plan.memory.in_place and any(isinstance(s, Mutate) for s in plan.steps)
+
+
+def test_scatter_into_a_mutated_input_needs_no_copy() -> None:
+    b = Builder()
+    cache, at, new = b.input(16, 8), b.input(3, dtype=i64), b.input(3, 8)
+    out = b.buffer((16, 8))
+    i, j = loop_vars("i", (3, 8))
+    o = Record(b)
+    b.ops.append(Scatter(out, cache, (i, j), (arg_symbol(0, 16), j), (o.load(at, i),), o.load(new, i, j), "store"))
+    b.ops.append(Mutate(cache, out))
+    y = b.map("tanh", out)
+    b.output(y)
+    plan = plan_of(b)
+    assert len(kernels(plan)) == 2
+    assert all(out not in k.outs for k in kernels(plan))
+
+
+def test_the_peak_stays_near_that_of_coming_and_going() -> None:
+    b = Builder()
+    x = b.input(512, 1024)
+    outs = []
+    y = x
+    for _ in range(6):  # results pile up while what is in the arena gets small
+        y = b.extern((512, 1024), b.map("tanh", y), may_keep=False)
+        outs.append(b.map("exp", y))
+        y = b.map("neg", y)
+    b.output(*outs)
+    plan = plan_of(b)
+    alive = lives(plan)
+    free = peak_nbytes(list(alive.values()), len(plan.steps))
+    outside = [x for n, x in alive.items() if n not in plan.memory.offsets and n not in plan.memory.in_place]
+    arena = plan.memory.arena_nbytes
+    assert isinstance(arena, int)
+    assert arena + peak_nbytes(outside, len(plan.steps)) <= free * 1.02 + (1 << 20)
+
+
+def test_big_results_are_made_late() -> None:
+    """Two big results of calls, each needed once for something small: one after the other."""
+    b = Builder()
+    x = b.input(4)
+    big = [b.extern((512, 1024), x, op=f"test::big{k}") for k in range(4)]
+    small = [b.reduce((), (512, 1024), "sum", lambda o, i, j, y=y: o.load(y, i, j)) for y in big]
+    b.output(*small)
+    plan = plan_of(b)
+    free = peak_nbytes(list(lives(plan).values()), len(plan.steps))
+    assert free < 1.1 * 512 * 1024 * 4
+
+
+def test_storage_counts_gaps() -> None:
+    from plait.ir.loops import Buffer
+
+    assert storage_nbytes(Buffer("x", f32, (4, 8), (16, 1))) == (3 * 16 + 8) * 4
+    assert storage_nbytes(Buffer("x", f32, (0, 8), (16, 1))) == 0

@@ -56,7 +56,8 @@ def _passing(kind: Any) -> type[_ThroughDynamo]:
 
 def through_dynamo(error: PlaitError) -> Exception:
     """The same error, of a subclass of its class with the same name, that torch.compile does not wrap."""
-    return _passing(type(error))(error)
+    kind: Any = type(error)
+    return _passing(kind)(error)
 
 
 # ---------------------------------------------------------------------------------------------- AOTAutograd

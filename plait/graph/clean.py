@@ -30,9 +30,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 
 
 def clean_graph(captured: Captured) -> Captured:
-    """Runs PASSES over the graph in place and returns the same object."""
+    """Runs PASSES over the graph in place and returns the same object. The module's code is not regenerated."""
     for _, run in PASSES:
         run(captured.graph)
-    captured.graph.graph.lint()
-    captured.graph.recompile()
     return captured

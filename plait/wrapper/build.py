@@ -7,7 +7,6 @@ costs time: fusion, order and memory are the scheduler's. Symbols are defined as
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import assert_never
 
 from plait.errors import InternalError
@@ -332,12 +331,10 @@ class _Builder:
         return found
 
     def fresh(self, stem: str, numbered: bool = False) -> str:
-        taken: Iterable[str] = (
-            self.how.keys() | self.plan.program.buffers.keys() | self.pending.keys()
-        )
+        taken = (self.how, self.plan.program.buffers, self.pending)
         k = len(self.views)
         name = f"{stem}{k}" if numbered else stem
-        while name in taken:
+        while any(name in t for t in taken):
             k += 1
             name = f"{stem}{k}"
         return name

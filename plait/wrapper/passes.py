@@ -69,7 +69,7 @@ def merge_views(p: WrapperProgram) -> WrapperProgram:
     names: dict[str, str] = {}
     out: list[Instr] = []
     for i in p.body:
-        now = rewrite(i, lambda n: names.get(n, n), lambda e: e)
+        now = rewrite(i, lambda n: names.get(n, n), lambda e: e) if names else i
         if isinstance(now, View):
             now = _through(now, made.get(now.base))
             known = first.setdefault(replace(now, name=""), now.name)
@@ -115,9 +115,12 @@ def share_sizes(p: WrapperProgram) -> WrapperProgram:
         for e in dict.fromkeys(walk.sizes(i)):
             if isinstance(e, Expr) and _is_costly(e):
                 counts[e] = counts.get(e, 0) + 1
+    repeated = [e for e, n in counts.items() if n > 1]
+    if not repeated:
+        return p
     taken = _all_names(p)
     shared: dict[Expr, Expr] = {}
-    for e in [e for e, n in counts.items() if n > 1]:
+    for e in repeated:
         lo, hi = sz.bounds(e)
         shared[e] = sz.symbol(_fresh("n", taken), lo, hi)
     ready = {i.name for i in p.inputs if isinstance(i, SymbolInput)}

@@ -1,6 +1,8 @@
-"""Builds LoopPrograms by hand and runs LoopPrograms and Plans with numpy, slowly but independently of any kernel target.
+"""Builds LoopPrograms by hand and runs LoopPrograms and Plans with numpy, slowly but independently
+of any kernel target.
 
-Values are whole arrays: a loop variable is an array along its own axis, so that every node is evaluated at all points at once.
+Values are whole arrays: a loop variable is an array along its own axis, so that every node is
+evaluated at all points at once.
 """
 
 from __future__ import annotations
@@ -14,15 +16,24 @@ from plait.ir import loops as L
 from plait.ir.dtypes import DType, b1, f32, i64
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, contiguous_strides, evaluate
-from plait.schedule.plan import Kernel, Plan, Reduce, Store
+from plait.schedule.plan import Kernel, Plan, Reduce
 
-NUMPY = {"b1": np.bool_, "f32": np.float32, "f64": np.float64, "i64": np.int64, "i32": np.int32, "u8": np.uint8, "i8": np.int8}
+NUMPY = {
+    "b1": np.bool_,
+    "f32": np.float32,
+    "f64": np.float64,
+    "i64": np.int64,
+    "i32": np.int32,
+    "u8": np.uint8,
+    "i8": np.int8,
+}
 
 FNS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "neg": np.negative, "abs": np.abs,
     "exp": np.exp, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "tanh": np.tanh, "reciprocal": lambda a: 1 / a,
     "max": np.maximum, "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "where": np.where, "log": np.log, "and": np.logical_and, "or": np.logical_or,
+    "gt": np.greater, "ge": np.greater_equal, "where": np.where, "log": np.log,
+    "and": np.logical_and, "or": np.logical_or,
     "not": np.logical_not, "isnan": np.isnan, "floordiv": np.floor_divide,
 }  # fmt: skip
 
@@ -40,10 +51,18 @@ class Builder:
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
         self.donated: list[str] = []
 
-    def buffer(self, shape: Sequence[Size], dtype: DType = f32, strides: Sequence[Size] | None = None, fixed: bool = False) -> str:
+    def buffer(
+        self,
+        shape: Sequence[Size],
+        dtype: DType = f32,
+        strides: Sequence[Size] | None = None,
+        fixed: bool = False,
+    ) -> str:
         name = f"buf{len(self.buffers)}"
         shape = tuple(shape)
-        self.buffers[name] = L.Buffer(name, dtype, shape, tuple(strides or contiguous_strides(shape)), fixed=fixed)
+        self.buffers[name] = L.Buffer(
+            name, dtype, shape, tuple(strides or contiguous_strides(shape)), fixed=fixed
+        )
         return name
 
     def input(self, *shape: Size, dtype: DType = f32, strides: Sequence[Size] | None = None) -> str:
@@ -59,32 +78,53 @@ class Builder:
         return symbol(name, lo=lo)
 
     def pointwise(
-        self, shape: Sequence[Size], fn: Callable[..., L.Node], out: str | None = None, index: Callable[..., tuple[Size, ...]] | None = None
+        self,
+        shape: Sequence[Size],
+        fn: Callable[..., L.Node],
+        out: str | None = None,
+        index: Callable[..., tuple[Size, ...]] | None = None,
     ) -> str:
         vars_ = L.loop_vars("i", tuple(shape))
         body = fn(Record(self), *vars_)
         out = out or self.buffer(shape, body.dtype)
-        self.ops.append(L.Pointwise(out, vars_, body, index(*vars_) if index else None, origin=("aten.pw.default",)))
+        self.ops.append(
+            L.Pointwise(
+                out, vars_, body, index(*vars_) if index else None, origin=("aten.pw.default",)
+            )
+        )
         return out
 
     def map(self, op: str, *xs: str) -> str:
         """An elementwise op on buffers of one shape."""
-        return self.pointwise(self.buffers[xs[0]].shape, lambda o, *i: o.op(op, *(o.load(x, *i) for x in xs)))
+        return self.pointwise(
+            self.buffers[xs[0]].shape, lambda o, *i: o.op(op, *(o.load(x, *i) for x in xs))
+        )
 
-    def reduce(self, shape: Sequence[Size], rshape: Sequence[Size], kind: str, fn: Callable[..., L.Node], outs: Sequence[bool] = (True,)) -> str:
+    def reduce(
+        self,
+        shape: Sequence[Size],
+        rshape: Sequence[Size],
+        kind: str,
+        fn: Callable[..., L.Node],
+        outs: Sequence[bool] = (True,),
+    ) -> str:
         """fn(ops, *vars, *rvars). The name of the only or of the first wanted result; see results for all."""
         vars_, rvars = L.loop_vars("i", tuple(shape)), L.loop_vars("r", tuple(rshape))
         body = fn(Record(self), *vars_, *rvars)
         dtype = i64 if kind.startswith("arg") else body.dtype
         names = tuple(self.buffer(shape, dtype) if w else None for w in outs)
-        self.ops.append(L.Reduction(names, vars_, rvars, kind, body, origin=(f"aten.{kind}.default",)))
+        self.ops.append(
+            L.Reduction(names, vars_, rvars, kind, body, origin=(f"aten.{kind}.default",))
+        )
         return next(n for n in names if n)
 
     def results(self) -> tuple[str | None, ...]:
         """All results of the last op."""
         return self.ops[-1].outs  # type: ignore[union-attr]
 
-    def extern(self, shape: Sequence[Size], *args: str, op: str = "test::opaque", **options: object) -> str:
+    def extern(
+        self, shape: Sequence[Size], *args: str, op: str = "test::opaque", **options: object
+    ) -> str:
         out = self.buffer(shape, fixed=True)
         self.ops.append(L.Extern((out,), op, tuple(self.whole(a) for a in args), **options))  # type: ignore[arg-type]
         return out
@@ -99,7 +139,13 @@ class Builder:
 
     def program(self) -> L.LoopProgram:
         return L.LoopProgram(
-            tuple(self.inputs), dict(self.buffers), (), tuple(self.ops), tuple(self.outputs), dict(self.symbols), tuple(self.donated)
+            tuple(self.inputs),
+            dict(self.buffers),
+            (),
+            tuple(self.ops),
+            tuple(self.outputs),
+            dict(self.symbols),
+            tuple(self.donated),
         )
 
 
@@ -133,7 +179,9 @@ def values(e: Size, env: Mapping[str, object]) -> np.ndarray:
     for mono, c in e.terms:
         term = np.asarray(c)
         for a in mono:
-            term = term * (env[a.name] if a.kind == "sym" else fns[a.kind](values(a.a, env), values(a.b, env)))
+            term = term * (
+                env[a.name] if a.kind == "sym" else fns[a.kind](values(a.a, env), values(a.b, env))
+            )
         out = out + term
     return out
 
@@ -159,7 +207,9 @@ class Space:
         env = {**self.env, **{f"${k}": a for k, a in enumerate(args)}}
         return [values(e, env) for e in index]
 
-    def _node(self, arrays: Arrays, accs: Mapping[str, np.ndarray], n: L.Node, args: list[np.ndarray]) -> np.ndarray:
+    def _node(
+        self, arrays: Arrays, accs: Mapping[str, np.ndarray], n: L.Node, args: list[np.ndarray]
+    ) -> np.ndarray:
         dtype = NUMPY[n.dtype.name]
         if n.op == "const":
             return np.asarray(n.attr, dtype)
@@ -180,7 +230,9 @@ class Space:
         at = self.index(load.index, args)
         if not load.masked:
             for e, n in zip(at, x.shape, strict=True):
-                assert e.size == 0 or (e.min() >= 0 and e.max() < n), f"{load}: out of bounds of {x.shape}"
+                assert e.size == 0 or (e.min() >= 0 and e.max() < n), (
+                    f"{load}: out of bounds of {x.shape}"
+                )
             return x[tuple(np.broadcast_arrays(*at))] if at else x
         mask = args[-1]
         if x.size == 0:
@@ -210,8 +262,20 @@ def combine(kind: str, x: np.ndarray, n_outer: int) -> tuple[np.ndarray, ...]:
     return ((np.argmax if kind == "argmax" else np.argmin)(flat, axis=axis).astype(np.int64),)
 
 
-def store(space: Space, out: np.ndarray, index: Sequence[Size], args: list[np.ndarray], value: np.ndarray, mode: str, mask: np.ndarray | None) -> None:
-    at = np.broadcast_arrays(*(np.broadcast_to(e, space.shape) for e in space.index(index, args))) if index else []
+def store(
+    space: Space,
+    out: np.ndarray,
+    index: Sequence[Size],
+    args: list[np.ndarray],
+    value: np.ndarray,
+    mode: str,
+    mask: np.ndarray | None,
+) -> None:
+    at = (
+        np.broadcast_arrays(*(np.broadcast_to(e, space.shape) for e in space.index(index, args)))
+        if index
+        else []
+    )
     value = np.broadcast_to(value, space.shape)
     keep = np.ones(space.shape, bool) if mask is None else np.broadcast_to(mask, space.shape)
     where = tuple(e[keep] for e in at)
@@ -246,7 +310,11 @@ def run_kernel(k: Kernel, arrays: Arrays, syms: Mapping[str, int]) -> None:
             accs.update({s.name + part: r for part, r in zip(parts, results, strict=True)})
             continue
         assert s.buf in k.outs
-        space, seen = (full, accs) if s.full else (outer, {a: v.reshape(outer.shape) for a, v in accs.items() if v.shape[n:] == pad})
+        space, seen = (
+            (full, accs)
+            if s.full
+            else (outer, {a: v.reshape(outer.shape) for a, v in accs.items() if v.shape[n:] == pad})
+        )
         if not s.full:
             free = {a.name for e in s.index for a in _free(e)}
             assert not free & inner, f"outer statement with inner variables: {s}"
@@ -261,7 +329,9 @@ def _free(e: Size) -> frozenset:
     return free_symbols(e)
 
 
-def run_loop(op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: Mapping[str, int]) -> None:
+def run_loop(
+    op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: Mapping[str, int]
+) -> None:
     """One loop of an unfused program."""
     if isinstance(op, L.Reduction):
         space = Space(op.vars + op.rvars, syms)
@@ -277,8 +347,12 @@ def run_loop(op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: 
         if op.outs[0] is not None:
             arrays[op.outs[0]][...] = running
         if len(op.outs) == 2 and op.outs[1] is not None:
-            at = np.arange(value.shape[op.axis]).reshape([-1 if k == op.axis else 1 for k in range(value.ndim)])
-            arrays[op.outs[1]][...] = np.maximum.accumulate(np.where(value == running, at, -1), axis=op.axis)
+            at = np.arange(value.shape[op.axis]).reshape(
+                [-1 if k == op.axis else 1 for k in range(value.ndim)]
+            )
+            arrays[op.outs[1]][...] = np.maximum.accumulate(
+                np.where(value == running, at, -1), axis=op.axis
+            )
     else:
         space = Space(op.vars, syms)
         index_args = getattr(op, "index_args", ())
@@ -289,11 +363,16 @@ def run_loop(op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: 
             arrays[op.out][...] = arrays[op.base]
         mode = op.mode if isinstance(op, L.Scatter) else "store"
         index = op.vars if op.index is None else op.index
-        store(space, arrays[op.out], index, args, space.nodes(arrays, {}, op.body), mode, mask_value)
+        store(
+            space, arrays[op.out], index, args, space.nodes(arrays, {}, op.body), mode, mask_value
+        )
 
 
-def run_other(step: object, arrays: Arrays, syms: dict[str, int], seen: Mapping[str, L.Buffer]) -> None:
-    """Steps that are no loops. An unknown extern gives something that depends on all of its operands and their order."""
+def run_other(
+    step: object, arrays: Arrays, syms: dict[str, int], seen: Mapping[str, L.Buffer]
+) -> None:
+    """Steps that are no loops. An unknown extern gives something that depends on all of its
+    operands and their order."""
     if isinstance(step, L.Extern):
         total = np.float32(len(step.op))
         for k, a in enumerate(step.args):
@@ -330,11 +409,17 @@ def random_inputs(program: L.LoopProgram, syms: Mapping[str, int], seed: int = 0
             b = program.buffers[name]
             shape = [evaluate(s, syms) for s in b.shape]
             dtype = NUMPY[b.dtype.name]
-            out[name] = rng.integers(0, 2, shape).astype(dtype) if not b.dtype.is_float else rng.standard_normal(shape).astype(dtype)
+            out[name] = (
+                rng.integers(0, 2, shape).astype(dtype)
+                if not b.dtype.is_float
+                else rng.standard_normal(shape).astype(dtype)
+            )
     return out
 
 
-def run_program(program: L.LoopProgram, inputs: Arrays, syms: Mapping[str, int] | None = None) -> Arrays:
+def run_program(
+    program: L.LoopProgram, inputs: Arrays, syms: Mapping[str, int] | None = None
+) -> Arrays:
     """Buffers after running the ops one after the other, unfused."""
     known = dict(syms or {})
     arrays = {n: x.copy() for n, x in inputs.items()}
@@ -389,10 +474,19 @@ class Memory:
         if old is not None:
             base = self.arrays[old]
             like = self.plan.buffers[old]
-            assert np.dtype(NUMPY[like.dtype.name]).itemsize == np.dtype(NUMPY[b.dtype.name]).itemsize
-            shape, strides = [evaluate(s, self.syms) for s in b.shape], [evaluate(s, self.syms) * base.itemsize for s in b.strides]
-            assert base.size == np.prod(shape, dtype=int), f"{name} takes over {old} of another size"
-            self.arrays[name] = np.lib.stride_tricks.as_strided(base.view(NUMPY[b.dtype.name]), shape, strides)
+            assert (
+                np.dtype(NUMPY[like.dtype.name]).itemsize == np.dtype(NUMPY[b.dtype.name]).itemsize
+            )
+            shape, strides = (
+                [evaluate(s, self.syms) for s in b.shape],
+                [evaluate(s, self.syms) * base.itemsize for s in b.strides],
+            )
+            assert base.size == np.prod(shape, dtype=int), (
+                f"{name} takes over {old} of another size"
+            )
+            self.arrays[name] = np.lib.stride_tricks.as_strided(
+                base.view(NUMPY[b.dtype.name]), shape, strides
+            )
         elif name in memory.offsets:
             if self.arena is None:
                 self.arena = np.zeros(evaluate(memory.arena_nbytes, self.syms), np.uint8)
@@ -412,21 +506,31 @@ def run_plan(plan: Plan, inputs: Arrays, syms: Mapping[str, int] | None = None) 
                 memory.make(name)
         if isinstance(step, Kernel):
             run_kernel(step, arrays, known)
-        elif not (isinstance(step, L.Mutate) and plan.memory.in_place.get(step.source) == step.target):
+        elif not (
+            isinstance(step, L.Mutate) and plan.memory.in_place.get(step.source) == step.target
+        ):
             run_other(step, arrays, known, plan.buffers)
         for name in dying:
             del arrays[name]
     return arrays
 
 
-def check(plan: Plan, program: L.LoopProgram, syms: Mapping[str, int] | None = None, seed: int = 0, note: str = "") -> None:
+def check(
+    plan: Plan,
+    program: L.LoopProgram,
+    syms: Mapping[str, int] | None = None,
+    seed: int = 0,
+    note: str = "",
+) -> None:
     """The plan computes what the program says: outputs and mutated inputs agree."""
     inputs = random_inputs(program, syms or {}, seed)
     want, got = run_program(program, inputs, syms), run_plan(plan, inputs, syms)
     names = [o.buf for o in program.outputs if isinstance(o, L.TensorArg)]
     names += [n for n in program.inputs if isinstance(n, str) and n not in program.donated]
     for name in names:
-        np.testing.assert_allclose(got[name], want[name], rtol=2e-4, atol=2e-5, err_msg=f"{name} {note}")
+        np.testing.assert_allclose(
+            got[name], want[name], rtol=2e-4, atol=2e-5, err_msg=f"{name} {note}"
+        )
 
 
 def kernels(plan: Plan) -> list[Kernel]:

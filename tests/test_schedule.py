@@ -103,7 +103,10 @@ def test_reductions_in_different_axes_stay_apart() -> None:
 def test_reductions_of_one_input_join() -> None:
     b = Builder()
     x = b.input(4, 8)
-    outs = [b.reduce((4,), (8,), kind, lambda o, i, r: o.load(x, i, r)) for kind in ("sum", "max", "argmax")]
+    outs = [
+        b.reduce((4,), (8,), kind, lambda o, i, r: o.load(x, i, r))
+        for kind in ("sum", "max", "argmax")
+    ]
     b.output(*outs)
     assert len(kernels(plan_of(b))) == 1
 
@@ -188,7 +191,9 @@ def test_scatter_add_after_zeros() -> None:
 
     o = Record(b)
     b.ops.append(
-        Scatter(out, zeros, (i, j), (arg_symbol(0, 6), j), (o.load(where, i),), o.load(g, i, j), "add")
+        Scatter(
+            out, zeros, (i, j), (arg_symbol(0, 6), j), (o.load(where, i),), o.load(g, i, j), "add"
+        )
     )
     b.output(out)
     plan = plan_of(b)

@@ -43,7 +43,10 @@ def test_columns_split_along_rows_with_their_producer() -> None:
     plan = schedule(program, CFG)
     check(plan, program)
     first, second = kernels(plan)
-    assert [s.kind for k in (first, second) for s in k.stmts if isinstance(s, Reduce)] == ["sum", "sum"]
+    assert [s.kind for k in (first, second) for s in k.stmts if isinstance(s, Reduce)] == [
+        "sum",
+        "sum",
+    ]
     assert e in first.outs
 
 

@@ -1,7 +1,9 @@
-"""Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads aside) wherever the old one has one.
+"""Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads
+aside) wherever the old one has one.
 
-A rule takes a node whose arguments are simplified already and returns its replacement, or None where it does not match. `Simplifier` applies
-the rules to a fixed point, bottom-up, and remembers what it has done. On floats x + 0 is not x (for -0.0), so no such rule is here.
+A rule takes a node whose arguments are simplified already and returns its replacement, or None
+where it does not match. `Simplifier` applies the rules to a fixed point, bottom-up, and remembers
+what it has done. On floats x + 0 is not x (for -0.0), so no such rule is here.
 """
 
 from __future__ import annotations
@@ -13,8 +15,22 @@ from fractions import Fraction
 
 from plait.ir.dtypes import DType, b1, bf16, f16, f32, f64, i64
 from plait.ir.loops import Attr, Load, Node, const, index_exprs, is_arg, node, with_args
-from plait.ir.sizes import Atom, Expr, Size, add, bounds, compare, floordiv, free_symbols, known_lt
-from plait.ir.sizes import known_nonneg, mod, mul, substitute, symbol
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    bounds,
+    compare,
+    floordiv,
+    free_symbols,
+    known_lt,
+    known_nonneg,
+    mod,
+    mul,
+    substitute,
+    symbol,
+)
 
 Rule = Callable[["Simplifier", Node], Node | None]
 
@@ -24,7 +40,7 @@ _EXPONENT = {f16: 5, bf16: 8, f32: 8, f64: 11}
 
 def preserves(a: DType, b: DType) -> bool:
     """Whether every value of dtype a is a value of dtype b."""
-    if a == b or a == b1:
+    if a in (b, b1):
         return True
     if a.is_float:
         if not b.is_float:

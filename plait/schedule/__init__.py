@@ -1,6 +1,7 @@
 """From loops to kernels: dependences, inlining, fusion, order, memory.
 
-Comes in: a LoopProgram. Goes out: a Plan. `schedule` is the list of steps; each step takes and gives data that can be looked at.
+Comes in: a LoopProgram. Goes out: a Plan. `schedule` is the list of steps; each step takes and
+gives data that can be looked at.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from plait.schedule.form import form
 from plait.schedule.fuse import fuse
 from plait.schedule.inline import inline_loops
 from plait.schedule.memory import plan_memory
+from plait.schedule.normal import normalise
 from plait.schedule.order import order
 from plait.schedule.plan import Plan
-from plait.schedule.normal import normalise
 from plait.schedule.split import split_reductions
 
 P = ParamSpec("P")

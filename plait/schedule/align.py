@@ -1,8 +1,9 @@
 """Making two iteration spaces one: which axis of the one is which axis of the other.
 
-Two loops that touch one buffer say through their indices how their axes belong together. Axes are split where their cuts differ (an
-axis of 64*16 against axes of 64 and of 16): a variable becomes an affine combination of finer ones, so no division appears. Axes
-that no buffer ties are matched in order where their sizes agree. What comes out is a proposal: the caller checks every dependence.
+Two loops that touch one buffer say through their indices how their axes belong together. Axes are
+split where their cuts differ (an axis of 64*16 against axes of 64 and of 16): a variable becomes an
+affine combination of finer ones, so no division appears. Axes that no buffer ties are matched in
+order where their sizes agree. What comes out is a proposal: the caller checks every dependence.
 """
 
 from __future__ import annotations
@@ -11,8 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.ir.loops import is_arg
-from plait.ir.sizes import Atom, Expr, Size, add, floordiv, free_symbols, mul, numel, product
-from plait.ir.sizes import substitute, symbol
+from plait.ir.sizes import (
+    Atom,
+    Expr,
+    Size,
+    add,
+    floordiv,
+    free_symbols,
+    mul,
+    numel,
+    product,
+    substitute,
+    symbol,
+)
 from plait.schedule.deps import extent
 
 Index = tuple[Size, ...]
@@ -31,8 +43,9 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """One space for a host and a guest. host, guest: their variables in terms of the new ones (those that stay are left out).
-    full: a guest without reduced axes runs at every point of vars x rvars."""
+    """One space for a host and a guest. host, guest: their variables in terms of the new ones
+    (those that stay are left out). full: a guest without reduced axes runs at every point of vars x
+    rvars."""
 
     space: Space
     host: Env
@@ -85,9 +98,17 @@ class _Matcher:
 
     # ---- state
     def save(self) -> tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]:
-        return dict(self.env), set(self.free_host), set(self.free_guest), dict(self.pieces), self.splits
+        return (
+            dict(self.env),
+            set(self.free_host),
+            set(self.free_guest),
+            dict(self.pieces),
+            self.splits,
+        )
 
-    def restore(self, saved: tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]) -> None:
+    def restore(
+        self, saved: tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]
+    ) -> None:
         self.env, self.free_host, self.free_guest, self.pieces, self.splits = saved
 
     def host_at(self, e: Size) -> Size:
@@ -136,7 +157,8 @@ class _Matcher:
 
     # ---- evidence
     def relate(self, host_index: Index, guest_index: Index) -> bool:
-        """Learns from the indices with which both touch one buffer at one point. False (and nothing learnt) where they contradict."""
+        """Learns from the indices with which both touch one buffer at one point. False (and nothing
+        learnt) where they contradict."""
         saved = self.save()
         try:
             for x, y in zip(host_index, guest_index, strict=True):
@@ -217,7 +239,8 @@ def _var(a: Atom) -> Expr:
 
 
 def radix(e: Size) -> list[Atom] | None:
-    """The variables of an index that counts through a range without gaps (8*a + b with b < 8), innermost first; None for any other."""
+    """The variables of an index that counts through a range without gaps (8*a + b with b < 8),
+    innermost first; None for any other."""
     if isinstance(e, int):
         return [] if e == 0 else None
     if e.const != 0:

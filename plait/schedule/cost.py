@@ -1,6 +1,8 @@
-"""What things cost: bytes and cycles from loop bodies, as numbers to decide with and as estimates of a kernel's time.
+"""What things cost: bytes and cycles from loop bodies, as numbers to decide with and as estimates
+of a kernel's time.
 
-Sizes may be symbolic: decisions use `hint`, which puts a plausible number in place of every symbol; work_ns stays symbolic.
+Sizes may be symbolic: decisions use `hint`, which puts a plausible number in place of every symbol;
+work_ns stays symbolic.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def used_vars(exprs: Iterable[Size]) -> set[Atom]:
 
 
 def evaluations(vars_: Sequence[Expr], load: Node) -> int:
-    """How often the value behind a load is needed in a loop over vars: values that do not depend on inner variables are made once outside."""
+    """How often the value behind a load is needed in a loop over vars: values that do not depend on
+    inner variables are made once outside."""
     if any(a.dtype.name != "b1" for a in load.args) or load.args:
         return hint_numel(extent(v) for v in vars_)
     used = used_vars(index_exprs(load))
@@ -88,7 +91,8 @@ def kernel_work_ns(
     inner: Set[Node],
     args: Sequence[Buffer],
 ) -> Size:
-    """An estimate of a kernel's time on one core: the larger of moving its bytes and of its arithmetic. inner: nodes at full level."""
+    """An estimate of a kernel's time on one core: the larger of moving its bytes and of its
+    arithmetic. inner: nodes at full level."""
     outer = numel(extent(v) for v in vars_)
     full = mul(outer, numel(extent(v) for v in rvars))
     full_cycles = sum(node_cost(n) for n in nodes if n in inner or not rvars)

@@ -50,7 +50,8 @@ def _follow_targets(draft: Draft, buffers: dict[str, Buffer]) -> None:
 
 
 class _Finisher:
-    """Turns one group into a kernel. buffers: layouts chosen so far; those of the group's own free buffers are chosen here."""
+    """Turns one group into a kernel. buffers: layouts chosen so far; those of the group's own free
+    buffers are chosen here."""
 
     def __init__(self, unit: Unit, draft: Draft, buffers: dict[str, Buffer]) -> None:
         assert isinstance(unit.item, Group)
@@ -127,7 +128,8 @@ def _alive(program: LoopProgram, access: Sequence[Touched]) -> set[str]:
 
 
 def last_uses(program: LoopProgram, access: Sequence[Touched]) -> tuple[tuple[str, ...], ...]:
-    """For every step the buffers that nobody uses after it. Inputs are among them only if they are donated; outputs and constants never are.
+    """For every step the buffers that nobody uses after it. Inputs are among them only if they are
+    donated; outputs and constants never are.
 
     Buffers that share memory are freed together."""
     memory = memory_roots(program.ops)

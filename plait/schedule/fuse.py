@@ -1,8 +1,10 @@
 """Fusion: groups that share data become one kernel.
 
-Each group, in program order, is offered to the groups that made what it reads and to those that read the same; the pair that saves most
-bytes goes first. Two groups fuse when `align` finds one space for both, every dependence between them is at the same point (or on a
-reduction's result at its outer point), no step outside lies between them, and the kernel stays within limits. Each refusal is a Reason.
+Each group, in program order, is offered to the groups that made what it reads and to those that
+read the same; the pair that saves most bytes goes first. Two groups fuse when `align` finds one
+space for both, every dependence between them is at the same point (or on a reduction's result at
+its outer point), no step outside lies between them, and the kernel stays within limits. Each
+refusal is a Reason.
 """
 
 from __future__ import annotations
@@ -24,15 +26,20 @@ from plait.schedule.plan import Fused, Reason, Refusal
 MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
-MAX_DISTANCE = 128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
-MIN_OUTER = 4  # outer points below which a large loop does not join a reduction: its threads would idle
+MAX_DISTANCE = (
+    128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
+)
+MIN_OUTER = (
+    4  # outer points below which a large loop does not join a reduction: its threads would idle
+)
 TINY_NBYTES = 4096  # groups that move no more are joined if only their shapes agree
 LARGE_NUMEL = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece' or 'update'. full: at full level."""
+    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece' or
+    'update'. full: at full level."""
 
     kind: str
     index: Index
@@ -40,7 +47,8 @@ class _Write:
 
 
 class _Node:
-    """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run before it (bit k is op k)."""
+    """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run
+    before it (bit k is op k)."""
 
     def __init__(self, draft: Draft, group: Group) -> None:
         self.group = group
@@ -138,7 +146,9 @@ class _Fuser:
 
     def _drop_unit_axes(self, node: _Node) -> None:
         g = node.group
-        unit: Env = {v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1}
+        unit: Env = {
+            v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1
+        }
         if not unit:
             return
         g.vars = tuple(v for v in g.vars if v.symbol not in unit)
@@ -146,7 +156,8 @@ class _Fuser:
         self._rebase(node, unit, False)
 
     def _grow(self, k: int, sharing: bool) -> None:
-        """Fuses group k with the best of its candidates until none is left. sharing: also with those that only read the same."""
+        """Fuses group k with the best of its candidates until none is left. sharing: also with
+        those that only read the same."""
         tried: set[int] = set()
         while True:
             best = next((c for c in self._candidates(k, sharing) if c not in tried), None)

@@ -1,6 +1,8 @@
-"""Layouts of intermediates: a buffer whose strides are free follows the memory order of what it is computed from.
+"""Layouts of intermediates: a buffer whose strides are free follows the memory order of what it is
+computed from.
 
-So a chain on a channels-last tensor stays channels-last. Buffers that leave the program or go to extern calls are fixed before.
+So a chain on a channels-last tensor stays channels-last. Buffers that leave the program or go to
+extern calls are fixed before.
 """
 
 from __future__ import annotations
@@ -73,4 +75,3 @@ def _strides_of(vars_: Sequence[Atom | None], flat: Size) -> list[int] | None:
             return None
         out.append(abs(hint(s)))
     return out
-

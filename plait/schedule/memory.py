@@ -1,7 +1,9 @@
-"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory, allocations of their own for the rest.
+"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory,
+allocations of their own for the rest.
 
-An arena is held for a whole call, so it can cost more than allocations that come and go: the peak of both is computed, and where the
-arena is worse its largest buffers are taken out of it. A kernel may write over a buffer that it reads for the last time, element by element.
+An arena is held for a whole call, so it can cost more than allocations that come and go: the peak
+of both is computed, and where the arena is worse its largest buffers are taken out of it. A kernel
+may write over a buffer that it reads for the last time, element by element.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def touched(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def lives(plan: Plan) -> dict[str, Life]:
-    """The lives of all buffers that the program makes; those that share memory with others end with the last of them."""
+    """The lives of all buffers that the program makes; those that share memory with others end with
+    the last of them."""
     memory = memory_roots(plan.program.ops)
     start: dict[str, int] = {}
     end: dict[str, int] = {}
@@ -79,7 +82,8 @@ def lives(plan: Plan) -> dict[str, Life]:
 
 
 def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
-    """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what may keep them, no outputs, nothing that shares memory."""
+    """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what
+    may keep them, no outputs, nothing that shares memory."""
     memory = memory_roots(plan.program.ops)
     barred = {*output_buffers(plan.program), *memory, *memory.values()}
     known = _known_at_start(plan.program)
@@ -115,7 +119,8 @@ def _known_at_start(program: LoopProgram) -> set[str]:
 
 # ------------------------------------------------------------------------------------------- takeovers
 def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[str, str]:
-    """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers meant for the arena.
+    """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers
+    meant for the arena.
 
     Both are in the arena, or both are allocations of kernels."""
     memory = memory_roots(plan.program.ops)
@@ -153,7 +158,8 @@ def _held(e: Extern) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------- the arena
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Memory for one buffer, or for several that take it over from each other. names: the first one gets the offset."""
+    """Memory for one buffer, or for several that take it over from each other. names: the first one
+    gets the offset."""
 
     names: tuple[str, ...]
     nbytes: Size
@@ -177,7 +183,8 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
 
 
 def place(all_blocks: Sequence[Block]) -> tuple[dict[str, Size], Size]:
-    """Offsets of the first name of every block, and the arena's size. Blocks of known size first, each in the tightest gap that fits."""
+    """Offsets of the first name of every block, and the arena's size. Blocks of known size first,
+    each in the tightest gap that fits."""
     offsets: dict[str, Size] = {}
     placed: list[tuple[int, int, Block]] = []
     fixed = [b for b in all_blocks if isinstance(b.nbytes, int)]
@@ -218,7 +225,8 @@ def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
 
 # ------------------------------------------------------------------------------------------- peaks
 def peak_nbytes(all_lives: Sequence[Life], n_steps: int) -> int:
-    """The most bytes alive at any step when each buffer is allocated and freed by itself (with hints for unknown sizes)."""
+    """The most bytes alive at any step when each buffer is allocated and freed by itself (with
+    hints for unknown sizes)."""
     change = [0] * (n_steps + 2)
     for life in all_lives:
         size = max(hint(life.nbytes), 0)

@@ -1,7 +1,7 @@
 """Loops in normal form: scatters update in place, and reductions over nothing are pointwise.
 
-A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its base becomes a Pointwise of its own,
-which can be inlined into and fused like any other.
+A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its
+base becomes a Pointwise of its own, which can be inlined into and fused like any other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def normalise(program: LoopProgram, bodies: Bodies) -> LoopProgram:
 
 
 class _Takeovers:
-    """Scatters that run on their base itself, because nobody needs its old contents any more. names: their results -> their bases."""
+    """Scatters that run on their base itself, because nobody needs its old contents any more.
+    names: their results -> their bases."""
 
     def __init__(self, program: LoopProgram, bodies: Bodies) -> None:
         self.program, self.bodies = program, bodies
@@ -80,10 +81,16 @@ class _Takeovers:
                 self.last_read.update(dict.fromkeys(reads(op, bodies), k))
 
     def may(self, k: int, op: Scatter) -> bool:
-        """Whether a scatter may write over its base. What a pointwise loop fills is better filled under the new name, by inlining."""
+        """Whether a scatter may write over its base. What a pointwise loop fills is better filled
+        under the new name, by inlining."""
         base = op.base
         old, new = self.program.buffers[base], self.program.buffers[op.out]
-        if base in self.plain or base in self.held or base in self.shared or base in self.shared.values():
+        if (
+            base in self.plain
+            or base in self.held
+            or base in self.shared
+            or base in self.shared.values()
+        ):
             return False
         if self.last_read[base] > k or base in self.outputs or old.strides != new.strides:
             return False
@@ -119,7 +126,9 @@ class _Takeovers:
     def _node(self, root: Node) -> Node:
         def fn(n: Node, args: tuple[Node, ...]) -> Node:
             if n.op == "load" and load_of(n).buf in self.names:
-                return node("load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype)
+                return node(
+                    "load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype
+                )
             return with_args(n, args)
 
         return rewrite(root, fn)

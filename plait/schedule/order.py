@@ -38,8 +38,8 @@ def program_order(all_units: Sequence[Unit]) -> list[int]:
 
 
 def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
-    """The units with the readers of an input's old value before the group that makes its new one, where that is possible: then
-    the new value can be written over the old one."""
+    """The units with the readers of an input's old value before the group that makes its new one,
+    where that is possible: then the new value can be written over the old one."""
     out = list(all_units)
     maker = {name: k for k, u in enumerate(out) if isinstance(u.item, Group) for name in u.writes}
     for u in all_units:
@@ -68,7 +68,8 @@ def _after(all_units: Sequence[Unit], start: int) -> set[int]:
 
 @dataclass(slots=True)
 class _Traffic:
-    """What running units does to memory. made, used: memory roots by unit; nbytes: of a root; users: how many units touch it."""
+    """What running units does to memory. made, used: memory roots by unit; nbytes: of a root;
+    users: how many units touch it."""
 
     made: list[list[str]]
     used: list[list[str]]
@@ -106,7 +107,8 @@ def _traffic(draft: Draft, all_units: Sequence[Unit]) -> _Traffic:
 
 
 def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]) -> int:
-    """The most bytes alive at once when units run in a sequence and memory is freed after its last use. Inputs count only if donated."""
+    """The most bytes alive at once when units run in a sequence and memory is freed after its last
+    use. Inputs count only if donated."""
     t = _traffic(draft, all_units)
     left = dict(t.users)
     best = now = t.at_start
@@ -121,7 +123,8 @@ def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]
 
 
 def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
-    """A topological order that always takes the ready unit which leaves the least memory alive; the program's order decides ties."""
+    """A topological order that always takes the ready unit which leaves the least memory alive; the
+    program's order decides ties."""
     t = _traffic(draft, all_units)
     left = dict(t.users)
     waiting = [len(u.preds) for u in all_units]
@@ -155,7 +158,8 @@ def _users(all_units: Sequence[Unit]) -> list[list[int]]:
 
 
 def order(draft: Draft) -> list[Unit]:
-    """The units in the order in which they will run: the program's own, unless a greedy one needs clearly less memory."""
+    """The units in the order in which they will run: the program's own, unless a greedy one needs
+    clearly less memory."""
     all_units = readers_first(units(draft))
     best = program_order(all_units)
     if len(all_units) <= MAX_GREEDY:

@@ -1,7 +1,8 @@
 """Whether a kernel may write one buffer over another that it reads.
 
-It may where each element is read only at the point that stores there, and where every pass that reads the old buffer comes before the
-store: the store depends on the result of every reduction that reads it, and no later statement does.
+It may where each element is read only at the point that stores there, and where every pass that
+reads the old buffer comes before the store: the store depends on the result of every reduction that
+reads it, and no later statement does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 
 
 def overwritable(kernel: Kernel, new: str, old: str, buffers: Mapping[str, Buffer]) -> bool:
-    """Whether `new`, made by the kernel, may take the memory of `old`, which nobody reads after it. Both have the same size in bytes."""
+    """Whether `new`, made by the kernel, may take the memory of `old`, which nobody reads after it.
+    Both have the same size in bytes."""
     if kernel.sequential or buffers[new].dtype.nbytes != buffers[old].dtype.nbytes:
         return False
     stores = [k for k, s in enumerate(kernel.stmts) if isinstance(s, Store) and s.buf == new]

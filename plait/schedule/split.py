@@ -1,7 +1,8 @@
 """Long reductions to few results are cut in two stages, so that several threads share them.
 
-The outermost reduced axis (or a part of it) becomes an outer axis of a first reduction, whose partial results a second, short one
-combines. Worth it from SPLIT_NBYTES on, where a second kernel costs less than idle threads.
+The outermost reduced axis (or a part of it) becomes an outer axis of a first reduction, whose
+partial results a second, short one combines. Worth it from SPLIT_NBYTES on, where a second kernel
+costs less than idle threads.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
-def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies) -> tuple[Size, Size] | None:
-    """(chunks, rest) with chunks * rest >= the extent of the outermost reduced axis, or None where it stays whole."""
+def _chunks(
+    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies
+) -> tuple[Size, Size] | None:
+    """(chunks, rest) with chunks * rest >= the extent of the outermost reduced axis, or None where
+    it stays whole."""
     outer = hint_numel(extent(v) for v in op.vars)
     points = outer * hint_numel(extent(v) for v in op.rvars)
     found = bodies.of(roots(op)).loads

@@ -6,6 +6,7 @@ It knows nothing of schedules, kernels or memory plans: each op of the program r
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -203,7 +204,8 @@ class Evaluate:
     def _reduction(self, op: Reduction) -> None:
         extents, rextents = self.extents(op.vars), self.extents(op.rvars)
         env = self.grid((*op.vars, *op.rvars), (*extents, *rextents))
-        flat = self.body(op.body, env).expand(*extents, *rextents).reshape(*extents, -1)
+        flat = self.body(op.body, env).expand(*extents, *rextents)
+        flat = flat.reshape(*extents, math.prod(rextents))
         for name, value in zip(op.outs, _reduced(op.kind, flat), strict=False):
             if name is not None:
                 self.bufs[name] = self.new(name).copy_(value)

@@ -7,13 +7,19 @@ eager is, beyond tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._functorch.aot_autograd import aot_function
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 from plait import compat
 from plait.compile import compile_graph
@@ -26,7 +32,8 @@ RANDOM = frozenset(
     """bernoulli cauchy empty empty_like empty_permuted empty_strided exponential geometric log_normal multinomial
     new_empty new_empty_strided normal nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d
     nn.functional.dropout3d nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d
-    nn.functional.fractional_max_pool3d nn.functional.rrelu pca_lowrank rand_like randint randint_like randn randn_like
+    nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward nn.functional.rrelu pca_lowrank
+    rand_like randint randint_like randn randn_like
     svd_lowrank uniform""".split()
 )  # fmt: skip
 # Samples that AOTAutograd itself cannot trace without Dynamo around it (values of tensors, sparse layouts, jiterator).
@@ -91,11 +98,52 @@ class Outcome:
     fallbacks: dict[str, str] = field(default_factory=dict)
 
 
-def pick(op: Any, dtype: torch.dtype, count: int, requires_grad: bool = False) -> list[Case]:
-    """`count` samples of an op, evenly spaced over all it has."""
+def name_of(op: Any) -> str:
+    """An op as a test id."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
+def pick(
+    op: Any,
+    dtype: torch.dtype,
+    count: int,
+    requires_grad: bool = False,
+    strided: Container[int] = (),
+) -> list[Case]:
+    """At most `count` samples of an op, evenly spaced over all it has. strided: which of them are made not
+    contiguous."""
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad))
     count = min(count, len(samples))
-    return [Case.of(op, samples[k * len(samples) // count]) for k in range(count)]
+    chosen = [samples[k * len(samples) // count] for k in range(count)]
+    return [Case.of(op, s.noncontiguous() if k in strided else s) for k, s in enumerate(chosen)]
+
+
+def traceable(case: Case) -> bool:
+    """Whether AOTAutograd can trace a case by itself: no control flow on the values of tensors."""
+    with FakeTensorMode() as mode, torch.no_grad():
+        try:
+            case.run([mode.from_tensor(t.detach()) for t in case.inputs()])
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ):
+            return False
+        except AssertionError as error:  # a tensor made inside the op
+            return "Please convert all Tensors" not in str(error)
+    return True
+
+
+def check_through_dynamo(case: Case) -> Outcome:
+    """One case through torch.compile, with graph breaks allowed."""
+    outcome = Outcome()
+    inputs = [t.detach() for t in case.inputs()]
+    with torch.no_grad():
+        want = case.run([t.clone() for t in inputs])
+        torch._dynamo.reset()
+        got = torch.compile(case.run, backend="plait")([t.clone() for t in inputs])
+    _compare([case], [want], [got], outcome, "result")
+    return outcome
 
 
 def compiled(

@@ -362,6 +362,8 @@ class _Walk:
         for kind, k in path:
             if kind == "item":
                 value = value[k]
+            elif kind == "offset":
+                return  # views here know their own offsets
             elif isinstance(value, View) and kind in ("size", "stride"):
                 self.ctx.fix_layout(value.buf)
                 self.ctx.symbols[atom.name] = (value.buf, kind, k)

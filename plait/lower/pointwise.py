@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from plait.ir.dtypes import DType, b1, i64
+from plait.ir.dtypes import LOOP_DTYPES, DType, b1, i64
 from plait.ir.loops import Const, Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -511,6 +511,8 @@ def _to_copy(
     any_dtype=True,
 )
 def _clone(ctx: Lowering, x: View, **_: Any) -> View:
+    if x.dtype not in LOOP_DTYPES:
+        raise NoRule(f"{x.dtype} elements")  # readers may need the layout
     return x  # values do not change, so sharing them shows only in outputs, which are copied there
 
 

@@ -262,7 +262,7 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
 # ---------------------------------------------------------------------------------------------- unbacked symbols
 def bindings(node: torch.fx.Node) -> dict[Expr, tuple[tuple[str, int], ...]]:
     """The symbols that a graph node makes and where in its result each is found: steps ('item', k), ('size', dim),
-    ('stride', dim), or none for a result that is the number itself."""
+    ('stride', dim), ('offset', 0), or none for a result that is the number itself."""
     found = node.meta.get("unbacked_bindings")
     if not found:
         return {}
@@ -292,6 +292,8 @@ def _steps(path: Any) -> tuple[tuple[str, int], ...]:
     for key in path:
         if isinstance(key, CallMethodKey):
             method = key.name
+            if method == "storage_offset":
+                out.append(("offset", 0))
         elif isinstance(key, SequenceKey):
             out.append((method or "item", key.idx))
             method = ""

@@ -69,8 +69,11 @@ def _group(old: tuple[Size, ...], new: tuple[Size, ...]) -> tuple[int, int]:
 
 
 def flatten(shape: tuple[Size, ...], at: Sequence[Size]) -> Size:
-    """The row-major position of an index."""
-    return sz.total(sz.mul(e, st) for e, st in zip(at, sz.contiguous_strides(shape), strict=True))
+    """The row-major position of an index. A shape with a dimension of size 0 has no index, so no step is guarded."""
+    flat: Size = 0
+    for s, e in zip(shape, at, strict=True):
+        flat = sz.add(sz.mul(flat, s), e)
+    return flat
 
 
 def unflatten(shape: tuple[Size, ...], flat: Size) -> tuple[Size, ...]:

@@ -1,0 +1,142 @@
+"""PyTorch's own op samples, forward and gradient: a fixed slice of every op here, everything under the marker `slow`.
+
+The slice: two float32 samples (one of them not contiguous), one each of bfloat16, int64 and bool, two of gradients, and
+every third op with dynamic sizes. What counts as wrong is decided in opinfo_tools.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from opinfo_tools import (
+    RANDOM,
+    UNTRACEABLE,
+    Case,
+    Outcome,
+    check_forward,
+    check_gradient,
+    check_through_dynamo,
+    name_of,
+    pick,
+    traceable,
+)  # fmt: skip
+from torch.testing._internal.common_methods_invocations import op_db
+
+warnings.filterwarnings("ignore", category=UserWarning)
+
+# Its samples are views of larger memory, which copies of them are not: see test_lower_a.py.
+PARTIAL = "as_strided.partial_views"
+BEHIND_DYNAMO = [op for op in op_db if op.name in UNTRACEABLE or op.name.startswith("masked.")]
+ALL = [
+    op
+    for op in op_db
+    if op.name not in RANDOM and op not in BEHIND_DYNAMO and name_of(op) != PARTIAL
+]
+# The gradient of linalg.eig is defined for some losses only.
+DIFFERENTIABLE = [
+    op
+    for op in ALL
+    if op.supports_autograd
+    and torch.float32 in op.supported_backward_dtypes("cpu")
+    and op.name != "linalg.eig"
+]
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+ops = pytest.mark.parametrize("op", ALL, ids=name_of)
+
+
+def passes(outcome: Outcome) -> None:
+    assert not outcome.failures, "\n".join(outcome.failures[:5])
+    broken = {
+        op: why
+        for op, why in outcome.fallbacks.items()
+        if "rule failed" in why or "the rule gave" in why
+    }
+    assert not broken, f"rules that fail: {broken}"
+
+
+def mixed(op: Any) -> list[Case]:
+    """One case of each kind, which share a compile."""
+    cases: list[Case] = []
+    supported = op.supported_dtypes("cpu")
+    if torch.float32 in supported:
+        cases += pick(op, torch.float32, 2, strided=(1,))
+    for dtype in (torch.bfloat16, torch.int64, torch.bool):
+        if dtype in supported:
+            cases += pick(op, dtype, 1)
+    return [c for c in cases if traceable(c)]
+
+
+@ops
+def test_forward(op: Any) -> None:
+    if cases := mixed(op):
+        passes(check_forward(cases))
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=name_of)
+def test_gradient(op: Any) -> None:
+    if cases := [c for c in pick(op, torch.float32, 2, requires_grad=True) if traceable(c)]:
+        passes(check_gradient(cases))
+
+
+@pytest.mark.parametrize("op", ALL[::3], ids=name_of)
+def test_dynamic(op: Any) -> None:
+    if torch.float32 in op.supported_dtypes("cpu"):
+        cases = [c for c in pick(op, torch.float32, 2) if traceable(c)]
+        if cases:
+            passes(check_forward(cases, dynamic=True))
+
+
+# ------------------------------------------------------------------------------------------------ everything
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ops
+def test_forward_all(op: Any, dtype: torch.dtype) -> None:
+    if dtype not in op.supported_dtypes("cpu"):
+        pytest.skip(f"no {dtype}")
+    for strided in ((), range(100)):
+        cases = [c for c in pick(op, dtype, 40, strided=strided) if traceable(c)]
+        for k in range(0, len(cases), 10):
+            passes(check_forward(cases[k : k + 10]))
+
+
+@pytest.mark.slow
+@ops
+def test_dynamic_all(op: Any) -> None:
+    if torch.float32 in op.supported_dtypes("cpu"):
+        for case in pick(op, torch.float32, 20):
+            if traceable(case):
+                passes(check_forward([case], dynamic=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=name_of)
+def test_gradient_all(op: Any, dtype: torch.dtype) -> None:
+    if dtype not in op.supported_backward_dtypes("cpu"):
+        pytest.skip(f"no gradient of {dtype}")
+    cases = [c for c in pick(op, dtype, 24, requires_grad=True) if traceable(c)]
+    for k in range(0, len(cases), 6):
+        passes(check_gradient(cases[k : k + 6]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", BEHIND_DYNAMO, ids=name_of)
+def test_behind_dynamo(op: Any) -> None:
+    """Ops whose sizes or control flow depend on values: Dynamo captures or breaks the graph around them."""
+    if torch.float32 not in op.supported_dtypes("cpu") or op.name.startswith("jiterator"):
+        pytest.skip("not for CPU float32")
+    for case in pick(op, torch.float32, 4):
+        passes(check_through_dynamo(case))

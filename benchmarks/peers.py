@@ -104,6 +104,8 @@ def floor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
 
 def _ready(gm: torch.fx.GraphModule, key: str) -> tuple[Any, ...]:
     """Real tensors of the shapes and strides that gm returns."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     (result,) = next(reversed(gm.graph.nodes)).args
     ready = []
     for node in result:
@@ -111,7 +113,10 @@ def _ready(gm: torch.fx.GraphModule, key: str) -> tuple[Any, ...]:
         if isinstance(value, Tensor):
             shape = [int(s) for s in value.shape]
             stride = [int(s) for s in value.stride()]
-            value = torch.empty_strided(shape, stride, dtype=value.dtype).zero_()
+            with (
+                unset_fake_temporarily()
+            ):  # the compiler is called under a mode that makes fake tensors
+                value = torch.empty_strided(shape, stride, dtype=value.dtype).zero_()
         ready.append(value)
     return tuple(ready)
 

@@ -31,6 +31,7 @@ from plait.wrapper.native import encode
 # Every kernel follows the ABI of docs/native-interface.md; shares are contiguous ranges of elements.
 SOURCE = r"""
 #include <stdint.h>
+#include <time.h>
 #define KERNEL extern "C" int64_t
 #define ARGS (int64_t tid, int64_t n_threads, void* const* b, const int64_t* s)
 #define SHARE(n) int64_t lo = (n) * tid / n_threads, hi = (n) * (tid + 1) / n_threads;
@@ -45,6 +46,7 @@ KERNEL k_reverse ARGS { SHARE(s[0]) for (int64_t i = lo; i < hi; ++i) out(b, 1)[
 KERNEL k_sum ARGS { float a = 0; for (int64_t i = 0; i < s[0]; ++i) a += in(b, 0)[i]; *out(b, 1) = a; return 0; }
 KERNEL k_fails ARGS { SHARE(s[0]) return lo <= 3 && 3 < hi ? 7 : 0; }
 KERNEL k_threads ARGS { if (tid == 0) *out(b, 0) = (float)n_threads; return 0; }
+KERNEL k_sleep ARGS { struct timespec t = {0, (long)s[0]}; if (tid == 0) nanosleep(&t, 0); return 0; }
 static void* const* table;
 extern "C" void plait_init(void* const* t) { table = t; }
 KERNEL k_has_math ARGS { *out(b, 0) = table && table[0] ? 1.0f : 0.0f; return 0; }
@@ -57,6 +59,7 @@ N_ARGS = {
     "k_sum": (2, 1),
     "k_fails": (0, 1),
     "k_threads": (1, 0),
+    "k_sleep": (0, 1),
     "k_has_math": (1, 0),
 }
 

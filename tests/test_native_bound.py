@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from plait.errors import InputError
 from plait.ir.dtypes import f32
 from plait.ir.sizes import symbol
-from plait.runtime.load import Bound, arena_stats
+from plait.runtime.load import Bound, Program, arena_stats
 from plait.wrapper.instructions import (
     Arena,
     CallPython,
@@ -195,6 +197,60 @@ def test_two_threads_in_one_program():
         t.join(timeout=120)
     assert not failures and not any(t.is_alive() for t in threads)
     assert arena_stats()["in_use_bytes"] == 0
+
+
+def longest_pause(prog: Program) -> float:
+    """Seconds that another Python thread stood still, at most, while the program ran twice."""
+    times: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            times.append(time.perf_counter())
+            time.sleep(0.001)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    time.sleep(0.02)
+    for _ in range(2):
+        prog()
+    done.set()
+    ticker.join(timeout=60)
+    return max(b - a for a, b in itertools.pairwise(times))
+
+
+def test_the_gil_is_released_for_long_work_only():
+    long = build(program((), launch("k_sleep", n=500_000_000, work_ns=500_000_000), Return(())))
+    assert longest_pause(long) < 0.4
+    # Told to be short, it is believed: the lock stays. The second call would know better, so there is none.
+    short = build(program((), launch("k_sleep", n=500_000_000, work_ns=10), Return(())))
+    assert longest_pause(short) > 0.4
+
+
+def test_operators_of_python_take_the_gil_back():
+    library = torch.library.Library("plait_test_gil", "DEF")
+    library.define("slow(Tensor x) -> Tensor")
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.001)
+        return x + len([x, x])
+
+    library.impl("slow", slow, "CPU")
+    p = program((tensor("x", 4),), extern("plait_test_gil::slow", Ref("x"), outs=("o",)), ret("o"))
+    prog, x = build(p), torch.randn(4)
+    for _ in range(5):  # from the second call on it runs without the lock
+        assert torch.equal(prog(x)[0], x + 2)
+
+
+def test_inference_mode():
+    mm = extern("aten::mm", Ref("x"), Ref("x"), outs=("m",))
+    p = program(
+        (tensor("x", 4, 4),), alloc("o", 4, 4), launch("k_inc", "x", "o", n=16), mm, ret("o", "m")
+    )
+    prog, x = build(p), torch.randn(4, 4)
+    with torch.inference_mode():
+        assert all(t.is_inference() for t in prog(x))
+    assert not any(t.is_inference() for t in prog(x))
 
 
 def test_kernels_show_in_the_profiler():

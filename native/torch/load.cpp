@@ -71,8 +71,13 @@ class Loader {
       for (const Step& drop : drops_[static_cast<size_t>(at_)]) (region_open() ? pending_drops_ : p_.steps_).push_back(drop);
     }
     flatten_patches();
+    int64_t work_ns = 0;
     p_.small_ = p_.externs_.empty() && p_.pythons_.empty();
-    for (const RegionInfo& r : p_.regions_) p_.small_ = p_.small_ && r.is_static && r.work_ns < kSmallRegionNs;
+    for (const RegionInfo& r : p_.regions_) {
+      p_.small_ = p_.small_ && r.is_static && r.work_ns < kSmallRegionNs;
+      work_ns += r.work_ns;
+    }
+    p_.typical_ticks_ = work_ns * kTicksPerUs / 1000;  // a first guess
   }
 
  private:

@@ -26,6 +26,8 @@ namespace plait {
 
 class Program;
 
+inline constexpr int64_t kTicksPerUs = 2500;  // of the time stamp counter, roughly: for thresholds only
+
 struct Patch {
   int32_t buf;    // index into Frame::bufs
   int64_t delta;  // bytes from the root

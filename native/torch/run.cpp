@@ -17,7 +17,6 @@
 namespace plait {
 namespace {
 
-constexpr int64_t kTicksPerUs = 2500;  // of the time stamp counter, roughly: thresholds only
 constexpr int64_t kReleaseGilTicks = 100 * kTicksPerUs;
 // Going parallel pays once the time saved exceeds the cost of a region: about 2 us while the pool's threads still spin, 39 us after.
 constexpr int64_t kColdRegionNs = 60'000, kWarmRegionNs = 6'000;

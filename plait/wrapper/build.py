@@ -25,42 +25,13 @@ from plait.ir.loops import (
 )
 from plait.ir.sizes import Expr, Size, free_symbols
 from plait.schedule.plan import Kernel, Plan, Step
-from plait.wrapper.instructions import (
-    Alloc,
-    Arena,
-    AssertScalar,
-    BumpVersion,
-    CallExtern,
-    CallPython,
-    Constant,
-    Copy,
-    DefineKernel,
-    Input,
-    Instr,
-    ItemOf,
-    Launch,
-    ListOf,
-    Literal,
-    Note,
-    OpaqueInput,
-    Operand,
-    Place,
-    Ref,
-    Return,
-    Reuse,
-    SizeOf,
-    Symbol,
-    SymbolInput,
-    TensorInput,
-    View,
-    WrapperProgram,
-)
+from plait.wrapper import instructions as ins
 from plait.wrapper.passes import place_frees
 
 ARENA = "arena"
 
 
-def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> WrapperProgram:
+def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> ins.WrapperProgram:
     """The program of a plan, tensors freed after their last use.
 
     bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others, the caller does).
@@ -79,7 +50,7 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> Wrapper
     origins = [
         (s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin
     ]
-    program = WrapperProgram(
+    program = ins.WrapperProgram(
         name=name,
         inputs=tuple(b.inputs),
         body=tuple(b.body),
@@ -97,8 +68,8 @@ class _Builder:
     def __init__(self, plan: Plan, bumped: frozenset[object]) -> None:
         self.plan = plan
         self.bumped = bumped
-        self.inputs: list[Input] = []
-        self.body: list[Instr] = []
+        self.inputs: list[ins.Input] = []
+        self.body: list[ins.Instr] = []
         self.how: dict[str, str] = {}
         self.pending = dict(plan.program.symbols)
         self.views: dict[TensorArg, str] = {}
@@ -106,14 +77,14 @@ class _Builder:
     # ---- signature, symbols, tables
     def add_input(self, k: int, entry: str | tuple[str, str] | None) -> None:
         if entry is None:
-            self.inputs.append(OpaqueInput(self.fresh(f"opaque{k}")))
+            self.inputs.append(ins.OpaqueInput(self.fresh(f"opaque{k}")))
         elif isinstance(entry, tuple):
-            self.inputs.append(SymbolInput(entry[1]))
+            self.inputs.append(ins.SymbolInput(entry[1]))
             self.pending.pop(entry[1], None)
             self.how[entry[1]] = "symbol"
         else:
             b = self.plan.program.buffers[entry]
-            self.inputs.append(TensorInput(b.name, b.dtype, b.shape, b.strides, b.device))
+            self.inputs.append(ins.TensorInput(b.name, b.dtype, b.shape, b.strides, b.device))
             self.how[entry] = "input"
 
     def define_symbols(self) -> None:
@@ -122,7 +93,9 @@ class _Builder:
             for name in ready:
                 source = self.pending[name]
                 assert source is not None
-                self.define_symbol(name, SizeOf(*source) if isinstance(source, tuple) else source)
+                self.define_symbol(
+                    name, ins.SizeOf(*source) if isinstance(source, tuple) else source
+                )
 
     def exists(self, source: tuple[str, str, int] | Size | None) -> bool:
         if source is None:
@@ -131,8 +104,8 @@ class _Builder:
             return source[0] in self.how
         return all(a.name in self.how for a in free_symbols(source))
 
-    def define_symbol(self, name: str, value: SizeOf | ItemOf | Size) -> None:
-        self.body.append(Symbol(name, value))
+    def define_symbol(self, name: str, value: ins.SizeOf | ins.ItemOf | Size) -> None:
+        self.body.append(ins.Symbol(name, value))
         self.bring_symbol(name)
 
     def bring_symbol(self, name: str) -> None:
@@ -141,11 +114,13 @@ class _Builder:
 
     def define_tables(self) -> None:
         for k, name in enumerate(self.plan.program.constants):
-            self.body.append(Constant(name, k))
+            self.body.append(ins.Constant(name, k))
             self.how[name] = "constant"
         kernels = [s for s in self.plan.steps if isinstance(s, Kernel)]
         # Launches of equal kernels share one definition.
-        defines = dict.fromkeys(DefineKernel(k.name, len(k.args), len(k.sizes)) for k in kernels)
+        defines = dict.fromkeys(
+            ins.DefineKernel(k.name, len(k.args), len(k.sizes)) for k in kernels
+        )
         self.body.extend(defines)
         memory = self.plan.memory
         if memory.offsets:
@@ -153,7 +128,7 @@ class _Builder:
                 raise InternalError(
                     f"the arena's size {memory.arena_nbytes} is not known when the program starts"
                 )
-            self.body.append(Arena(ARENA, memory.arena_nbytes))
+            self.body.append(ins.Arena(ARENA, memory.arena_nbytes))
 
     # ---- steps
     def add_step(self, step: Step) -> None:
@@ -167,9 +142,9 @@ class _Builder:
             case Alias(out, base, offset, relative):
                 self.view(self.buffer(out), base, offset, relative)
             case Item(name, buf):
-                self.define_symbol(name, ItemOf(buf))
+                self.define_symbol(name, ins.ItemOf(buf))
             case Assert(expr, message):
-                self.body.append(AssertScalar(expr, message))
+                self.body.append(ins.AssertScalar(expr, message))
             case Mutate(target, source):
                 self.mutate(target, source)
             case _:
@@ -177,14 +152,14 @@ class _Builder:
 
     def note(self, origin: tuple[str, ...]) -> None:
         if origin:
-            self.body.append(Note("; ".join(origin)))
+            self.body.append(ins.Note("; ".join(origin)))
 
     def launch(self, k: Kernel) -> None:
         for out in k.outs:
             if out not in self.how:
                 self.make(self.buffer(out))
         self.body.append(
-            Launch(
+            ins.Launch(
                 kernel=k.name,
                 args=tuple(b.name for b in k.args),
                 sizes=k.sizes,
@@ -199,9 +174,9 @@ class _Builder:
         kwargs = tuple((k, self.operand(a)) for k, a in e.kwargs)
         into = self.call_into(e)
         if into:
-            given = tuple((k, Ref(n)) for k, n in zip(e.out_names, into, strict=True))
+            given = tuple((k, ins.Ref(n)) for k, n in zip(e.out_names, into, strict=True))
             self.body.append(
-                CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep)
+                ins.CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep)
             )
             return
         outs = list(e.outs)
@@ -213,9 +188,9 @@ class _Builder:
             if name is not None:
                 self.how[name] = "result"
         if e.callable_index >= 0:
-            self.body.append(CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
+            self.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
         else:
-            self.body.append(CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep))
+            self.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep))
 
     def call_into(self, e: Extern) -> tuple[str, ...]:
         """Memory for all results, if the plan has a place for each and the op can write there; else ()."""
@@ -232,9 +207,9 @@ class _Builder:
     def mutate(self, target: str, source: str) -> None:
         if source == target or self.plan.memory.in_place.get(source) == target:
             if target in self.bumped:
-                self.body.append(BumpVersion(target))
+                self.body.append(ins.BumpVersion(target))
         else:
-            self.body.append(Copy(target, source, bump=target in self.bumped))
+            self.body.append(ins.Copy(target, source, bump=target in self.bumped))
 
     # ---- memory
     def make(self, b: Buffer) -> None:
@@ -246,14 +221,14 @@ class _Builder:
         elif b.name in memory.offsets:
             self.place(b, memory.offsets[b.name])
         else:
-            self.body.append(Alloc(b.name, b.dtype, b.shape, b.strides, b.device))
+            self.body.append(ins.Alloc(b.name, b.dtype, b.shape, b.strides, b.device))
             self.how[b.name] = "alloc"
 
     def take_over(self, b: Buffer, old: str) -> None:
         """b on the memory of `old`, which the next instruction reads for the last time."""
         origin = self.how.get(old)
         if origin == "alloc":
-            self.body.append(Reuse(b.name, old, b.dtype, b.shape, b.strides))
+            self.body.append(ins.Reuse(b.name, old, b.dtype, b.shape, b.strides))
             self.how[b.name] = "alloc"
         elif origin == "place":
             self.place(b, self.plan.memory.offsets[self.placed(old)])
@@ -270,22 +245,22 @@ class _Builder:
         return name
 
     def place(self, b: Buffer, offset: Size) -> None:
-        self.body.append(Place(b.name, ARENA, offset, b.dtype, b.shape, b.strides))
+        self.body.append(ins.Place(b.name, ARENA, offset, b.dtype, b.shape, b.strides))
         self.how[b.name] = "place"
 
     def view(self, b: Buffer, base: str, offset: Size, relative: bool) -> None:
-        self.body.append(View(b.name, base, b.dtype, b.shape, b.strides, offset, relative))
+        self.body.append(ins.View(b.name, base, b.dtype, b.shape, b.strides, offset, relative))
         self.how[b.name] = "view"
 
     # ---- operands
-    def operand(self, a: ExternArg) -> Operand:
+    def operand(self, a: ExternArg) -> ins.Operand:
         match a:
             case TensorArg():
-                return Ref(self.tensor(a, exact=False))
+                return ins.Ref(self.tensor(a, exact=False))
             case Scalar(kind, text):
-                return Literal(kind, text)
+                return ins.Literal(kind, text)
             case ListArg(items):
-                return ListOf(tuple(self.operand(item) for item in items))
+                return ins.ListOf(tuple(self.operand(item) for item in items))
             case int() | Expr():
                 return a
             case _:
@@ -303,19 +278,19 @@ class _Builder:
         found = self.views.get(a)
         if found is None:
             found = self.views[a] = self.fresh("view", numbered=True)
-            self.body.append(View(found, a.buf, dtype, a.shape, a.strides, a.offset))
+            self.body.append(ins.View(found, a.buf, dtype, a.shape, a.strides, a.offset))
             self.how[found] = "view"
         return found
 
     def add_return(self) -> None:
         self.check_symbols()
-        values: list[Operand] = []
+        values: list[ins.Operand] = []
         for out in self.plan.program.outputs:
             if isinstance(out, TensorArg):
-                values.append(Ref(self.tensor(out, exact=True)))
+                values.append(ins.Ref(self.tensor(out, exact=True)))
             else:
                 values.append(self.operand(out))
-        self.body.append(Return(tuple(values)))
+        self.body.append(ins.Return(tuple(values)))
 
     def check_symbols(self) -> None:
         """Symbols that the table has but nothing defines are wrong only where something needs them: verify tells."""

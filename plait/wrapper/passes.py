@@ -11,39 +11,18 @@ from dataclasses import dataclass, field, replace
 
 from plait.ir import sizes as sz
 from plait.ir.sizes import Expr, Size, free_symbols
+from plait.wrapper import instructions as ins
 from plait.wrapper import walk
-from plait.wrapper.instructions import (
-    Alloc,
-    Arena,
-    CallExtern,
-    CallPython,
-    CheckFinite,
-    Constant,
-    Copy,
-    DefineKernel,
-    Fill,
-    Free,
-    Instr,
-    ItemOf,
-    Launch,
-    Place,
-    Reuse,
-    Symbol,
-    SymbolInput,
-    TensorInput,
-    View,
-    WrapperProgram,
-)
 from plait.wrapper.verify import verify, verify_kept
 from plait.wrapper.walk import defined, rewrite, symbols, used
 
-Pass = Callable[[WrapperProgram], WrapperProgram]
-Show = Callable[[str, WrapperProgram], None]
+Pass = Callable[[ins.WrapperProgram], ins.WrapperProgram]
+Show = Callable[[str, ins.WrapperProgram], None]
 
 
 def run_passes(
-    program: WrapperProgram, check: bool = False, show: Show | None = None
-) -> WrapperProgram:
+    program: ins.WrapperProgram, check: bool = False, show: Show | None = None
+) -> ins.WrapperProgram:
     """The program after all passes.
 
     check: verify before the first and after each, and that none dropped an effect. show: called with each result.
@@ -62,15 +41,15 @@ def run_passes(
 
 
 # ---------------------------------------------------------------------------------------------- views, dead code
-def merge_views(p: WrapperProgram) -> WrapperProgram:
+def merge_views(p: ins.WrapperProgram) -> ins.WrapperProgram:
     """Equal views of one tensor become one, and a view of a view is taken from the tensor itself."""
-    first: dict[View, str] = {}
-    made: dict[str, View] = {}
+    first: dict[ins.View, str] = {}
+    made: dict[str, ins.View] = {}
     names: dict[str, str] = {}
-    out: list[Instr] = []
+    out: list[ins.Instr] = []
     for i in p.body:
         now = rewrite(i, lambda n: names.get(n, n), lambda e: e) if names else i
-        if isinstance(now, View):
+        if isinstance(now, ins.View):
             now = _through(now, made.get(now.base))
             known = first.setdefault(replace(now, name=""), now.name)
             if known != now.name:
@@ -81,25 +60,37 @@ def merge_views(p: WrapperProgram) -> WrapperProgram:
     return replace(p, body=tuple(out))
 
 
-def _through(v: View, base: View | None) -> View:
+def _through(v: ins.View, base: ins.View | None) -> ins.View:
     if base is None or base.dtype != v.dtype or not v.relative:
         return v
     return replace(v, base=base.base, offset=sz.add(base.offset, v.offset), relative=base.relative)
 
 
-def drop_dead(p: WrapperProgram) -> WrapperProgram:
+def drop_dead(p: ins.WrapperProgram) -> ins.WrapperProgram:
     """Drops what only defines names that nobody needs; unused results of calls lose their names."""
     needed: set[str] = set()
-    out: list[Instr] = []
+    out: list[ins.Instr] = []
     for i in reversed(p.body):
         if (
-            isinstance(i, (Symbol, Arena, Place, Alloc, Reuse, View, Constant, DefineKernel))
+            isinstance(
+                i,
+                (
+                    ins.Symbol,
+                    ins.Arena,
+                    ins.Place,
+                    ins.Alloc,
+                    ins.Reuse,
+                    ins.View,
+                    ins.Constant,
+                    ins.DefineKernel,
+                ),
+            )
             and i.name not in needed
         ):
             continue
-        if isinstance(i, (CallExtern, CallPython)):
+        if isinstance(i, (ins.CallExtern, ins.CallPython)):
             i = replace(i, outs=tuple(n if n in needed else None for n in i.outs))
-        if isinstance(i, Launch):
+        if isinstance(i, ins.Launch):
             needed.add(i.kernel)
         needed.update(used(i), symbols(i))
         out.append(i)
@@ -107,7 +98,7 @@ def drop_dead(p: WrapperProgram) -> WrapperProgram:
 
 
 # ---------------------------------------------------------------------------------------------- sizes
-def share_sizes(p: WrapperProgram) -> WrapperProgram:
+def share_sizes(p: ins.WrapperProgram) -> ins.WrapperProgram:
     """An expression with a division, minimum or product of symbols that several instructions evaluate becomes a symbol,
     defined as soon as its own symbols are."""
     counts: dict[Expr, int] = {}
@@ -123,12 +114,12 @@ def share_sizes(p: WrapperProgram) -> WrapperProgram:
     for e in repeated:
         lo, hi = sz.bounds(e)
         shared[e] = sz.symbol(_fresh("n", taken), lo, hi)
-    ready = {i.name for i in p.inputs if isinstance(i, SymbolInput)}
+    ready = {i.name for i in p.inputs if isinstance(i, ins.SymbolInput)}
     waiting = dict(shared)
     out = _define_ready(waiting, ready)
     for i in p.body:
         out.append(
-            i if isinstance(i, Symbol) else rewrite(i, lambda n: n, lambda e: _swap(e, shared))
+            i if isinstance(i, ins.Symbol) else rewrite(i, lambda n: n, lambda e: _swap(e, shared))
         )
         ready.update(defined(i))
         out += _define_ready(waiting, ready)
@@ -143,18 +134,18 @@ def _swap(e: Size, shared: dict[Expr, Expr]) -> Size:
     return shared.get(e, e) if isinstance(e, Expr) else e
 
 
-def _define_ready(waiting: dict[Expr, Expr], ready: set[str]) -> list[Instr]:
+def _define_ready(waiting: dict[Expr, Expr], ready: set[str]) -> list[ins.Instr]:
     """Definitions of those symbols whose expressions can be evaluated by now; they wait no more."""
     now = [e for e in waiting if all(a.name in ready for a in free_symbols(e))]
-    out: list[Instr] = []
+    out: list[ins.Instr] = []
     for e in now:
         atom = waiting.pop(e).symbol
         assert atom is not None
-        out.append(Symbol(atom.name, e))
+        out.append(ins.Symbol(atom.name, e))
     return out
 
 
-def _all_names(p: WrapperProgram) -> set[str]:
+def _all_names(p: ins.WrapperProgram) -> set[str]:
     names = {i.name for i in p.inputs}
     for i in p.body:
         names.update(defined(i))
@@ -175,19 +166,19 @@ class _Memory:
     """Which names may share memory. root: through views and takeovers. kind of a root: 'own' (an allocation of ours),
     'place', or 'given' (inputs, constants, results of calls: these may share memory among each other)."""
 
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, ins.Place] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     bases: dict[str, str] = field(default_factory=dict)
 
-    def define(self, i: Instr) -> None:
+    def define(self, i: ins.Instr) -> None:
         match i:
-            case Place():
+            case ins.Place():
                 self.places[i.name] = i
-            case Alloc():
+            case ins.Alloc():
                 self.own.add(i.name)
-            case Reuse():
+            case ins.Reuse():
                 self.bases[i.name] = i.old
-            case View():
+            case ins.View():
                 self.bases[i.name] = i.base
             case _:
                 pass
@@ -207,26 +198,26 @@ class _Memory:
         return a not in known and b not in known
 
 
-def _apart(a: Place, b: Place) -> bool:
+def _apart(a: ins.Place, b: ins.Place) -> bool:
     """Whether two places certainly do not overlap."""
     return sz.known_le(_end(a), b.offset) or sz.known_le(_end(b), a.offset)
 
 
-def _end(p: Place) -> Size:
+def _end(p: ins.Place) -> Size:
     reach = sz.total(sz.mul(sz.add(s, -1), t) for s, t in zip(p.shape, p.strides, strict=True))
     return sz.add(p.offset, sz.mul(sz.add(reach, 1), p.dtype.nbytes))
 
 
-def find_barriers(p: WrapperProgram) -> WrapperProgram:
+def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:
     """A launch waits for earlier ones only if data flows between them: it reads what one wrote, or writes what one
     reads or wrote, since the last barrier or other end of a parallel region."""
     memory = _Memory()
     read: set[str] = set()
     written: set[str] = set()
-    out: list[Instr] = []
+    out: list[ins.Instr] = []
     for i in p.body:
         memory.define(i)
-        if isinstance(i, Launch):
+        if isinstance(i, ins.Launch):
             outs = {memory.root(n) for n in i.outs}
             args = {memory.root(n) for n in i.args}
             barrier = _meet(memory, args, written) or _meet(memory, outs, read)
@@ -235,14 +226,16 @@ def find_barriers(p: WrapperProgram) -> WrapperProgram:
             read |= args
             written |= outs
             i = replace(i, barrier=barrier)
-        elif isinstance(i, (CallExtern, CallPython, Copy, Fill, CheckFinite)) or _reads_item(i):
+        elif isinstance(
+            i, (ins.CallExtern, ins.CallPython, ins.Copy, ins.Fill, ins.CheckFinite)
+        ) or _reads_item(i):
             read, written = set(), set()
         out.append(i)
     return replace(p, body=tuple(out))
 
 
-def _reads_item(i: Instr) -> bool:
-    return isinstance(i, Symbol) and isinstance(i.value, ItemOf)
+def _reads_item(i: ins.Instr) -> bool:
+    return isinstance(i, ins.Symbol) and isinstance(i.value, ins.ItemOf)
 
 
 def _meet(memory: _Memory, a: set[str], b: set[str]) -> bool:
@@ -250,43 +243,43 @@ def _meet(memory: _Memory, a: set[str], b: set[str]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- ends of lives
-def drop_frees(p: WrapperProgram) -> WrapperProgram:
+def drop_frees(p: ins.WrapperProgram) -> ins.WrapperProgram:
     """Every tensor lives to the end, until `place_frees`: other passes need not think of it."""
-    return replace(p, body=tuple(i for i in p.body if not isinstance(i, Free)))
+    return replace(p, body=tuple(i for i in p.body if not isinstance(i, ins.Free)))
 
 
-def place_frees(p: WrapperProgram) -> WrapperProgram:
+def place_frees(p: ins.WrapperProgram) -> ins.WrapperProgram:
     """Ends every tensor's life right after its last use; a view counts as a use of its base.
 
     What is returned, the bases of returned views, constants and arenas stay to the end.
     """
-    body = [i for i in p.body if not isinstance(i, Free)]
+    body = [i for i in p.body if not isinstance(i, ins.Free)]
     last = _last_uses(p, body)
     ends: dict[int, list[str]] = {}
     for name, at in last.items():
         ends.setdefault(at, []).append(name)
-    out: list[Instr] = []
+    out: list[ins.Instr] = []
     for k, i in enumerate(body):
         out.append(i)
         if k != len(body) - 1:
-            out.extend(Free(name) for name in ends.get(k, ()))
+            out.extend(ins.Free(name) for name in ends.get(k, ()))
     return replace(p, body=tuple(out))
 
 
-def _last_uses(p: WrapperProgram, body: Sequence[Instr]) -> dict[str, int]:
+def _last_uses(p: ins.WrapperProgram, body: Sequence[ins.Instr]) -> dict[str, int]:
     """Tensor -> position of the instruction after which nothing needs it, in order of definition."""
     integers = frozenset().union(*(symbols(i) for i in body))
-    last: dict[str, int] = {i.name: -1 for i in p.inputs if isinstance(i, TensorInput)}
+    last: dict[str, int] = {i.name: -1 for i in p.inputs if isinstance(i, ins.TensorInput)}
     base: dict[str, str] = {}
     for k, i in enumerate(body):
-        if isinstance(i, (CallExtern, CallPython)):
+        if isinstance(i, (ins.CallExtern, ins.CallPython)):
             last.update((n, k) for n in defined(i) if n not in integers)
-        elif not isinstance(i, (Symbol, Constant, Arena)):
+        elif not isinstance(i, (ins.Symbol, ins.Constant, ins.Arena)):
             last.update((n, k) for n in defined(i))
         for name in used(i):
             if name in last:
                 last[name] = k
-        if isinstance(i, View):
+        if isinstance(i, ins.View):
             base[i.name] = i.base
     for view, of in reversed(base.items()):  # views of views come after their bases
         if of in last:

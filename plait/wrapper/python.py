@@ -22,39 +22,7 @@ from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size, free_symbols
 from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
-from plait.wrapper.instructions import (
-    Alloc,
-    Arena,
-    AssertAlignment,
-    AssertScalar,
-    AssertSizeStride,
-    BumpVersion,
-    CallExtern,
-    CallPython,
-    CheckFinite,
-    Constant,
-    Copy,
-    DefineKernel,
-    Fill,
-    Free,
-    Instr,
-    ItemOf,
-    Launch,
-    ListOf,
-    Literal,
-    Note,
-    Operand,
-    Place,
-    Ref,
-    Return,
-    Reuse,
-    SizeOf,
-    Symbol,
-    SymbolInput,
-    TensorInput,
-    View,
-    WrapperProgram,
-)
+from plait.wrapper import instructions as ins
 from plait.wrapper.walk import input_sizes
 
 _RESERVED = frozenset(
@@ -84,7 +52,7 @@ _RESERVED = frozenset(
 )
 
 
-def make_python(program: WrapperProgram, library: str = "", constants: str = "") -> str:
+def make_python(program: ins.WrapperProgram, library: str = "", constants: str = "") -> str:
     """The module's source.
 
     library: path of the kernel library, constants: file of the saved constants beside the module; only its main part
@@ -92,7 +60,7 @@ def make_python(program: WrapperProgram, library: str = "", constants: str = "")
     return _Module(program, library, constants).text()
 
 
-def python_lines(program: WrapperProgram) -> list[tuple[Instr, list[str]]]:
+def python_lines(program: ins.WrapperProgram) -> list[tuple[ins.Instr, list[str]]]:
     """Every instruction with the lines that it becomes."""
     module = _Module(program, "", "")
     out = []
@@ -169,7 +137,7 @@ class _Names(Scope):
 class _Module:
     """The text of one module. setup: lines of `bind` before the call, body: lines of the call."""
 
-    def __init__(self, p: WrapperProgram, library: str, constants: str) -> None:
+    def __init__(self, p: ins.WrapperProgram, library: str, constants: str) -> None:
         self.p, self.library, self.constants = p, library, constants
         self.names = _Names()
         self.setup: list[str] = []
@@ -180,7 +148,7 @@ class _Module:
         inputs = [self.names.variable(i.name) for i in p.inputs]
         for i in p.body:
             self.instruction(i)
-        python_calls = any(isinstance(i, CallPython) for i in p.body)
+        python_calls = any(isinstance(i, ins.CallPython) for i in p.body)
         lines = [
             f'"""{p.name}, compiled by plait: run this file to time a call on random inputs."""',
             "",
@@ -221,7 +189,7 @@ class _Module:
     def signature(self) -> list[str]:
         parts = []
         for i in self.p.inputs:
-            plain = isinstance(i, TensorInput) and i.dtype in TO_TORCH
+            plain = isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH
             parts.append(f"({i.name!r}, {_dtype(i.dtype)}, {i.device!r})" if plain else "None")  # type: ignore[union-attr]
         return [f"    {s}," for s in parts]
 
@@ -230,17 +198,17 @@ class _Module:
             a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)
         }
         for i in self.p.inputs:
-            if isinstance(i, SymbolInput):
+            if isinstance(i, ins.SymbolInput):
                 atoms.setdefault(i.name, Atom("sym", i.name, i.name, lo=0))
         params = [f"{self.names.variable(n)}={_typical(a)}" for n, a in atoms.items()]
         lines = [f"def example_inputs({', '.join(params)}):", "    return ["]
         for i in self.p.inputs:
-            if isinstance(i, TensorInput):
+            if isinstance(i, ins.TensorInput):
                 kind = (
                     f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
                 )
                 lines.append(f"        rt.random_tensor({kind}, {i.device!r}),  # {i.name}")
-            elif isinstance(i, SymbolInput):
+            elif isinstance(i, ins.SymbolInput):
                 lines.append(f"        {self.names.variable(i.name)},")
             else:
                 lines.append(f"        None,  # {i.name}")
@@ -257,76 +225,76 @@ class _Module:
         ]
 
     # ---- instructions
-    def instruction(self, i: Instr) -> None:
+    def instruction(self, i: ins.Instr) -> None:
         name, size, sizes = self.names.variable, self.names.size, self.names.sizes
         add = self.body.append
         match i:
-            case Symbol():
+            case ins.Symbol():
                 add(f"{name(i.name)} = {self.source(i.value)}")
-            case AssertScalar():
+            case ins.AssertScalar():
                 add(f"rt.require({size(i.expr)}, {i.message!r})")
-            case AssertSizeStride():
+            case ins.AssertSizeStride():
                 add(
                     f"rt.require_layout({name(i.tensor)}, {i.tensor!r}, {sizes(i.shape)}, {sizes(i.strides)})"
                 )
-            case AssertAlignment():
+            case ins.AssertAlignment():
                 add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
-            case CheckFinite():
+            case ins.CheckFinite():
                 add(f"rt.require_finite({name(i.tensor)}, {i.tensor!r}, {i.origin!r})")
-            case Arena():
+            case ins.Arena():
                 add(f"{name(i.name)} = rt.arena({size(i.nbytes)}, {i.device!r})")
-            case Place():
+            case ins.Place():
                 add(f"{name(i.name)} = rt.place({name(i.arena)}, {size(i.offset)}, {self.type(i)})")
-            case Alloc():
+            case ins.Alloc():
                 made = f"{sizes(i.shape)}, {sizes(i.strides)}, dtype={_dtype(i.dtype)}, device={i.device!r}"
                 add(f"{name(i.name)} = torch.empty_strided({made})")
-            case Reuse():
+            case ins.Reuse():
                 add(f"{name(i.name)} = rt.reuse({name(i.old)}, {self.type(i)})")
-            case Free():
+            case ins.Free():
                 add(f"del {name(i.name)}")
-            case View():
+            case ins.View():
                 relative = "" if i.relative else ", relative=False"
                 add(
                     f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, {size(i.offset)}{relative})"
                 )
-            case Constant():
+            case ins.Constant():
                 self.setup.append(f"{name(i.name)} = constants[{i.index}]")
-            case DefineKernel():
+            case ins.DefineKernel():
                 self.setup.append(f"{name(i.name)} = rt.kernel(library, {i.name!r})")
-            case Launch():
+            case ins.Launch():
                 self.launch(i)
-            case CallExtern() | CallPython():
+            case ins.CallExtern() | ins.CallPython():
                 self.call(i)
-            case Copy():
+            case ins.Copy():
                 add(f"rt.copy({name(i.dst)}, {name(i.src)}, bump={i.bump})")
-            case BumpVersion():
+            case ins.BumpVersion():
                 add(f"rt.bump_version({name(i.tensor)})")
-            case Fill():
+            case ins.Fill():
                 add(f"{name(i.tensor)}.fill_({self.operand(i.value)})")
-            case Note():
+            case ins.Note():
                 self.body.extend(f"# {s}" for s in i.text.splitlines())
-            case Return():
+            case ins.Return():
                 add(f"return {tuple_text([self.operand(o) for o in i.values])}")
             case _:
                 assert_never(i)
 
-    def type(self, i: Place | Reuse | View) -> str:
+    def type(self, i: ins.Place | ins.Reuse | ins.View) -> str:
         return f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
 
-    def source(self, value: SizeOf | ItemOf | Size) -> str:
+    def source(self, value: ins.SizeOf | ins.ItemOf | Size) -> str:
         match value:
-            case SizeOf(tensor, "offset", _):
+            case ins.SizeOf(tensor, "offset", _):
                 return f"{self.names.variable(tensor)}.storage_offset()"
-            case SizeOf(tensor, kind, dim):
+            case ins.SizeOf(tensor, kind, dim):
                 return f"{self.names.variable(tensor)}.{kind}({dim})"
-            case ItemOf(tensor):
+            case ins.ItemOf(tensor):
                 return f"rt.item({self.names.variable(tensor)}, {tensor!r})"
             case int() | Expr():
                 return self.names.size(value)
             case _:
                 assert_never(value)
 
-    def launch(self, i: Launch) -> None:
+    def launch(self, i: ins.Launch) -> None:
         args = tuple_text([self.names.variable(a) for a in i.args])
         more = "" if i.parallel else ", parallel=False"
         sizes = self.names.sizes(i.sizes)
@@ -334,14 +302,14 @@ class _Module:
             f"{self.names.variable(i.kernel)}({args}, {sizes}, work_ns={self.names.size(i.work_ns)}{more})"
         )
 
-    def call(self, i: CallExtern | CallPython) -> None:
+    def call(self, i: ins.CallExtern | ins.CallPython) -> None:
         args = [self.operand(o) for o in i.args]
         for key, o in i.kwargs:
             plain = key.isidentifier() and not keyword.iskeyword(key)
             args.append(
                 f"{key}={self.operand(o)}" if plain else f"**{{{key!r}: {self.operand(o)}}}"
             )
-        if isinstance(i, CallExtern):
+        if isinstance(i, ins.CallExtern):
             function, several = f"{_operator(i.op)}(", _returns_several(i.op)
         else:
             function, several = (
@@ -366,13 +334,13 @@ class _Module:
         compares = alone and e.terms[0][0][0].kind in ("eq", "ne", "lt", "le")  # type: ignore[union-attr]
         return f"int({self.names.size(e)})" if compares else self.names.size(e)
 
-    def operand(self, o: Operand) -> str:
+    def operand(self, o: ins.Operand) -> str:
         match o:
-            case Ref(name):
+            case ins.Ref(name):
                 return self.names.variable(name)
-            case Literal():
+            case ins.Literal():
                 return _literal(o)
-            case ListOf(items):
+            case ins.ListOf(items):
                 return f"[{', '.join(self.operand(v) for v in items)}]"
             case int() | Expr():
                 return self.integer(o)
@@ -415,7 +383,7 @@ def _returns_several(op: str) -> bool:
     return len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
 
 
-def _literal(o: Literal) -> str:
+def _literal(o: ins.Literal) -> str:
     match o.kind:
         case "none":
             return "None"

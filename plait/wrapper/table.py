@@ -10,21 +10,7 @@ import inspect
 from dataclasses import fields
 from pathlib import Path
 
-from plait.wrapper.instructions import (
-    INSTRUCTIONS,
-    Alloc,
-    Constant,
-    DefineKernel,
-    Free,
-    Instr,
-    Launch,
-    Note,
-    Place,
-    Return,
-    Symbol,
-    View,
-    WrapperProgram,
-)
+from plait.wrapper import instructions as ins
 from plait.wrapper.native import encode
 from plait.wrapper.python import python_lines
 from plait.wrapper.text import line, read, text
@@ -64,19 +50,19 @@ return (buf2, buf4, 2*s0)
 """
 
 _NATIVE: dict[type, str] = {
-    Symbol: "one step; an expression is evaluated once a call, or at load if it is a constant",
-    Place: "none where the offset is a constant: pointers are bound when the arena is taken",
-    View: "none for kernels where the offset is a constant; operators get a tensor header",
-    Constant: "none: bound at load",
-    DefineKernel: "a row of the kernel table",
-    Free: "a bound: memory is given back after the last use",
-    Launch: "part of a region: launches that follow each other run as one",
-    Note: "left out",
-    Alloc: "one step",
+    ins.Symbol: "one step; an expression is evaluated once a call, or at load if it is a constant",
+    ins.Place: "none where the offset is a constant: pointers are bound when the arena is taken",
+    ins.View: "none for kernels where the offset is a constant; operators get a tensor header",
+    ins.Constant: "none: bound at load",
+    ins.DefineKernel: "a row of the kernel table",
+    ins.Free: "a bound: memory is given back after the last use",
+    ins.Launch: "part of a region: launches that follow each other run as one",
+    ins.Note: "left out",
+    ins.Alloc: "one step",
 }
 
 
-def example() -> WrapperProgram:
+def example() -> ins.WrapperProgram:
     """A legal program that has every instruction."""
     return read(EXAMPLE)
 
@@ -86,7 +72,7 @@ def markdown() -> str:
     p = example()
     verify(p, after="example")
     encode(p)  # the native target takes all of it
-    shown: dict[type, tuple[Instr, list[str]]] = {}
+    shown: dict[type, tuple[ins.Instr, list[str]]] = {}
     for i, lines in python_lines(p):
         shown.setdefault(type(i), (i, lines))
     parts = [
@@ -101,13 +87,13 @@ def markdown() -> str:
         "",
         "| instruction | fields | meaning |",
         "| --- | --- | --- |",
-        *(_meaning(cls) for cls in INSTRUCTIONS),
+        *(_meaning(cls) for cls in ins.INSTRUCTIONS),
         "",
         "## Targets",
         "",
         "| instruction | text | python | native |",
         "| --- | --- | --- | --- |",
-        *(_row(cls, *shown[cls]) for cls in INSTRUCTIONS),
+        *(_row(cls, *shown[cls]) for cls in ins.INSTRUCTIONS),
         "",
         "## A program with all of them",
         "",
@@ -124,9 +110,9 @@ def _meaning(cls: type) -> str:
     return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
 
 
-def _row(cls: type, i: Instr, python: list[str]) -> str:
+def _row(cls: type, i: ins.Instr, python: list[str]) -> str:
     made = "<br>".join(f"`{_cell(s)}`" for s in python)
-    native = _NATIVE.get(cls, "ends the call" if cls is Return else "one step")
+    native = _NATIVE.get(cls, "ends the call" if cls is ins.Return else "one step")
     return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {native} |"
 
 

@@ -14,41 +14,7 @@ from typing import Any, assert_never
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Expr, Size
 from plait.ir.symtext import Reader, Scope, is_variable, items, text_of, tuple_text, wrong
-from plait.wrapper.instructions import (
-    Alloc,
-    Arena,
-    AssertAlignment,
-    AssertScalar,
-    AssertSizeStride,
-    BumpVersion,
-    CallExtern,
-    CallPython,
-    CheckFinite,
-    Constant,
-    Copy,
-    DefineKernel,
-    Fill,
-    Free,
-    Input,
-    Instr,
-    ItemOf,
-    Launch,
-    ListOf,
-    Literal,
-    Note,
-    OpaqueInput,
-    Operand,
-    Place,
-    Ref,
-    Return,
-    Reuse,
-    SizeOf,
-    Symbol,
-    SymbolInput,
-    TensorInput,
-    View,
-    WrapperProgram,
-)
+from plait.wrapper import instructions as ins
 from plait.wrapper.walk import input_sizes, sizes
 
 # Class -> (word, fields and their kinds). Kinds: 'new' (the name defined), 'name', 'names', 'size', 'sizes',
@@ -57,32 +23,32 @@ from plait.wrapper.walk import input_sizes, sizes
 Syntax = tuple[str, tuple[tuple[str, str], ...]]
 _TENSOR = (("name", "new"), ("type", "type"))
 SYNTAX: dict[type, Syntax] = {
-    AssertScalar: ("require", (("expr", "size"), ("message", "text"))),
-    AssertSizeStride: ("require_layout", (("tensor", "name"), ("shape", "sizes"), ("strides", "sizes"))),
-    AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
-    CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"))),
-    Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
-    Place: ("place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
-    Alloc: ("alloc", (*_TENSOR, ("device", "text"))),
-    Reuse: ("reuse", (("name", "new"), ("old", "name"), ("type", "type"))),
-    Free: ("free", (("name", "name"),)),
-    View: ("view", (("name", "new"), ("base", "name"), ("type", "type"), ("offset", "size"), ("relative", "bool"))),
-    Constant: ("constant", (("name", "new"), ("index", "int"))),
-    DefineKernel: ("kernel", (("name", "text"), ("n_args", "int"), ("n_sizes", "int"))),
-    Launch: (
+    ins.AssertScalar: ("require", (("expr", "size"), ("message", "text"))),
+    ins.AssertSizeStride: ("require_layout", (("tensor", "name"), ("shape", "sizes"), ("strides", "sizes"))),
+    ins.AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
+    ins.CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"))),
+    ins.Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
+    ins.Place: ("place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
+    ins.Alloc: ("alloc", (*_TENSOR, ("device", "text"))),
+    ins.Reuse: ("reuse", (("name", "new"), ("old", "name"), ("type", "type"))),
+    ins.Free: ("free", (("name", "name"),)),
+    ins.View: ("view", (("name", "new"), ("base", "name"), ("type", "type"), ("offset", "size"), ("relative", "bool"))),
+    ins.Constant: ("constant", (("name", "new"), ("index", "int"))),
+    ins.DefineKernel: ("kernel", (("name", "text"), ("n_args", "int"), ("n_sizes", "int"))),
+    ins.Launch: (
         "launch",
         (("kernel", "text"), ("args", "names"), ("sizes", "sizes"), ("outs", "names"), ("work_ns", "size"),
          ("parallel", "bool"), ("barrier", "bool")),
     ),
-    Copy: ("copy", (("dst", "name"), ("src", "name"), ("bump", "bool"))),
-    BumpVersion: ("bump_version", (("tensor", "name"),)),
-    Fill: ("fill", (("tensor", "name"), ("value", "operand"))),
-    Note: ("note", (("text", "text"),)),
-    TensorInput: ("tensor_input", (*_TENSOR, ("device", "text"))),
-    SymbolInput: ("int_input", (("name", "new"),)),
-    OpaqueInput: ("object_input", (("name", "new"),)),
-    CallExtern: ("call", (("op", "text"), ("into", "names"), ("may_keep", "bool"))),
-    CallPython: ("call_python", (("index", "int"), ("label", "text"))),
+    ins.Copy: ("copy", (("dst", "name"), ("src", "name"), ("bump", "bool"))),
+    ins.BumpVersion: ("bump_version", (("tensor", "name"),)),
+    ins.Fill: ("fill", (("tensor", "name"), ("value", "operand"))),
+    ins.Note: ("note", (("text", "text"),)),
+    ins.TensorInput: ("tensor_input", (*_TENSOR, ("device", "text"))),
+    ins.SymbolInput: ("int_input", (("name", "new"),)),
+    ins.OpaqueInput: ("object_input", (("name", "new"),)),
+    ins.CallExtern: ("call", (("op", "text"), ("into", "names"), ("may_keep", "bool"))),
+    ins.CallPython: ("call_python", (("index", "int"), ("label", "text"))),
 }  # fmt: skip
 _BY_WORD: dict[str, type] = {word: cls for cls, (word, _) in SYNTAX.items()}
 _DEFAULTS: dict[type, dict[str, object]] = {
@@ -90,7 +56,7 @@ _DEFAULTS: dict[type, dict[str, object]] = {
 }
 
 
-def text(p: WrapperProgram) -> str:
+def text(p: ins.WrapperProgram) -> str:
     """The program as text, symbols declared first."""
     w = _Writer()
     for e in (
@@ -109,12 +75,12 @@ def text(p: WrapperProgram) -> str:
     return "\n".join([*head, "", *inputs, "", *origins, *body]) + "\n"
 
 
-def line(i: Instr | Input) -> str:
+def line(i: ins.Instr | ins.Input) -> str:
     """One instruction as text, for messages and dumps; symbols are not declared."""
     return _Writer().line(i)
 
 
-def read(source: str) -> WrapperProgram:
+def read(source: str) -> ins.WrapperProgram:
     """The program that a text describes. Raises TextError (or SyntaxError) where it describes none."""
     return _Reader().program(ast.parse(source))
 
@@ -124,19 +90,19 @@ class _Writer:
     def __init__(self) -> None:
         self.scope = Scope()
 
-    def line(self, i: Instr | Input) -> str:
+    def line(self, i: ins.Instr | ins.Input) -> str:
         match i:
-            case Symbol(name, value):
+            case ins.Symbol(name, value):
                 return f"{self.target(name)} = {self.source(value)}"
-            case CallExtern() | CallPython():
+            case ins.CallExtern() | ins.CallPython():
                 return self.call(i)
-            case Return(values):
+            case ins.Return(values):
                 return f"return {tuple_text([self.operand(o) for o in values])}"
             case _:
                 left, right = self.fields(i)
                 return f"{left} = {right}" if left else right
 
-    def fields(self, i: Instr | Input) -> tuple[str, str]:
+    def fields(self, i: ins.Instr | ins.Input) -> tuple[str, str]:
         word, spec = SYNTAX[type(i)]
         defaults = _DEFAULTS[type(i)]
         left, parts = "", []
@@ -172,18 +138,18 @@ class _Writer:
         shape = ", ".join(self.scope.size(s) for s in i.shape) or "()"
         return f"{i.dtype.name}[{shape}] @ {self.scope.sizes(i.strides)}"
 
-    def source(self, value: SizeOf | ItemOf | Size) -> str:
+    def source(self, value: ins.SizeOf | ins.ItemOf | Size) -> str:
         match value:
-            case SizeOf(tensor, kind, dim):
+            case ins.SizeOf(tensor, kind, dim):
                 return f"read({self.name(tensor)}, {kind!r}, {dim})"
-            case ItemOf(tensor):
+            case ins.ItemOf(tensor):
                 return f"item({self.name(tensor)})"
             case int() | Expr():
                 return f"let({self.scope.size(value)})"
             case _:
                 assert_never(value)
 
-    def call(self, i: CallExtern | CallPython) -> str:
+    def call(self, i: ins.CallExtern | ins.CallPython) -> str:
         _, head = self.fields(i)
         args = [self.operand(o) for o in i.args]
         for key, o in i.kwargs:
@@ -193,13 +159,13 @@ class _Writer:
         left = f"{outs}{',' if len(i.outs) == 1 else ''} = " if i.outs else ""
         return f"{left}{head}({', '.join(args)})"
 
-    def operand(self, o: Operand) -> str:
+    def operand(self, o: ins.Operand) -> str:
         match o:
-            case Ref(name):
+            case ins.Ref(name):
                 return self.name(name)
-            case Literal(kind, value):
+            case ins.Literal(kind, value):
                 return _literal(kind, value)
-            case ListOf(values):
+            case ins.ListOf(values):
                 return f"[{', '.join(self.operand(v) for v in values)}]"
             case int() | Expr():
                 return self.scope.size(o)
@@ -245,12 +211,12 @@ class _Reader:
     def __init__(self) -> None:
         self.symbols = Reader()
 
-    def program(self, tree: ast.Module) -> WrapperProgram:
+    def program(self, tree: ast.Module) -> ins.WrapperProgram:
         first, *rest = tree.body
         head = _call_of(first, "program")
         facts = {k.arg: k.value for k in head.keywords}
-        inputs: list[Input] = []
-        body: list[Instr] = []
+        inputs: list[ins.Input] = []
+        body: list[ins.Instr] = []
         origins: list[tuple[str, str]] = []
         for s in rest:
             if self.symbols.declaration(s):
@@ -261,11 +227,11 @@ class _Reader:
                 origins.append((kernel, origin))
                 continue
             i = self.statement(s)
-            if isinstance(i, (TensorInput, SymbolInput, OpaqueInput)):
+            if isinstance(i, (ins.TensorInput, ins.SymbolInput, ins.OpaqueInput)):
                 inputs.append(i)
             else:
                 body.append(i)
-        return WrapperProgram(
+        return ins.WrapperProgram(
             name=text_of(head.args[0]),
             inputs=tuple(inputs),
             body=tuple(body),
@@ -276,7 +242,7 @@ class _Reader:
 
     def statement(self, s: ast.stmt) -> Any:
         if isinstance(s, ast.Return) and s.value is not None:
-            return Return(tuple(self.operand(x) for x in items(s.value)))
+            return ins.Return(tuple(self.operand(x) for x in items(s.value)))
         targets: list[str | None] = []
         if isinstance(s, ast.Assign):
             left = s.targets[0]
@@ -292,16 +258,16 @@ class _Reader:
         word = _word(call)
         if word in ("read", "item", "let"):
             assert targets and targets[0] is not None
-            return Symbol(targets[0], self.source(word, call))
+            return ins.Symbol(targets[0], self.source(word, call))
         return self.instruction(call, targets)
 
-    def source(self, word: str, call: ast.Call) -> SizeOf | ItemOf | Size:
+    def source(self, word: str, call: ast.Call) -> ins.SizeOf | ins.ItemOf | Size:
         if word == "let":
             return self.symbols.size(call.args[0])
         tensor = self.name(call.args[0])
         if word == "item":
-            return ItemOf(tensor)
-        return SizeOf(tensor, text_of(call.args[1]), _int(call.args[2]))
+            return ins.ItemOf(tensor)
+        return ins.SizeOf(tensor, text_of(call.args[1]), _int(call.args[2]))
 
     def instruction(self, call: ast.Call, targets: list[str | None]) -> Any:
         cls = _BY_WORD.get(_word(call) or "")
@@ -360,41 +326,43 @@ class _Reader:
 
     def call(
         self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]
-    ) -> CallExtern | CallPython:
+    ) -> ins.CallExtern | ins.CallPython:
         cls = _BY_WORD.get(_word(head) or "")
         args = tuple(self.operand(a) for a in call.args)
-        kwargs: list[tuple[str, Operand]] = []
+        kwargs: list[tuple[str, ins.Operand]] = []
         for k in call.keywords:
             if k.arg is not None:
                 kwargs.append((k.arg, self.operand(k.value)))
             elif isinstance(k.value, ast.Dict) and k.value.keys[0] is not None:
                 kwargs.append((text_of(k.value.keys[0]), self.operand(k.value.values[0])))
-        if cls is CallExtern or cls is CallPython:
+        if cls is ins.CallExtern or cls is ins.CallPython:
             facts: dict[str, Any] = dict(self.fields(cls, head, []))
-            made: CallExtern | CallPython = cls(args=args, kwargs=tuple(kwargs), outs=outs, **facts)
+            made: ins.CallExtern | ins.CallPython = cls(
+                args=args, kwargs=tuple(kwargs), outs=outs, **facts
+            )
             return made
         raise wrong(head, "call or call_python")
 
-    def operand(self, e: ast.expr) -> Operand:
+    def operand(self, e: ast.expr) -> ins.Operand:
         match e:
             case ast.Constant(value=None):
-                return Literal("none")
+                return ins.Literal("none")
             case ast.Constant(value=bool(value)):
-                return Literal("bool", str(value))
+                return ins.Literal("bool", str(value))
             case ast.Constant(value=float(value)):
-                return Literal("float", value.hex())
+                return ins.Literal("float", value.hex())
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):
-                return Literal("float", (-value).hex())
+                return ins.Literal("float", (-value).hex())
             case ast.Constant(value=str(value)):
-                return Literal("str", value)
+                return ins.Literal("str", value)
             case ast.List(elts=elts):
-                return ListOf(tuple(self.operand(x) for x in elts))
+                return ins.ListOf(tuple(self.operand(x) for x in elts))
             case _ if self.symbols.is_size(e):
                 return self.symbols.size(e)
             case ast.Call(func=ast.Name(id=kind), args=[value]):
-                return Literal(kind, text_of(value))
+                return ins.Literal(kind, text_of(value))
             case _:
-                return Ref(self.name(e))
+                return ins.Ref(self.name(e))
 
     def name(self, e: ast.expr) -> str:
         match e:

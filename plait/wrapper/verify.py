@@ -14,35 +14,7 @@ from typing import NoReturn
 from plait.errors import InternalError
 from plait.ir import sizes as sz
 from plait.ir.sizes import Expr, Size
-from plait.wrapper.instructions import (
-    Alloc,
-    Arena,
-    AssertAlignment,
-    AssertScalar,
-    AssertSizeStride,
-    BumpVersion,
-    CallExtern,
-    CallPython,
-    CheckFinite,
-    Constant,
-    Copy,
-    DefineKernel,
-    Fill,
-    Free,
-    Instr,
-    Launch,
-    Literal,
-    OpaqueInput,
-    Place,
-    Ref,
-    Return,
-    Reuse,
-    Symbol,
-    SymbolInput,
-    TensorInput,
-    View,
-    WrapperProgram,
-)
+from plait.wrapper import instructions as ins
 from plait.wrapper.walk import defined, operands, refs, sizes, symbols, used
 
 LITERALS = frozenset(
@@ -50,12 +22,12 @@ LITERALS = frozenset(
 )
 
 
-def verify(program: WrapperProgram, after: str = "build") -> None:
+def verify(program: ins.WrapperProgram, after: str = "build") -> None:
     """Raises InternalError where the program breaks a rule. after: the pass to blame."""
     _Verifier(program, after).run()
 
 
-def verify_kept(before: WrapperProgram, now: WrapperProgram, after: str) -> None:
+def verify_kept(before: ins.WrapperProgram, now: ins.WrapperProgram, after: str) -> None:
     """Raises InternalError if a pass dropped, doubled or invented an assert, a launch, a call or another effect."""
     was, has = _effects(before), _effects(now)
     if was != has:
@@ -68,21 +40,27 @@ def verify_kept(before: WrapperProgram, now: WrapperProgram, after: str) -> None
         raise InternalError(f"after {after}: the signature changed")
 
 
-def _effects(p: WrapperProgram) -> Counter[tuple[str, ...]]:
+def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
     out: Counter[tuple[str, ...]] = Counter()
     for i in p.body:
         match i:
-            case AssertScalar():
+            case ins.AssertScalar():
                 out["AssertScalar", i.message] += 1
-            case AssertSizeStride() | AssertAlignment() | CheckFinite() | BumpVersion() | Fill():
+            case (
+                ins.AssertSizeStride()
+                | ins.AssertAlignment()
+                | ins.CheckFinite()
+                | ins.BumpVersion()
+                | ins.Fill()
+            ):
                 out[type(i).__name__, i.tensor] += 1
-            case Launch():
+            case ins.Launch():
                 out["Launch", i.kernel] += 1
-            case CallExtern():
+            case ins.CallExtern():
                 out["CallExtern", i.op] += 1
-            case CallPython():
+            case ins.CallPython():
                 out["CallPython", i.label] += 1
-            case Copy():
+            case ins.Copy():
                 out["Copy", i.dst, i.src] += 1
             case _:
                 pass
@@ -93,27 +71,31 @@ class _Verifier:
     """One walk over a program. kind: name -> 'tensor', 'place', 'alloc', 'constant', 'arena', 'symbol', 'opaque' or
     'result' (of a call: a tensor or a symbol)."""
 
-    def __init__(self, program: WrapperProgram, after: str) -> None:
+    def __init__(self, program: ins.WrapperProgram, after: str) -> None:
         self.p, self.after = program, after
         self.kind: dict[str, str] = {}
         self.base: dict[str, str] = {}
         self.freed: dict[str, int] = {}
         self.spent: dict[str, str] = {}  # taken over by Reuse -> the new name
-        self.kernels: dict[str, DefineKernel] = {}
-        self.placed: dict[str, Place] = {}
+        self.kernels: dict[str, ins.DefineKernel] = {}
+        self.placed: dict[str, ins.Place] = {}
         self.ranges: dict[str, Ranges] = {}
         self.samples = _samples(program)
-        self.arenas: dict[str, Arena] = {}
+        self.arenas: dict[str, ins.Arena] = {}
         self.at = -1
         self.uses = self._uses()
 
     def run(self) -> None:
         for entry in self.p.inputs:
-            kinds = {TensorInput: "tensor", SymbolInput: "symbol", OpaqueInput: "opaque"}
+            kinds = {
+                ins.TensorInput: "tensor",
+                ins.SymbolInput: "symbol",
+                ins.OpaqueInput: "opaque",
+            }
             self.define(entry.name, kinds[type(entry)])
-            if isinstance(entry, TensorInput):
+            if isinstance(entry, ins.TensorInput):
                 self.ranks(entry.shape, entry.strides)
-        if not self.p.body or not isinstance(self.p.body[-1], Return):
+        if not self.p.body or not isinstance(self.p.body[-1], ins.Return):
             self.fail("the last instruction is no Return")
         for i in self.p.body:
             self.at += 1
@@ -165,7 +147,7 @@ class _Verifier:
         base: dict[str, str] = {}
         out: dict[str, list[int]] = {}
         for k, i in enumerate(self.p.body):
-            if isinstance(i, View):
+            if isinstance(i, ins.View):
                 base[i.name] = i.base
                 continue
             for name in used(i):
@@ -182,7 +164,7 @@ class _Verifier:
         return self.uses.get(name, [-1])[-1]
 
     # ---- instructions
-    def instruction(self, i: Instr) -> None:
+    def instruction(self, i: ins.Instr) -> None:
         for name in symbols(i):
             if self.kind.get(name) not in ("symbol", "result"):
                 self.fail(f"symbol {name} is not bound")
@@ -191,63 +173,63 @@ class _Verifier:
         for o in operands(i):
             self.literal(o)
         match i:
-            case Symbol():
+            case ins.Symbol():
                 self.define(i.name, "symbol")
-            case Arena():
+            case ins.Arena():
                 if any(a.device == i.device for a in self.arenas.values()):
                     self.fail(f"a second arena on {i.device}")
                 self.define(i.name, "arena")
                 self.arenas[i.name] = i
-            case Place():
+            case ins.Place():
                 self.place(i)
-            case Alloc():
+            case ins.Alloc():
                 self.ranks(i.shape, i.strides)
                 self.define(i.name, "alloc")
-            case Reuse():
+            case ins.Reuse():
                 self.reuse(i)
-            case Free():
+            case ins.Free():
                 self.free(i)
-            case View():
+            case ins.View():
                 self.ranks(i.shape, i.strides)
                 self.define(i.name, "tensor")
                 self.base[i.name] = i.base
-            case Constant():
+            case ins.Constant():
                 if not 0 <= i.index < self.p.n_constants:
                     self.fail(f"the program has {self.p.n_constants} constants")
                 self.define(i.name, "constant")
-            case DefineKernel():
+            case ins.DefineKernel():
                 if i.name in self.kernels:
                     self.fail(f"kernel {i.name} is defined twice")
                 self.kernels[i.name] = i
-            case Launch():
+            case ins.Launch():
                 self.launch(i)
-            case CallExtern() | CallPython():
+            case ins.CallExtern() | ins.CallPython():
                 self.call(i)
-            case Return():
+            case ins.Return():
                 self.at_return(i)
             case _:
-                if isinstance(i, AssertSizeStride):
+                if isinstance(i, ins.AssertSizeStride):
                     self.ranks(i.shape, i.strides)
 
-    def check_use(self, i: Instr, name: str) -> None:
-        if isinstance(i, Place):
+    def check_use(self, i: ins.Instr, name: str) -> None:
+        if isinstance(i, ins.Place):
             if self.live(name) != "arena":
                 self.fail(f"{name} is no arena")
-        elif isinstance(i, (CallExtern, CallPython, Return)):
+        elif isinstance(i, (ins.CallExtern, ins.CallPython, ins.Return)):
             if self.live(name) in ("arena", "symbol"):
                 self.fail(f"{name} is no tensor")
         else:
             self.tensor(name)
 
     def literal(self, o: object) -> None:
-        if isinstance(o, Literal) and o.kind not in LITERALS:
+        if isinstance(o, ins.Literal) and o.kind not in LITERALS:
             self.fail(f"a literal of unknown kind {o.kind!r}")
 
     def ranks(self, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> None:
         if len(shape) != len(strides):
             self.fail(f"{len(shape)} sizes but {len(strides)} strides")
 
-    def place(self, i: Place) -> None:
+    def place(self, i: ins.Place) -> None:
         self.ranks(i.shape, i.strides)
         self.define(i.name, "place")
         if isinstance(i.offset, int) and i.offset % i.dtype.nbytes:
@@ -263,7 +245,7 @@ class _Verifier:
                 self.check_apart(i, other)
         self.placed[i.name] = i
 
-    def check_apart(self, i: Place, other: Place) -> None:
+    def check_apart(self, i: ins.Place, other: ins.Place) -> None:
         last, first = self.last_use(other.name), self.first_use(i.name)
         # What a kernel overwrites in place starts at the same byte and is read for the last time by that kernel.
         if last < first or (last == first and i.offset == other.offset):
@@ -271,7 +253,7 @@ class _Verifier:
         if _overlap(self.ranges[i.name], self.ranges[other.name]):
             self.fail(f"its memory overlaps that of {other.name}, which is live")
 
-    def reuse(self, i: Reuse) -> None:
+    def reuse(self, i: ins.Reuse) -> None:
         self.ranks(i.shape, i.strides)
         if self.kind[i.old] != "alloc":
             self.fail(f"{i.old} was not allocated by this program")
@@ -280,7 +262,7 @@ class _Verifier:
         self.define(i.name, "alloc")
         self.spent[i.old] = i.name
 
-    def free(self, i: Free) -> None:
+    def free(self, i: ins.Free) -> None:
         kind = self.kind.get(i.name)
         if kind is None:
             self.fail(f"{i.name} is freed before it is defined")
@@ -290,7 +272,7 @@ class _Verifier:
             self.fail(f"{i.name} was already freed by instruction {self.freed[i.name]}")
         self.freed[i.name] = self.at
 
-    def launch(self, i: Launch) -> None:
+    def launch(self, i: ins.Launch) -> None:
         k = self.kernels.get(i.kernel)
         if k is None:
             self.fail(f"kernel {i.kernel} is launched before it is defined")
@@ -300,25 +282,25 @@ class _Verifier:
         if stray:
             self.fail(f"{stray[0]} is written but no argument")
 
-    def call(self, i: CallExtern | CallPython) -> None:
-        if isinstance(i, CallPython) and not 0 <= i.index < self.p.n_callables:
+    def call(self, i: ins.CallExtern | ins.CallPython) -> None:
+        if isinstance(i, ins.CallPython) and not 0 <= i.index < self.p.n_callables:
             self.fail(f"the program has {self.p.n_callables} callables")
-        if isinstance(i, CallPython) or i.may_keep:
+        if isinstance(i, ins.CallPython) or i.may_keep:
             for name in used(i):
                 if self.kind[self.root(name)] == "place":
                     self.fail(f"{name} lies in the arena and the call may keep it")
-        if isinstance(i, CallExtern):
+        if isinstance(i, ins.CallExtern):
             given = {n for _, o in i.kwargs for n in refs(o)}
             if not given.issuperset(i.into):
                 self.fail("a result is written into a tensor that is no keyword argument")
         for name in defined(i):
             self.define(name, "result")
 
-    def at_return(self, i: Return) -> None:
+    def at_return(self, i: ins.Return) -> None:
         if self.at != len(self.p.body) - 1:
             self.fail("instructions follow")
         for o in i.values:
-            if not isinstance(o, (Ref, Literal, int, Expr)):
+            if not isinstance(o, (ins.Ref, ins.Literal, int, Expr)):
                 self.fail(f"{o} is no output")
             for name in refs(o):
                 if self.kind[self.root(name)] == "place":
@@ -331,7 +313,7 @@ Ranges = Sequence[tuple[int, int]]
 _SAMPLES = (0, 1, 2, 3, 5, 8, 17, 64, 127, 1000)
 
 
-def _samples(p: WrapperProgram) -> list[dict[str, int]]:
+def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
     """Values of all symbols: one set for a program without symbols, else a handful, within the symbols' ranges.
 
     A symbol that is an expression takes its value from the others."""
@@ -339,7 +321,7 @@ def _samples(p: WrapperProgram) -> list[dict[str, int]]:
     given = {
         i.name: i.value
         for i in p.body
-        if isinstance(i, Symbol) and isinstance(i.value, (int, Expr))
+        if isinstance(i, ins.Symbol) and isinstance(i.value, (int, Expr))
     }
     free = [n for n in sorted(atoms) if n not in given]
     if not atoms:
@@ -358,7 +340,7 @@ def _samples(p: WrapperProgram) -> list[dict[str, int]]:
     return out
 
 
-def _bytes(i: Place, env: Env) -> tuple[int, int]:
+def _bytes(i: ins.Place, env: Env) -> tuple[int, int]:
     """First byte and one past the last byte of a placed tensor; equal if it has no elements."""
     start = sz.evaluate(i.offset, env)
     shape = [sz.evaluate(s, env) for s in i.shape]

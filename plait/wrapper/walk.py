@@ -11,122 +11,104 @@ from dataclasses import replace
 from typing import assert_never
 
 from plait.ir.sizes import Expr, Size, free_symbols
-from plait.wrapper.instructions import (
-    Alloc,
-    Arena,
-    AssertAlignment,
-    AssertScalar,
-    AssertSizeStride,
-    BumpVersion,
-    CallExtern,
-    CallPython,
-    CheckFinite,
-    Constant,
-    Copy,
-    DefineKernel,
-    Fill,
-    Free,
-    Input,
-    Instr,
-    ItemOf,
-    Launch,
-    ListOf,
-    Literal,
-    Note,
-    OpaqueInput,
-    Operand,
-    Place,
-    Ref,
-    Return,
-    Reuse,
-    SizeOf,
-    Symbol,
-    SymbolInput,
-    TensorInput,
-    View,
-)
+from plait.wrapper import instructions as ins
 
 
-def defined(i: Instr) -> tuple[str, ...]:
+def defined(i: ins.Instr) -> tuple[str, ...]:
     """Names that come into being here: tensors, arenas, symbols. Kernels have a space of their own."""
     match i:
-        case Symbol() | Arena() | Place() | Alloc() | Reuse() | View() | Constant():
+        case (
+            ins.Symbol()
+            | ins.Arena()
+            | ins.Place()
+            | ins.Alloc()
+            | ins.Reuse()
+            | ins.View()
+            | ins.Constant()
+        ):
             return (i.name,)
-        case CallExtern() | CallPython():
+        case ins.CallExtern() | ins.CallPython():
             return tuple(n for n in i.outs if n is not None)
         case (
-            AssertScalar() | AssertSizeStride() | AssertAlignment() | CheckFinite() | Free()
-            | DefineKernel() | Launch() | Copy() | BumpVersion() | Fill() | Note() | Return()
+            ins.AssertScalar() | ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free()
+            | ins.DefineKernel() | ins.Launch() | ins.Copy() | ins.BumpVersion() | ins.Fill() | ins.Note()
+            | ins.Return()
         ):  # fmt: skip
             return ()
         case _:
             assert_never(i)
 
 
-def refs(o: Operand) -> Iterator[str]:
+def refs(o: ins.Operand) -> Iterator[str]:
     """Tensors named in an operand, in order."""
     match o:
-        case Ref(name):
+        case ins.Ref(name):
             yield name
-        case ListOf(items):
+        case ins.ListOf(items):
             for item in items:
                 yield from refs(item)
-        case Literal() | int() | Expr():
+        case ins.Literal() | int() | Expr():
             return
         case _:
             assert_never(o)
 
 
-def operand_sizes(o: Operand) -> Iterator[Size]:
+def operand_sizes(o: ins.Operand) -> Iterator[Size]:
     """Integer expressions in an operand, in order."""
     match o:
         case int() | Expr():
             yield o
-        case ListOf(items):
+        case ins.ListOf(items):
             for item in items:
                 yield from operand_sizes(item)
-        case Literal() | Ref():
+        case ins.Literal() | ins.Ref():
             return
         case _:
             assert_never(o)
 
 
-def operands(i: Instr) -> tuple[Operand, ...]:
+def operands(i: ins.Instr) -> tuple[ins.Operand, ...]:
     """The operands of a call, a fill or a return; empty for the rest."""
     match i:
-        case CallExtern() | CallPython():
+        case ins.CallExtern() | ins.CallPython():
             return (*i.args, *(v for _, v in i.kwargs))
-        case Fill():
+        case ins.Fill():
             return (i.value,)
-        case Return():
+        case ins.Return():
             return i.values
         case _:
             return ()
 
 
-def used(i: Instr) -> tuple[str, ...]:
+def used(i: ins.Instr) -> tuple[str, ...]:
     """Tensors and arenas that this reads, writes or refers to, each once, in order. Free uses nothing."""
     names: list[str] = []
     match i:
-        case Symbol(_, SizeOf(tensor) | ItemOf(tensor)):
+        case ins.Symbol(_, ins.SizeOf(tensor) | ins.ItemOf(tensor)):
             names.append(tensor)
-        case AssertSizeStride() | AssertAlignment() | CheckFinite() | BumpVersion() | Fill():
+        case (
+            ins.AssertSizeStride()
+            | ins.AssertAlignment()
+            | ins.CheckFinite()
+            | ins.BumpVersion()
+            | ins.Fill()
+        ):
             names.append(i.tensor)
-        case Place():
+        case ins.Place():
             names.append(i.arena)
-        case Reuse():
+        case ins.Reuse():
             names.append(i.old)
-        case View():
+        case ins.View():
             names.append(i.base)
-        case Launch():
+        case ins.Launch():
             names.extend((*i.args, *i.outs))
-        case CallExtern():
+        case ins.CallExtern():
             names.extend(i.into)
-        case Copy():
+        case ins.Copy():
             names.extend((i.dst, i.src))
         case (
-            Symbol() | AssertScalar() | Arena() | Alloc() | Free() | Constant() | DefineKernel()
-            | CallPython() | Note() | Return()
+            ins.Symbol() | ins.AssertScalar() | ins.Arena() | ins.Alloc() | ins.Free() | ins.Constant()
+            | ins.DefineKernel() | ins.CallPython() | ins.Note() | ins.Return()
         ):  # fmt: skip
             pass
         case _:
@@ -136,118 +118,120 @@ def used(i: Instr) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def sizes(i: Instr) -> tuple[Size, ...]:
+def sizes(i: ins.Instr) -> tuple[Size, ...]:
     """Integer expressions that this evaluates, in order."""
     match i:
-        case Symbol(_, int() | Expr() as value):
+        case ins.Symbol(_, int() | Expr() as value):
             return (value,)
-        case AssertScalar():
+        case ins.AssertScalar():
             return (i.expr,)
-        case AssertSizeStride():
+        case ins.AssertSizeStride():
             return (*i.shape, *i.strides)
-        case Arena():
+        case ins.Arena():
             return (i.nbytes,)
-        case Place() | View():
+        case ins.Place() | ins.View():
             return (i.offset, *i.shape, *i.strides)
-        case Alloc() | Reuse():
+        case ins.Alloc() | ins.Reuse():
             return (*i.shape, *i.strides)
-        case Launch():
+        case ins.Launch():
             return (*i.sizes, i.work_ns)
-        case CallExtern() | CallPython() | Fill() | Return():
+        case ins.CallExtern() | ins.CallPython() | ins.Fill() | ins.Return():
             return tuple(s for o in operands(i) for s in operand_sizes(o))
         case (
-            Symbol() | AssertAlignment() | CheckFinite() | Free() | Constant() | DefineKernel()
-            | Copy() | BumpVersion() | Note()
+            ins.Symbol() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free() | ins.Constant() | ins.DefineKernel()
+            | ins.Copy() | ins.BumpVersion() | ins.Note()
         ):  # fmt: skip
             return ()
         case _:
             assert_never(i)
 
 
-def symbols(i: Instr) -> frozenset[str]:
+def symbols(i: ins.Instr) -> frozenset[str]:
     """Names of the symbols in this instruction's expressions."""
     return frozenset(a.name for e in sizes(i) for a in free_symbols(e))
 
 
-def input_sizes(i: Input) -> tuple[Size, ...]:
+def input_sizes(i: ins.Input) -> tuple[Size, ...]:
     """The sizes and strides that an input promises."""
     match i:
-        case TensorInput():
+        case ins.TensorInput():
             return (*i.shape, *i.strides)
-        case SymbolInput() | OpaqueInput():
+        case ins.SymbolInput() | ins.OpaqueInput():
             return ()
         case _:
             assert_never(i)
 
 
-def map_operand(o: Operand, ref: Callable[[str], str], size: Callable[[Size], Size]) -> Operand:
+def map_operand(
+    o: ins.Operand, ref: Callable[[str], str], size: Callable[[Size], Size]
+) -> ins.Operand:
     """The operand with its tensor names and its integer expressions replaced."""
     match o:
-        case Ref(name):
-            return Ref(ref(name))
-        case ListOf(items):
-            return ListOf(tuple(map_operand(item, ref, size) for item in items))
+        case ins.Ref(name):
+            return ins.Ref(ref(name))
+        case ins.ListOf(items):
+            return ins.ListOf(tuple(map_operand(item, ref, size) for item in items))
         case int() | Expr():
             return size(o)
-        case Literal():
+        case ins.Literal():
             return o
         case _:
             assert_never(o)
 
 
-def rewrite(i: Instr, ref: Callable[[str], str], size: Callable[[Size], Size]) -> Instr:
+def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size]) -> ins.Instr:
     """The instruction with used tensors renamed by ref and expressions replaced by size. What it defines stays."""
 
     def many(values: tuple[Size, ...]) -> tuple[Size, ...]:
         return tuple(map(size, values))
 
     match i:
-        case Symbol():
-            if isinstance(i.value, (SizeOf, ItemOf)):
+        case ins.Symbol():
+            if isinstance(i.value, (ins.SizeOf, ins.ItemOf)):
                 return replace(i, value=replace(i.value, tensor=ref(i.value.tensor)))
             return replace(i, value=size(i.value))
-        case AssertScalar():
+        case ins.AssertScalar():
             return replace(i, expr=size(i.expr))
-        case AssertSizeStride():
+        case ins.AssertSizeStride():
             return replace(i, tensor=ref(i.tensor), shape=many(i.shape), strides=many(i.strides))
-        case AssertAlignment() | CheckFinite() | BumpVersion():
+        case ins.AssertAlignment() | ins.CheckFinite() | ins.BumpVersion():
             return replace(i, tensor=ref(i.tensor))
-        case Arena():
+        case ins.Arena():
             return replace(i, nbytes=size(i.nbytes))
-        case Place():
+        case ins.Place():
             return replace(
                 i, arena=ref(i.arena), offset=size(i.offset),
                 shape=many(i.shape), strides=many(i.strides),
             )  # fmt: skip
-        case Alloc():
+        case ins.Alloc():
             return replace(i, shape=many(i.shape), strides=many(i.strides))
-        case Reuse():
+        case ins.Reuse():
             return replace(i, old=ref(i.old), shape=many(i.shape), strides=many(i.strides))
-        case Free():
+        case ins.Free():
             return replace(i, name=ref(i.name))
-        case View():
+        case ins.View():
             return replace(
                 i, base=ref(i.base), shape=many(i.shape), strides=many(i.strides),
                 offset=size(i.offset),
             )  # fmt: skip
-        case Launch():
+        case ins.Launch():
             return replace(
                 i, args=tuple(map(ref, i.args)), sizes=many(i.sizes),
                 outs=tuple(map(ref, i.outs)), work_ns=size(i.work_ns),
             )  # fmt: skip
-        case CallExtern() | CallPython():
+        case ins.CallExtern() | ins.CallPython():
             args = tuple(map_operand(o, ref, size) for o in i.args)
             kwargs = tuple((k, map_operand(o, ref, size)) for k, o in i.kwargs)
-            if isinstance(i, CallExtern):
+            if isinstance(i, ins.CallExtern):
                 return replace(i, args=args, kwargs=kwargs, into=tuple(map(ref, i.into)))
             return replace(i, args=args, kwargs=kwargs)
-        case Copy():
+        case ins.Copy():
             return replace(i, dst=ref(i.dst), src=ref(i.src))
-        case Fill():
+        case ins.Fill():
             return replace(i, tensor=ref(i.tensor), value=map_operand(i.value, ref, size))
-        case Return():
+        case ins.Return():
             return replace(i, values=tuple(map_operand(o, ref, size) for o in i.values))
-        case Constant() | DefineKernel() | Note():
+        case ins.Constant() | ins.DefineKernel() | ins.Note():
             return i
         case _:
             assert_never(i)

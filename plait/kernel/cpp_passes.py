@@ -180,7 +180,7 @@ def _axis(
         inner = space.rvars[-1:] if positions else space.rvars
         candidates += [(a, True) for a in inner]
     found = list(accesses(space, deps))
-    best: tuple[float, int, Atom | None, bool] = (_scalar_cost(found), 0, None, False)
+    best: tuple[float, int, Atom | None, bool] = (_scalar_cost(found, bool(space.rvars)), 0, None, False)
     for k, (a, is_inner) in enumerate(candidates):
         cost = _axis_cost(a, is_inner, found, lanes, bool(space.rvars))
         if (cost, -k) < best[:2]:
@@ -188,8 +188,13 @@ def _axis(
     return best[2], best[3]
 
 
-def _scalar_cost(found: list[Access]) -> float:
-    return sum(4.0 * (16.0 if a.full else 1.0) for a in found) + 1e-6
+def _weight(a: Access, has_inner: bool) -> float:
+    """How much oftener than an outer access this one runs."""
+    return 16.0 if a.full or not has_inner else 1.0
+
+
+def _scalar_cost(found: list[Access], has_inner: bool) -> float:
+    return sum(4.0 * _weight(a, has_inner) for a in found) + 1e-6
 
 
 def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inner: bool) -> float:
@@ -201,7 +206,7 @@ def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inn
         waste = full / max(1, int(n))
     cost = 0.0
     for a in found:
-        weight = 16.0 if a.full or not has_inner else 1.0
+        weight = _weight(a, has_inner)
         stride = coefficient(a.offset, axis)
         if axis in a.indirect or stride is None:
             each = 4.0

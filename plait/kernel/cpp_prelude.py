@@ -135,7 +135,9 @@ def _math_pointers(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
 @lru_cache(maxsize=8)
 def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int], dict[str, tuple[str, ...]]]:
     math, places = _math_pointers(isa)
-    table = {**math, **_builtins(), **_SCALAR, **simd(isa)}
+    vectors = simd(isa)
+    places = {name: k for name, k in places.items() if name not in vectors}
+    table = {**{k: t for k, t in math.items() if k not in vectors}, **_builtins(), **_SCALAR, **vectors}
     needs = {
         name: tuple(sorted(w for w in set(re.findall(r"\w+", text)) if w in table and w != name))
         for name, text in table.items()

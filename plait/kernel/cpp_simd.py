@@ -7,6 +7,7 @@ an instruction's builtin is used under g++. vT is one register of T (see cpp_pre
 from __future__ import annotations
 
 from plait.ir.dtypes import DTYPES
+from plait.kernel.cpp_elementary import elementary
 from plait.runtime.toolchain import Isa
 
 _NUMBERS = ("f32", "f64", "i32", "u32", "i64", "u64", "i16", "u16", "i8", "u8")
@@ -18,7 +19,7 @@ def simd(isa: Isa) -> dict[str, str]:
     out: dict[str, str] = {}
     for part in (_shape, _memory, _arithmetic, _rounding, _lanewise, _halves, _horizontal, _random):
         out.update(part(isa))
-    return out
+    return {**out, **elementary(isa)}
 
 
 def _fn(result: str, name: str, params: str, body: str) -> str:
@@ -236,25 +237,31 @@ def _halves(isa: Isa) -> dict[str, str]:
 
 
 _COMBINE = {
-    "sum": "{0} + {1}", "prod": "{0} * {1}", "max": "s_max({0}, {1})", "min": "s_min({0}, {1})",
+    "sum": "{0} + {1}", "prod": "{0} * {1}", "max": "v_max_{t}({0}, {1})", "min": "v_min_{t}({0}, {1})",
     "any": "{0} | {1}", "all": "{0} & {1}", "xor": "{0} ^ {1}",
 }  # fmt: skip
 
 
 def _horizontal(isa: Isa) -> dict[str, str]:
-    """h_<kind>_<type>: all lanes of a register combined, as a tree."""
+    """turn<k>_<type>: lanes rotated by k. h_<kind>_<type>: all lanes of a register combined, as a tree."""
     out = {}
     for t in _NUMBERS:
-        n = _lanes(isa, t)
+        n, v = _lanes(isa, t), f"v{t}"
+        steps = [n >> k for k in range(1, n.bit_length()) if n >> k]
+        for step in steps:
+            picks = ", ".join(str((k + step) % n) for k in range(n))
+            loop = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = a[(k + {step}) % {n}]; return r;"
+            name = f"turn{step}_{t}"
+            out[name] = "\n".join((
+                "#if __has_builtin(__builtin_shufflevector)",
+                _fn(v, name, f"{v} a", f"return __builtin_shufflevector(a, a, {picks});"),
+                "#else", _fn(v, name, f"{v} a", loop), "#endif",
+            ))  # fmt: skip
         for kind, how in _COMBINE.items():
             if t in _FLOATS and kind in ("any", "all", "xor"):
                 continue
-            both = how.format("t[k]", "t[k + s]")
-            body = (
-                f"{t} t[{n}]; __builtin_memcpy(t, &a, sizeof a); "
-                f"for (int s = {n // 2}; s; s /= 2) for (int k = 0; k < s; ++k) t[k] = ({t})({both}); return t[0];"
-            )
-            out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"v{t} a", body)
+            body = " ".join(f"a = {how.format('a', f'turn{step}_{t}(a)', t=t)};" for step in steps)
+            out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"{v} a", f"{body} return a[0];")
     return out
 
 

@@ -119,3 +119,12 @@ def test_a_missing_kernel_is_told(tmp_path: Any) -> None:
     subprocess.run(["gcc", "-shared", "k.c", "-o", "k.so"], cwd=tmp_path, check=True)
     with pytest.raises(RuntimeError, match="kernel k_none is not in library"):
         generated.kernel(str(tmp_path / "k.so"), "k_none")
+
+
+def test_kernels_are_ranges_of_the_profiler() -> None:
+    for wrapper in ("native", "python"):
+        fn = compiled(lambda x: (x + 1).tanh(), wrapper)
+        fn(torch.ones(8))
+        with torch.profiler.profile() as profile:
+            fn(torch.ones(8))
+        assert any(e.name.startswith("plait_") for e in profile.events()), wrapper

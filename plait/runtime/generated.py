@@ -40,6 +40,15 @@ class Kernel:
         """Runs all of it. work_ns: the estimate that decides whether it is split over torch's number of threads.
 
         Raises IndexError if one of the kernel's run-time checks failed."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.profiler.record_function(self.name):
+                return self.run(tensors, sizes, work_ns, parallel)
+        return self.run(tensors, sizes, work_ns, parallel)
+
+    def run(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool
+    ) -> None:
+        """The same, unseen by a profiler."""
         bufs = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
         syms = (ctypes.c_int64 * len(sizes))(*sizes)
         n = torch.get_num_threads() if parallel and work_ns >= _MIN_SPLIT_NS else 1

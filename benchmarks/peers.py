@@ -106,7 +106,8 @@ def _ready(gm: torch.fx.GraphModule, key: str) -> tuple[Any, ...]:
     """Real tensors of the shapes and strides that gm returns."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    (result,) = next(reversed(gm.graph.nodes)).args
+    *_, output = gm.graph.nodes
+    (result,) = output.args
     ready = []
     for node in result:
         value = node.meta[key] if isinstance(node, torch.fx.Node) else node

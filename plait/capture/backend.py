@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from plait import compat
-from plait.capture.program import compile_captured
+from plait.capture.program import collector_paused, compile_captured
 from plait.compile import Program
 from plait.config import Config
 from plait.errors import PlaitError
@@ -39,7 +39,8 @@ def plait_backend(
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
-        return _OneGraph(cfg, len(example_inputs)).compile(gm, example_inputs)
+        with collector_paused():
+            return _OneGraph(cfg, len(example_inputs)).compile(gm, example_inputs)
     except PlaitError as error:
         raise compat.through_dynamo(error) from error.__cause__
 
@@ -82,7 +83,8 @@ class _OneGraph:
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         donated = compat.donated_input_indices(compat.forward_metadata())
-        return self._program(gm, "backward", donated_inputs=donated).boxed
+        with collector_paused():  # called at the first backward pass, on its own
+            return self._program(gm, "backward", donated_inputs=donated).boxed
 
     def _program(
         self,

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 
 from plait import compat
 from plait.capture.bound import bind, tensor_spec
-from plait.capture.program import compile_captured
+from plait.capture.program import collector_paused, compile_captured
 from plait.capture.trace import VALUE, FunctionModule, Signature, Traced, trace
 from plait.config import Config
 from plait.errors import InputError, UserError
@@ -43,7 +43,8 @@ def compile(
         raise UserError(f"plait.compile needs a function or module, got {type(fn).__name__}")
     args, kwargs = _example(example_inputs)
     module = fn if isinstance(fn, torch.nn.Module) else FunctionModule(fn)
-    return _bound(trace(module, args, kwargs, dynamic_shapes), cfg)
+    with collector_paused():
+        return _bound(trace(module, args, kwargs, dynamic_shapes), cfg)
 
 
 def _example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

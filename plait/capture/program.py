@@ -1,14 +1,34 @@
-"""Hands a captured graph to the compiler. What escapes from it is an error of plait's own, whatever went wrong."""
+"""Hands a captured graph to the compiler, and holds the garbage collector while one is made and compiled.
+
+What escapes from here is an error of plait's own, whatever went wrong.
+"""
 
 from __future__ import annotations
 
+import gc
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from plait.compile import Program, compile_graph
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: tracing makes so many objects that scanning the process for garbage, again and
+    again, takes half of the time. Two threads may be inside at once; the first to leave switches it on again."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def compile_captured(captured: Captured, cfg: Config) -> Program:

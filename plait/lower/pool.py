@@ -253,20 +253,30 @@ def _max_pool_backward(
     lead = len(x.shape) - n
     sizes = x.shape[lead:]
     window = _Window(n, kernel, stride, padding, dilation, sizes, grad.shape[lead:])
-    strides = sz.contiguous_strides(sizes)
+    return _chosen(ctx, grad, x, indices, lead, lambda i: list(window.holders(i[lead:])))
+
+
+def _chosen(
+    ctx: Lowering,
+    grad: View,
+    x: View,
+    indices: View,
+    lead: int,
+    holders: Callable[[Point], list[tuple[Point, Bounds]]],
+) -> View:
+    """The gradient of a maximum: each input element sums over the windows that hold it and chose it."""
+    strides = sz.contiguous_strides(x.shape[lead:])
+    compute = compute_dtype(grad.dtype)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         mine = ops.index(sz.total(sz.mul(e, s) for e, s in zip(i[lead:], strides, strict=True)))
-        compute = compute_dtype(grad.dtype)
 
         def share(o: Point, bounds: Bounds) -> Node:
             best = _tap(ops, indices, i[:lead], o, bounds, -1)
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
             return ops.op("where", ops.op("eq", best, mine), given, ops.const(0, compute))
 
-        return ops.cast(
-            _chain(ops, "add", (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype
-        )
+        return ops.cast(_chain(ops, "add", (share(o, b) for o, b in holders(i))), grad.dtype)
 
     return result(ctx, body)
 
@@ -498,6 +508,22 @@ def _adaptive_max(ctx: Lowering, x: View, n: int) -> tuple[View, View]:
     return _maximum(
         ctx, x, lead, lambda i: parts.taps(i[lead:]), lambda i: parts.at(i[lead:], [0] * n)
     )
+
+
+@lower(aten.adaptive_max_pool2d_backward.default)
+def adaptive_max_pool2d_backward(ctx: Lowering, grad: View, x: View, indices: View) -> View:
+    return _adaptive_max_backward(ctx, grad, x, indices, 2)
+
+
+@lower(aten.adaptive_max_pool3d_backward.default)
+def adaptive_max_pool3d_backward(ctx: Lowering, grad: View, x: View, indices: View) -> View:
+    return _adaptive_max_backward(ctx, grad, x, indices, 3)
+
+
+def _adaptive_max_backward(ctx: Lowering, grad: View, x: View, indices: View, n: int) -> View:
+    lead = len(x.shape) - n
+    parts = _Parts(grad.shape[lead:], x.shape[lead:])
+    return _chosen(ctx, grad, x, indices, lead, lambda i: parts.taps(i[lead:]))
 
 
 # ------------------------------------------------------------------------------------------- resampling

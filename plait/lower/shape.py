@@ -211,29 +211,46 @@ def roll(ctx: Lowering, x: View, shifts: Sequence[Size], dims: Sequence[int] = (
         shifts = [shifts]
     if not dims:
         raise NoRule("roll over the flattened tensor")
-    by: dict[int, Size] = {}
     for s, d in zip(shifts, dims, strict=True):
-        by[wrap_dim(d, len(x.shape))] = sz.add(by.get(wrap_dim(d, len(x.shape)), 0), s)
+        x = _rolled(ctx, x, s, wrap_dim(d, len(x.shape)))
+    return x
 
-    def fn(i: tuple[Expr, ...]) -> Index:
-        return tuple(
-            sz.mod(sz.add(v, sz.mul(by[d], -1)), x.shape[d]) if d in by and x.shape[d] != 0 else v
-            for d, v in enumerate(i)
-        )
 
-    return _gathered(ctx, x, fn)
+def _rolled(ctx: Lowering, x: View, shift: Size, d: int) -> View:
+    """x rolled along one dimension: two slices side by side, which loads without division."""
+    size = x.shape[d]
+    if size == 0:
+        return x
+    start = sz.mod(shift, size)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        def moved(by: Size) -> Callable[[], Node]:
+            return lambda: x.load(ops, (*i[:d], sz.add(i[d], by), *i[d + 1 :]))
+
+        front = compare(ops, "lt", i[d], start)
+        early = ops.masked(front, moved(sz.add(size, sz.mul(start, -1))), 0)
+        late = ops.masked(compare(ops, "ge", i[d], start), moved(sz.mul(start, -1)), 0)
+        return ops.op("where", front, early, late)
+
+    return ctx.pointwise(x.shape, x.dtype, body, ctx.out_strides())
 
 
 @lower(aten.repeat.default)
 def repeat(ctx: Lowering, x: View, repeats: Sequence[Size]) -> View:
+    """A copy with a dimension of its own for every repetition (so that no index divides), seen with these joined."""
     lead = len(repeats) - len(x.shape)
-    return _gathered(
-        ctx,
-        x,
-        lambda i: tuple(
-            v if s == 0 else sz.mod(v, s) for v, s in zip(i[lead:], x.shape, strict=True)
-        ),
-    )
+    sizes = (*(1,) * lead, *x.shape)
+    apart = tuple(n for pair in zip(repeats, sizes, strict=True) for n in pair)
+    made = ctx.pointwise(apart, x.dtype, lambda ops, i: x.load(ops, i[2 * lead + 1 :: 2]))
+
+    def fn(v: tuple[Expr, ...]) -> Index:
+        return tuple(
+            e
+            for p, s in zip(v, sizes, strict=True)
+            for e in ((sz.floordiv(p, s), sz.mod(p, s)) if s != 0 else (p, p))
+        )
+
+    return made.remap(ctx.out_shape(), fn)
 
 
 # -------------------------------------------------------------------------------------------

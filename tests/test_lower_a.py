@@ -19,7 +19,7 @@ from plait.config import Config
 from plait.errors import Unsupported
 from plait.graph.captured import Captured
 from plait.ir import sizes as sz
-from plait.ir.loops import Extern, Mutate, Pointwise, Reduction, Scalar, TensorArg, loop_vars, walk
+from plait.ir.loops import Extern, Mutate, Pointwise, Reduction, TensorArg, loop_vars, walk
 from plait.ir.verify import verify
 from plait.lower import core
 from plait.lower.core import View
@@ -159,8 +159,9 @@ POINTWISE: dict[str, Fn] = {
     "comparison": lambda x, v: (x > v, x == v, x <= 0, torch.isnan(x), torch.isinf(x), torch.signbit(x)),
     "selection": lambda x, v: (torch.where(x > 0, x, v), torch.maximum(x, v), torch.fmin(x, v)),
     "activations": lambda x, v: (
-        F.gelu(x), F.gelu(x, approximate="tanh"), F.silu(x), torch.sigmoid(x), F.elu(x), F.leaky_relu(x, 0.1), F.mish(x),
-        F.softplus(x), F.hardswish(x), F.celu(x), F.selu(x), F.hardsigmoid(x), F.logsigmoid(x), F.relu6(x),
+        F.gelu(x), F.gelu(x, approximate="tanh"), F.silu(x), torch.sigmoid(x), F.elu(x), F.leaky_relu(x, 0.1),
+        F.mish(x), F.softplus(x), F.hardswish(x), F.celu(x),
+        F.selu(x), F.hardsigmoid(x), F.logsigmoid(x), F.relu6(x),
     ),
     "rounding": lambda x, v: (x.floor(), x.ceil(), x.trunc(), x.round(), torch.round(x, decimals=1), x.frac()),
     "composite": lambda x, v: (
@@ -181,8 +182,9 @@ def test_integers_and_bools() -> None:
     b = torch.randint(1, 7, (8,))
     check(
         lambda a, b: (
-            a // b, a % b, torch.fmod(a, b), a / b, a & b, a | b, a ^ b, ~a, a << 2, a >> b, a**3, a.abs(), -a, a.sign(),
-            torch.sqrt(b), a > 2.5, (a > 0) + (b > 3), (a > 0) * (b > 3), torch.logical_xor(a, b), a.to(torch.int8),
+            a // b, a % b, torch.fmod(a, b), a / b, a & b, a | b, a ^ b, ~a, a << 2, a >> b, a**3, a.abs(), -a,
+            a.sign(), torch.sqrt(b), a > 2.5, (a > 0) + (b > 3),
+            (a > 0) * (b > 3), torch.logical_xor(a, b), a.to(torch.int8),
         ),
         a, b,
     )  # fmt: skip
@@ -196,7 +198,8 @@ REDUCTIONS: dict[str, Fn] = {
     "tests": lambda x: ((x > 0).any(), (x > 0).all(1), (x > 0).any(0, keepdim=True)),
     "moments": lambda x: (x.var(), x.std(1), *torch.var_mean(x, (1, 2), correction=0), x.var(0, keepdim=True)),
     "norms": lambda x: (
-        x.norm(), torch.linalg.vector_norm(x, 1, 1), torch.linalg.vector_norm(x, 3), torch.linalg.vector_norm(x, float("inf"), 0),
+        x.norm(), torch.linalg.vector_norm(x, 1, 1), torch.linalg.vector_norm(x, 3),
+        torch.linalg.vector_norm(x, float("inf"), 0),
         torch.linalg.vector_norm(x, 0),
     ),
     "soft": lambda x: (x.logsumexp(1), F.softmax(x, 1), F.log_softmax(x, -1), F.softmin(x, 0)),
@@ -236,7 +239,8 @@ def test_reductions_of_nothing_and_of_scalars() -> None:
     )
     check(
         lambda s: (
-            s.sum(), s.prod(), s.amax(), s.argmax(), s.mean(), s.any(), F.softmax(s, 0), s.norm(), *s.max(0), s.logsumexp(0),
+            s.sum(), s.prod(), s.amax(), s.argmax(), s.mean(), s.any(), F.softmax(s, 0), s.norm(),
+            *s.max(0), s.logsumexp(0),
         ),
         torch.tensor(2.5),
     )  # fmt: skip
@@ -490,7 +494,8 @@ def test_sizes_keep_their_ranges_and_meaning() -> None:
     size = to_size(n)
     assert sz.bounds(size)[0] >= 0 and to_size(n) is size
     for sym, python in (
-        (n * m, 63), (n // 2, 3), (n % 4, 3), (2 * n - 1, 13), (torch.sym_max(n, m), 9), (torch.sym_min(n, m), 7), (n == m, 0),
+        (n * m, 63), (n // 2, 3), (n % 4, 3), (2 * n - 1, 13), (torch.sym_max(n, m), 9), (torch.sym_min(n, m), 7),
+        (n == m, 0),
         (n <= m, 1), (torch.sym_ite(n > m, n, m), 9), (torch.sym_not(n == 3), 1), (-n // 4, -2), (n**2, 49),
         (torch.sym_int(n * 1.7), 11), (torch.sym_int(n / 2), 3),
     ):  # fmt: skip
@@ -592,7 +597,7 @@ def test_origins_name_the_users_line() -> None:
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Fn:
         def compiler(g: torch.fx.GraphModule, _: Sequence[Any]) -> Fn:
             found.append(lower_graph(Captured(g, "t", "inference"), Config()))
-            return torch._dynamo.utils.counters and g.forward or g.forward
+            return g.forward
 
         return compat.aot_compile(
             gm,
@@ -617,4 +622,4 @@ def test_equal_graphs_give_equal_programs() -> None:
 
     a, b = lowered(fn, X, V)[0].program, lowered(fn, X, V)[0].program
     assert repr(a) == repr(b)
-    assert isinstance(a.outputs[0], TensorArg) and Scalar("none") == Scalar("none")
+    assert isinstance(a.outputs[0], TensorArg)

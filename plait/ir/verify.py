@@ -15,6 +15,7 @@ from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, i64
 from plait.ir.loops import (
     Alias,
     Assert,
+    Buffer,
     Extern,
     ExternArg,
     Item,
@@ -81,9 +82,13 @@ class _Verify:
             raise self.fail(f"donated buffers that are no inputs: {unknown}")
 
     # ---- buffers and sizes
-    def define(self, name: str) -> None:
+    def buffer(self, name: str) -> Buffer:
         if name not in self.program.buffers:
             raise self.fail(f"buffer {name} is not declared")
+        return self.program.buffers[name]
+
+    def define(self, name: str) -> None:
+        self.buffer(name)
         if name in self.defined:
             raise self.fail(f"buffer {name} is defined twice")
         self.defined.add(name)
@@ -141,7 +146,7 @@ class _Verify:
             self.mutate(op)
 
     def pointwise(self, op: Pointwise) -> None:
-        out = self.program.buffers[op.out]
+        out = self.buffer(op.out)
         if op.index is None:
             atoms = self.space(op.vars, out.shape)
             self.define(op.out)
@@ -171,12 +176,12 @@ class _Verify:
         for name in op.outs:
             if name is not None:
                 self.define(name)
-                self.space(op.vars, self.program.buffers[name].shape)
-                if self.program.buffers[name].dtype != dtype:
-                    raise self.fail(f"{name} holds {self.program.buffers[name].dtype}, not {dtype}")
+                self.space(op.vars, self.buffer(name).shape)
+                if self.buffer(name).dtype != dtype:
+                    raise self.fail(f"{name} holds {self.buffer(name).dtype}, not {dtype}")
 
     def scatter(self, op: Scatter) -> None:
-        out, base = self.program.buffers[op.out], self.program.buffers[op.base]
+        out, base = self.buffer(op.out), self.buffer(op.base)
         self.use(op.base)
         if (
             (out.shape, out.dtype) != (base.shape, base.dtype)
@@ -198,7 +203,7 @@ class _Verify:
         self.body(op.body, self.space(op.vars))
         for k, name in enumerate(op.outs):
             if name is not None:
-                out = self.program.buffers[name]
+                out = self.buffer(name)
                 self.space(op.vars, out.shape)
                 if out.dtype != (i64 if k else op.body.dtype):
                     raise self.fail(f"{name} holds {out.dtype}")
@@ -219,7 +224,7 @@ class _Verify:
     def mutate(self, op: Mutate) -> None:
         self.use(op.target)
         self.use(op.source)
-        a, b = self.program.buffers[op.target], self.program.buffers[op.source]
+        a, b = self.buffer(op.target), self.buffer(op.source)
         if (
             op.target not in self.program.inputs
             or a.dtype != b.dtype
@@ -290,7 +295,7 @@ class _Verify:
         if not isinstance(load, Load):
             raise self.fail(f"a load of {load}")
         self.use(load.buf)
-        buf = self.program.buffers[load.buf]
+        buf = self.buffer(load.buf)
         if buf.dtype != n.dtype:
             raise self.fail(f"a load of {n.dtype} from {buf}")
         args = n.args

@@ -112,7 +112,7 @@ def permute(x: View, dims: Sequence[int]) -> View:
     )
 
 
-@lower(aten.permute.default, any_dtype=True)
+@lower(aten.permute.default, aten.permute_copy.default, any_dtype=True)
 def _permute(ctx: Lowering, x: View, dims: Sequence[int]) -> View:
     return permute(x, dims)
 
@@ -228,6 +228,12 @@ def _slice(
     return part(x, dim, clamp_start(start, x.shape[dim], length, step), length, step)
 
 
+@lower(aten.narrow_copy.default, any_dtype=True)
+def _narrow(ctx: Lowering, x: View, dim: int, start: Size, length: Size) -> View:
+    dim = wrap_dim(dim, len(x.shape))
+    return part(x, dim, wrap_index(start, x.shape[dim]), length)
+
+
 def wrap_index(index: Size, size: Size) -> Size:
     """A Python index counted from the front."""
     lo, hi = sz.bounds(index)
@@ -260,7 +266,7 @@ def _split(ctx: Lowering, x: View, _sizes: object, dim: int = 0) -> tuple[View, 
     return tuple(out)
 
 
-@lower(aten.unbind.int, any_dtype=True)
+@lower(aten.unbind.int, aten.unbind_copy.int, any_dtype=True)
 def _unbind(ctx: Lowering, x: View, dim: int = 0) -> tuple[View, ...]:
     dim = wrap_dim(dim, len(x.shape))
     n = x.shape[dim]
@@ -292,7 +298,7 @@ def _unfold(ctx: Lowering, x: View, dimension: int, size: int, step: int) -> Vie
 
 
 # -------------------------------------------------------------------------- memory seen in another way
-@lower(aten.as_strided.default, any_dtype=True)
+@lower(aten.as_strided.default, aten.as_strided_copy.default, any_dtype=True)
 def _as_strided(
     ctx: Lowering,
     x: View,

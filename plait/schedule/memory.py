@@ -81,6 +81,18 @@ def lives(plan: Plan) -> dict[str, Life]:
     }
 
 
+def donated(plan: Plan) -> list[Life]:
+    """The lives of the inputs that are freed after their last use."""
+    last: dict[str, int] = {}
+    for k, step in enumerate(plan.steps):
+        last.update(dict.fromkeys(touched(step)[0], k))
+    return [
+        Life(n, storage_nbytes(plan.buffers[n]), 0, last.get(n, 0))
+        for n in plan.program.donated
+        if n in plan.buffers
+    ]
+
+
 def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
     """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what
     may keep them, no outputs, nothing that shares memory."""
@@ -245,14 +257,16 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     if not cfg.memory_planning:
         return replace(plan, memory=MemoryPlan(in_place=inputs))
     alive = {n: life for n, life in lives(plan).items() if n not in inputs}
-    limit = peak_nbytes(list(alive.values()), len(plan.steps)) * SLACK + SLACK_NBYTES
+    given = donated(plan)  # a backward pass frees what was saved for it as it goes
+    n_steps = len(plan.steps)
+    limit = peak_nbytes([*alive.values(), *given], n_steps) * SLACK + SLACK_NBYTES
     inside = placeable(plan, alive)
     while True:
         names = {life.name for life in inside}
         over = takeovers(plan, alive, names)
         offsets, nbytes = place(blocks(inside, over))
         outside = _merged([x for n, x in alive.items() if n not in names], over)
-        if not inside or hint(nbytes) + peak_nbytes(outside, len(plan.steps)) <= limit:
+        if not inside or hint(nbytes) + peak_nbytes([*outside, *given], n_steps) <= limit:
             break
         largest = max(hint(x.nbytes) for x in inside)
         inside = [x for x in inside if hint(x.nbytes) * 2 <= largest]

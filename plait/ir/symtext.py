@@ -32,7 +32,7 @@ class Scope:
 
     def __init__(self, taken: frozenset[str] = frozenset(), outer: Scope | None = None) -> None:
         self.outer = outer
-        self.taken = set(taken) | (outer.taken if outer else set())
+        self.taken: set[str] = set(taken) | (outer.taken if outer else set())
         self.names: dict[Atom, str] = {}
         self.lines: list[str] = []
 

@@ -9,14 +9,16 @@ struct ArenaStats {
   int64_t held_bytes, in_use_bytes, idle_limit_bytes;
 };
 
-// A block of at least the asked bytes, aligned to 64, contents undefined. Returned to the pool by its destructor.
-// Thread-safe. Throws std::bad_alloc.
+// A block of at least the asked bytes, aligned to 64, contents undefined. Returned to the pool by
+// its destructor. Thread-safe. Throws std::bad_alloc.
 class ArenaBlock {
  public:
   ArenaBlock() = default;
   explicit ArenaBlock(int64_t nbytes);
   ~ArenaBlock();
-  ArenaBlock(ArenaBlock&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; }
+  ArenaBlock(ArenaBlock&& other) noexcept : data_(other.data_), size_(other.size_) {
+    other.data_ = nullptr;
+  }
   ArenaBlock& operator=(ArenaBlock&& other) noexcept;
   ArenaBlock(const ArenaBlock&) = delete;
   ArenaBlock& operator=(const ArenaBlock&) = delete;

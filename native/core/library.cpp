@@ -7,13 +7,15 @@
 
 namespace plait {
 
-Library::Library(const std::string& path, std::vector<void*> math_table) : path_(path), math_table_(std::move(math_table)) {
+Library::Library(const std::string& path, std::vector<void*> math_table)
+    : path_(path), math_table_(std::move(math_table)) {
   handle_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle_) {
     const char* why = dlerror();
     throw LoadError("cannot load kernel library: " + std::string(why ? why : path));
   }
-  if (void* init = dlsym(handle_, "plait_init")) reinterpret_cast<void (*)(void* const*)>(init)(math_table_.data());
+  if (void* init = dlsym(handle_, "plait_init"))
+    reinterpret_cast<void (*)(void* const*)>(init)(math_table_.data());
 }
 
 Library::~Library() {

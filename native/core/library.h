@@ -1,4 +1,5 @@
-// native/core/library.h: a kernel library (a shared object without dependencies) and its entry points.
+// native/core/library.h: a kernel library (a shared object without dependencies) and its entry
+// points.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,8 @@ namespace plait {
 // Returns 0, or k > 0 when run-time check k of the kernel failed.
 using KernelFn = int64_t (*)(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms);
 
-// Loads a shared object and hands it the table of math functions (plait_init). Closed by the destructor.
+// Loads a shared object and hands it the table of math functions (plait_init). Closed by the
+// destructor.
 class Library {
  public:
   Library(const std::string& path, std::vector<void*> math_table);  // throws LoadError

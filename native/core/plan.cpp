@@ -1,7 +1,8 @@
 // native/core/plan.cpp: plan bytes -> Plan.
 //
-// Layout, little-endian: 8 bytes magic "PLAITNPL", u32 version, u32 crc32 of the payload, u64 payload bytes; then the payload:
-// i64 number of words, the words (i64), the bytes of all strings (UTF-8). The words are, in order:
+// Layout, little-endian: 8 bytes magic "PLAITNPL", u32 version, u32 crc32 of the payload, u64
+// payload bytes; then the payload: i64 number of words, the words (i64), the bytes of all strings
+// (UTF-8). The words are, in order:
 //   strings:  n, then (offset, length) each
 //   program:  name string, n_constants, n_callables
 //   exprs:    n, then (op, a, b) each
@@ -10,7 +11,8 @@
 //   inputs:   n, then (kind, id) each; a tensor goes on with dtype, rank, sizes, strides, device
 //   kernels:  n, then (name, n_args, n_sizes) each
 //   body:     n, then (opcode, words of this instruction, fields) each
-// Every count and id is checked as it is read, so that no byte string can make the reader leave its bounds.
+// Every count and id is checked as it is read, so that no byte string can make the reader leave its
+// bounds.
 #include "plan.h"
 
 #include <array>
@@ -23,8 +25,11 @@ constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'N', 'P', 'L'};
 constexpr size_t kHeaderBytes = 24;
 constexpr int64_t kMaxRank = 64;
 constexpr int kMaxNesting = 8;
-constexpr std::array<int64_t, 17> kElementSize = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16, 1};
-constexpr std::array<const char*, 18> kDTypeName = {"b1", "u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", "c32", "c64", "c128", "opaque", "any"};
+constexpr std::array<int64_t, 17> kElementSize = {1, 1, 2, 4, 8, 1, 2,  4, 8,
+                                                  2, 2, 4, 8, 4, 8, 16, 1};
+constexpr std::array<const char*, 18> kDTypeName = {"b1",  "u8",  "u16", "u32",  "u64",    "i8",
+                                                    "i16", "i32", "i64", "f16",  "bf16",   "f32",
+                                                    "f64", "c32", "c64", "c128", "opaque", "any"};
 
 uint32_t crc32(std::span<const std::byte> bytes) {
   static const std::array<uint32_t, 256> table = [] {
@@ -49,7 +54,8 @@ class Reader {
     if (payload.size() < 8) fail("no room for the word count");
     int64_t n = 0;
     std::memcpy(&n, payload.data(), 8);
-    if (n < 0 || static_cast<uint64_t>(n) > (payload.size() - 8) / 8) fail("word count out of range");
+    if (n < 0 || static_cast<uint64_t>(n) > (payload.size() - 8) / 8)
+      fail("word count out of range");
     words_.resize(static_cast<size_t>(n));
     std::memcpy(words_.data(), payload.data() + 8, words_.size() * 8);
     text_ = payload.subspan(8 + words_.size() * 8);
@@ -72,7 +78,9 @@ class Reader {
     return static_cast<size_t>(n);
   }
   bool flag() { return id(0, 2, "flag") != 0; }
-  std::string string() { return strings_[static_cast<size_t>(id(0, static_cast<int64_t>(strings_.size()), "string"))]; }
+  std::string string() {
+    return strings_[static_cast<size_t>(id(0, static_cast<int64_t>(strings_.size()), "string"))];
+  }
   size_t position() const { return at_; }
   bool done() const { return at_ == words_.size(); }
 
@@ -81,9 +89,11 @@ class Reader {
     strings_.reserve(n);
     for (size_t i = 0; i < n; ++i) {
       const int64_t offset = word(), length = word();
-      if (offset < 0 || length < 0 || static_cast<uint64_t>(offset) > text_.size() || static_cast<uint64_t>(length) > text_.size() - static_cast<uint64_t>(offset))
+      if (offset < 0 || length < 0 || static_cast<uint64_t>(offset) > text_.size() ||
+          static_cast<uint64_t>(length) > text_.size() - static_cast<uint64_t>(offset))
         fail("a string lies outside the text");
-      strings_.emplace_back(reinterpret_cast<const char*>(text_.data()) + offset, static_cast<size_t>(length));
+      strings_.emplace_back(reinterpret_cast<const char*>(text_.data()) + offset,
+                            static_cast<size_t>(length));
     }
   }
 
@@ -120,7 +130,8 @@ class Parser {
       const int64_t length = in_.word();
       const size_t start = in_.position();
       plan_.body.push_back(instr(opcode));
-      if (length != static_cast<int64_t>(in_.position() - start)) fail("an instruction has a wrong length");
+      if (length != static_cast<int64_t>(in_.position() - start))
+        fail("an instruction has a wrong length");
     }
     if (!in_.done()) fail("words are left over");
     return std::move(plan_);
@@ -138,20 +149,24 @@ class Parser {
       const int64_t limit = static_cast<int64_t>(i);
       if (e.op == ExprNode::Op::symbol) {
         symbol_uses.push_back(e.a);
-      } else if (e.op != ExprNode::Op::constant && (e.a < 0 || e.a >= limit || e.b < 0 || e.b >= limit)) {
+      } else if (e.op != ExprNode::Op::constant &&
+                 (e.a < 0 || e.a >= limit || e.b < 0 || e.b >= limit)) {
         fail("an expression refers to a later one");
       }
       plan_.exprs.push_back(e);
     }
     symbols_after_exprs_ = in_.count();
     for (int64_t s : symbol_uses)
-      if (s < 0 || s >= static_cast<int64_t>(symbols_after_exprs_)) fail("an expression names a symbol that does not exist");
+      if (s < 0 || s >= static_cast<int64_t>(symbols_after_exprs_))
+        fail("an expression names a symbol that does not exist");
   }
 
   SlotId slot() { return in_.id(0, static_cast<int64_t>(plan_.slots.size()), "slot"); }
   ExprId expr() { return in_.id(0, static_cast<int64_t>(plan_.exprs.size()), "expression"); }
   int32_t symbol() { return in_.id(0, static_cast<int64_t>(plan_.symbols.size()), "symbol"); }
-  DType dtype() { return static_cast<DType>(in_.id(0, static_cast<int64_t>(kDTypeName.size()), "dtype")); }
+  DType dtype() {
+    return static_cast<DType>(in_.id(0, static_cast<int64_t>(kDTypeName.size()), "dtype"));
+  }
   double real() {
     const int64_t bits = in_.word();
     double value = 0;
@@ -191,7 +206,10 @@ class Parser {
       case Operand::Kind::none: break;
       case Operand::Kind::boolean: o.id = in_.flag(); break;
       case Operand::Kind::real: o.re = real(); break;
-      case Operand::Kind::complex: o.re = real(); o.im = real(); break;
+      case Operand::Kind::complex:
+        o.re = real();
+        o.im = real();
+        break;
       case Operand::Kind::dtype: o.id = static_cast<int32_t>(dtype()); break;
       case Operand::Kind::string:
       case Operand::Kind::device:
@@ -252,8 +270,12 @@ class Parser {
       case 10: return View{slot(), slot(), shape(), expr(), in_.flag()};
       case 11: return Constant{slot(), in_.id(0, plan_.n_constants, "constant")};
       case 12: return launch();
-      case 13: return CallExtern{in_.string(), in_.string(), operands(), keywords(), results(), slots(), in_.flag()};
-      case 14: return CallPython{in_.id(0, plan_.n_callables, "callable"), in_.string(), operands(), keywords(), results()};
+      case 13:
+        return CallExtern{in_.string(), in_.string(), operands(), keywords(),
+                          results(),    slots(),      in_.flag()};
+      case 14:
+        return CallPython{in_.id(0, plan_.n_callables, "callable"), in_.string(), operands(),
+                          keywords(), results()};
       case 15: return Copy{slot(), slot(), in_.flag()};
       case 16: return BumpVersion{slot()};
       case 17: return Fill{slot(), operand()};
@@ -262,7 +284,13 @@ class Parser {
   }
 
   Launch launch() {
-    Launch l{in_.id(0, static_cast<int64_t>(plan_.kernels.size()), "kernel"), slots(), {}, {}, 0, true, true};
+    Launch l{in_.id(0, static_cast<int64_t>(plan_.kernels.size()), "kernel"),
+             slots(),
+             {},
+             {},
+             0,
+             true,
+             true};
     for (size_t n = in_.count(); n > 0; --n) l.sizes.push_back(expr());
     l.outs = slots();
     l.work_ns = expr();
@@ -278,19 +306,26 @@ class Parser {
 
 }  // namespace
 
-int64_t element_size(DType dtype) { return dtype == DType::kAny ? 0 : kElementSize[static_cast<size_t>(dtype)]; }
+int64_t element_size(DType dtype) {
+  return dtype == DType::kAny ? 0 : kElementSize[static_cast<size_t>(dtype)];
+}
 const char* dtype_name(DType dtype) { return kDTypeName[static_cast<size_t>(dtype)]; }
 
 Plan read_plan(std::span<const std::byte> bytes) {
-  if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0) fail("it does not start with the magic bytes");
+  if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
+    fail("it does not start with the magic bytes");
   uint32_t version = 0, crc = 0;
   uint64_t length = 0;
   std::memcpy(&version, bytes.data() + 8, 4);
   std::memcpy(&crc, bytes.data() + 12, 4);
   std::memcpy(&length, bytes.data() + 16, 8);
-  if (version != kPlanVersion) throw PlanError("plan of version " + std::to_string(version) + ", this build reads version " + std::to_string(kPlanVersion));
+  if (version != kPlanVersion)
+    throw PlanError("plan of version " + std::to_string(version) + ", this build reads version " +
+                    std::to_string(kPlanVersion));
   const auto payload = bytes.subspan(kHeaderBytes);
-  if (length != payload.size()) fail("it has " + std::to_string(payload.size()) + " bytes of payload and promises " + std::to_string(length));
+  if (length != payload.size())
+    fail("it has " + std::to_string(payload.size()) + " bytes of payload and promises " +
+         std::to_string(length));
   if (crc != crc32(payload)) fail("the checksum is wrong");
   Plan plan = Parser(payload).parse();
   verify(plan);

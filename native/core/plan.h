@@ -1,8 +1,9 @@
 // native/core/plan.h: a compiled program as plain data, read from plan bytes. No torch, no Python.
 //
-// The layout of the bytes is written in plan.cpp, its writer is plait/wrapper/native.py. The meaning of every
-// instruction is written where Python defines it (plait/wrapper/instructions.py); the structs here mirror that file.
-// A Plan that read_plan() returned has been verified: every id is in range and defined before use.
+// The layout of the bytes is written in plan.cpp, its writer is plait/wrapper/native.py. The
+// meaning of every instruction is written where Python defines it (plait/wrapper/instructions.py);
+// the structs here mirror that file. A Plan that read_plan() returned has been verified: every id
+// is in range and defined before use.
 #pragma once
 
 #include <cstddef>
@@ -27,8 +28,28 @@ struct LoadError : std::runtime_error {
 
 inline constexpr uint32_t kPlanVersion = 1;
 
-// Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan does not know.
-enum class DType : int32_t { b1, u8, u16, u32, u64, i8, i16, i32, i64, f16, bf16, f32, f64, c32, c64, c128, opaque, kAny };
+// Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
+// does not know.
+enum class DType : int32_t {
+  b1,
+  u8,
+  u16,
+  u32,
+  u64,
+  i8,
+  i16,
+  i32,
+  i64,
+  f16,
+  bf16,
+  f32,
+  f64,
+  c32,
+  c64,
+  c128,
+  opaque,
+  kAny
+};
 int64_t element_size(DType dtype);
 const char* dtype_name(DType dtype);
 
@@ -40,11 +61,25 @@ inline constexpr int32_t kNone = -1;
 struct ExprNode {
   enum class Op : int32_t { constant, symbol, add, mul, floordiv, mod, min, max, eq, ne, lt, le };
   Op op;
-  int64_t a = 0, b = 0;  // constant: a is the value; symbol: a is the symbol's number; else node ids
+  int64_t a = 0,
+          b = 0;  // constant: a is the value; symbol: a is the symbol's number; else node ids
 };
 
 struct Operand {
-  enum class Kind : int32_t { ref, size, none, boolean, real, string, complex, dtype, device, layout, memory_format, list };
+  enum class Kind : int32_t {
+    ref,
+    size,
+    none,
+    boolean,
+    real,
+    string,
+    complex,
+    dtype,
+    device,
+    layout,
+    memory_format,
+    list
+  };
   Kind kind = Kind::none;
   int32_t id = kNone;          // ref: slot; size: expression; dtype: DType; boolean: 0 or 1
   double re = 0, im = 0;       // real, complex
@@ -78,34 +113,105 @@ struct Symbol {
   SlotId tensor = kNone;
   int64_t dim = 0;
 };
-struct AssertScalar { ExprId expr; std::string message; };
-struct AssertSizeStride { SlotId tensor; Shape shape; };
-struct AssertAlignment { SlotId tensor; int64_t nbytes; };
-struct CheckFinite { SlotId tensor; std::string origin; };
-struct Arena { SlotId slot; ExprId nbytes; std::string device; };
-struct Place { SlotId slot, arena; ExprId offset; Shape shape; };
-struct Alloc { SlotId slot; Shape shape; std::string device; };
-struct Reuse { SlotId slot, old; Shape shape; };
-struct Free { SlotId slot; };
-struct View { SlotId slot, base; Shape shape; ExprId offset; bool relative; };
-struct Constant { SlotId slot; int32_t index; };
-struct Launch { int32_t kernel; std::vector<SlotId> args; std::vector<ExprId> sizes; std::vector<SlotId> outs; ExprId work_ns; bool parallel, barrier; };
+struct AssertScalar {
+  ExprId expr;
+  std::string message;
+};
+struct AssertSizeStride {
+  SlotId tensor;
+  Shape shape;
+};
+struct AssertAlignment {
+  SlotId tensor;
+  int64_t nbytes;
+};
+struct CheckFinite {
+  SlotId tensor;
+  std::string origin;
+};
+struct Arena {
+  SlotId slot;
+  ExprId nbytes;
+  std::string device;
+};
+struct Place {
+  SlotId slot, arena;
+  ExprId offset;
+  Shape shape;
+};
+struct Alloc {
+  SlotId slot;
+  Shape shape;
+  std::string device;
+};
+struct Reuse {
+  SlotId slot, old;
+  Shape shape;
+};
+struct Free {
+  SlotId slot;
+};
+struct View {
+  SlotId slot, base;
+  Shape shape;
+  ExprId offset;
+  bool relative;
+};
+struct Constant {
+  SlotId slot;
+  int32_t index;
+};
+struct Launch {
+  int32_t kernel;
+  std::vector<SlotId> args;
+  std::vector<ExprId> sizes;
+  std::vector<SlotId> outs;
+  ExprId work_ns;
+  bool parallel, barrier;
+};
 // A result is a tensor slot, a symbol (an int result) or dropped.
 struct Result {
   enum class Kind : int32_t { dropped, tensor, symbol };
   Kind kind;
   int32_t id;
 };
-struct KeywordOperand { std::string name; Operand value; };
-struct CallExtern { std::string op, overload; std::vector<Operand> args; std::vector<KeywordOperand> kwargs; std::vector<Result> outs; std::vector<SlotId> into; bool may_keep; };
-struct CallPython { int32_t index; std::string label; std::vector<Operand> args; std::vector<KeywordOperand> kwargs; std::vector<Result> outs; };
-struct Copy { SlotId dst, src; bool bump; };
-struct BumpVersion { SlotId tensor; };
-struct Fill { SlotId tensor; Operand value; };
-struct Return { std::vector<Operand> values; };
+struct KeywordOperand {
+  std::string name;
+  Operand value;
+};
+struct CallExtern {
+  std::string op, overload;
+  std::vector<Operand> args;
+  std::vector<KeywordOperand> kwargs;
+  std::vector<Result> outs;
+  std::vector<SlotId> into;
+  bool may_keep;
+};
+struct CallPython {
+  int32_t index;
+  std::string label;
+  std::vector<Operand> args;
+  std::vector<KeywordOperand> kwargs;
+  std::vector<Result> outs;
+};
+struct Copy {
+  SlotId dst, src;
+  bool bump;
+};
+struct BumpVersion {
+  SlotId tensor;
+};
+struct Fill {
+  SlotId tensor;
+  Operand value;
+};
+struct Return {
+  std::vector<Operand> values;
+};
 
-using Instr = std::variant<Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc, Reuse, Free, View,
-                           Constant, Launch, CallExtern, CallPython, Copy, BumpVersion, Fill, Return>;
+using Instr = std::variant<Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite,
+                           Arena, Place, Alloc, Reuse, Free, View, Constant, Launch, CallExtern,
+                           CallPython, Copy, BumpVersion, Fill, Return>;
 
 struct Kernel {
   std::string name;
@@ -126,10 +232,12 @@ struct Plan {
 // Reads, checks and verifies plan bytes. Throws PlanError.
 Plan read_plan(std::span<const std::byte> bytes);
 
-// Checks the rules that need no bytes: defined before use, freed once, ranks, kernels' argument counts. Throws PlanError.
+// Checks the rules that need no bytes: defined before use, freed once, ranks, kernels' argument
+// counts. Throws PlanError.
 void verify(const Plan& plan);
 
-// The value of a node over `values` of earlier nodes; false on overflow or a divisor that is not positive.
+// The value of a node over `values` of earlier nodes; false on overflow or a divisor that is not
+// positive.
 bool evaluate(const ExprNode& node, const int64_t* values, int64_t& out);
 
 }  // namespace plait

@@ -1,7 +1,9 @@
-// native/core/region.cpp: phases, a spin barrier between them, logical threads dealt out to real ones.
+// native/core/region.cpp: phases, a spin barrier between them, logical threads dealt out to real
+// ones.
 //
-// A chunk [begin, end) of logical threads is run by one real thread, phase by phase; it arrives at a barrier with weight
-// end - begin, so that the barrier opens however many real threads the pool has given.
+// A chunk [begin, end) of logical threads is run by one real thread, phase by phase; it arrives at
+// a barrier with weight end - begin, so that the barrier opens however many real threads the pool
+// has given.
 #include "region.h"
 
 #include <sched.h>
@@ -18,15 +20,15 @@ struct Region {
   int32_t n;
   int64_t nthreads;
   alignas(64) std::atomic<int64_t> arrived{0};
-  alignas(64) std::atomic<int64_t> failed{0};  // ((n - task) << 32 | code): the earliest task has the largest value
+  alignas(64) std::atomic<int64_t> failed{
+      0};  // ((n - task) << 32 | code): the earliest task has the largest value
 
   void run(const Task& t, int32_t index, int64_t tid, int64_t of) {
     const int64_t code = t.fn(tid, of, t.bufs, t.syms);
     if (code == 0) return;
     const int64_t mark = (static_cast<int64_t>(n - index) << 32) | (code & 0x7FFFFFFF);
     int64_t seen = failed.load();
-    while (seen < mark && !failed.compare_exchange_weak(seen, mark)) {
-    }
+    while (seen < mark && !failed.compare_exchange_weak(seen, mark)) {}
   }
   Failure failure() const {
     const int64_t mark = failed.load();
@@ -34,7 +36,8 @@ struct Region {
     return {mark & 0x7FFFFFFF, n - static_cast<int32_t>(mark >> 32)};
   }
 
-  // The barrier number `phase` (1, 2, ...) opens when nthreads * phase logical threads have arrived.
+  // The barrier number `phase` (1, 2, ...) opens when nthreads * phase logical threads have
+  // arrived.
   void wait(int64_t weight, int64_t phase) {
     const int64_t target = nthreads * phase;
     if (arrived.fetch_add(weight, std::memory_order_acq_rel) + weight >= target) return;
@@ -66,7 +69,8 @@ void run_chunk(int64_t begin, int64_t end, void* context) {
 
 Failure run_serial(const Task* tasks, int32_t n) {
   for (int32_t i = 0; i < n; ++i)
-    if (const int64_t code = tasks[i].fn(0, 1, tasks[i].bufs, tasks[i].syms); code != 0) return {code, i};
+    if (const int64_t code = tasks[i].fn(0, 1, tasks[i].bufs, tasks[i].syms); code != 0)
+      return {code, i};
   return {};
 }
 
@@ -76,7 +80,8 @@ Failure run_parallel(const Task* tasks, int32_t n, int32_t nthreads, const Threa
     pool.parallel_for(0, nthreads, run_chunk, &region);
     return region.failure();
   }
-  // Chunks may run one after another on one thread: no waiting inside, so every task is a region of its own.
+  // Chunks may run one after another on one thread: no waiting inside, so every task is a region of
+  // its own.
   for (int32_t i = 0; i < n; ++i) {
     Failure f;
     if (tasks[i].split) {

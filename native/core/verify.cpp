@@ -1,7 +1,8 @@
 // native/core/verify.cpp: the rules of a Plan that hold beyond its bytes.
 //
-// Every slot and symbol is defined once and before its uses, nothing is used after it was freed, ranks agree, kernels get
-// as many arguments as they declare, constant sizes are not negative and constant ranges stay inside their memory.
+// Every slot and symbol is defined once and before its uses, nothing is used after it was freed,
+// ranks agree, kernels get as many arguments as they declare, constant sizes are not negative and
+// constant ranges stay inside their memory.
 #include <algorithm>
 #include <climits>
 #include <optional>
@@ -15,10 +16,12 @@ constexpr int64_t kMaxBytes = int64_t{1} << 48;
 
 class Verifier {
  public:
-  explicit Verifier(const Plan& plan) : plan_(plan), slots_(plan.slots.size()), symbol_ready_(plan.symbols.size(), INT_MAX) {}
+  explicit Verifier(const Plan& plan)
+      : plan_(plan), slots_(plan.slots.size()), symbol_ready_(plan.symbols.size(), INT_MAX) {}
 
   void run() {
-    if (plan_.body.empty() || !std::holds_alternative<Return>(plan_.body.back())) fail("it does not end with Return");
+    if (plan_.body.empty() || !std::holds_alternative<Return>(plan_.body.back()))
+      fail("it does not end with Return");
     find_symbols();
     find_constants();
     for (const Input& i : plan_.inputs) input(i);
@@ -30,13 +33,15 @@ class Verifier {
   enum class Kind { undefined, tensor, opaque, arena, freed };
   struct State {
     Kind kind = Kind::undefined;
-    std::optional<int64_t> bytes;  // of the memory that the slot may reach, where that is a constant
-    int64_t start = 0;             // of the slot inside it
-    bool owned = false;            // may be reused: an Alloc or a Reuse
+    std::optional<int64_t>
+        bytes;           // of the memory that the slot may reach, where that is a constant
+    int64_t start = 0;   // of the slot inside it
+    bool owned = false;  // may be reused: an Alloc or a Reuse
   };
 
   [[noreturn]] void fail(const std::string& what) const {
-    throw PlanError("damaged plan: " + (at_ < 0 ? std::string() : "instruction " + std::to_string(at_) + ": ") + what);
+    throw PlanError("damaged plan: " +
+                    (at_ < 0 ? std::string() : "instruction " + std::to_string(at_) + ": ") + what);
   }
   std::string name(SlotId s) const { return "'" + plan_.slots[static_cast<size_t>(s)].name + "'"; }
 
@@ -44,7 +49,8 @@ class Verifier {
   void find_symbols() {
     const auto define = [this](int32_t symbol, int position) {
       int& ready = symbol_ready_[static_cast<size_t>(symbol)];
-      if (ready != INT_MAX) fail("symbol '" + plan_.symbols[static_cast<size_t>(symbol)] + "' is defined twice");
+      if (ready != INT_MAX)
+        fail("symbol '" + plan_.symbols[static_cast<size_t>(symbol)] + "' is defined twice");
       ready = position;
     };
     for (const Input& i : plan_.inputs)
@@ -62,9 +68,13 @@ class Verifier {
     }
     expr_ready_.reserve(plan_.exprs.size());
     for (const ExprNode& e : plan_.exprs) {
-      if (e.op == ExprNode::Op::constant) expr_ready_.push_back(0);
-      else if (e.op == ExprNode::Op::symbol) expr_ready_.push_back(symbol_ready_[static_cast<size_t>(e.a)]);
-      else expr_ready_.push_back(std::max(expr_ready_[static_cast<size_t>(e.a)], expr_ready_[static_cast<size_t>(e.b)]));
+      if (e.op == ExprNode::Op::constant)
+        expr_ready_.push_back(0);
+      else if (e.op == ExprNode::Op::symbol)
+        expr_ready_.push_back(symbol_ready_[static_cast<size_t>(e.a)]);
+      else
+        expr_ready_.push_back(
+            std::max(expr_ready_[static_cast<size_t>(e.a)], expr_ready_[static_cast<size_t>(e.b)]));
     }
   }
 
@@ -74,16 +84,22 @@ class Verifier {
     for (size_t i = 0; i < plan_.exprs.size(); ++i) {
       const ExprNode& e = plan_.exprs[i];
       const bool leaf = e.op == ExprNode::Op::constant;
-      if (e.op == ExprNode::Op::symbol || (!leaf && (!constant_[static_cast<size_t>(e.a)] || !constant_[static_cast<size_t>(e.b)]))) continue;
-      if (!evaluate(e, values.data(), values[i])) fail("a constant expression overflows or divides by zero");
+      if (e.op == ExprNode::Op::symbol ||
+          (!leaf && (!constant_[static_cast<size_t>(e.a)] || !constant_[static_cast<size_t>(e.b)])))
+        continue;
+      if (!evaluate(e, values.data(), values[i]))
+        fail("a constant expression overflows or divides by zero");
       constant_[i] = values[i];
     }
   }
 
   void use(ExprId e) const {
-    if (expr_ready_[static_cast<size_t>(e)] > at_) fail("an expression uses a symbol before it is defined");
+    if (expr_ready_[static_cast<size_t>(e)] > at_)
+      fail("an expression uses a symbol before it is defined");
   }
-  const std::optional<int64_t>& constant(ExprId e) const { return constant_[static_cast<size_t>(e)]; }
+  const std::optional<int64_t>& constant(ExprId e) const {
+    return constant_[static_cast<size_t>(e)];
+  }
 
   State& tensor(SlotId s) {
     State& state = slots_[static_cast<size_t>(s)];
@@ -103,7 +119,8 @@ class Verifier {
     return size;
   }
 
-  // Bytes from the first to past the last element where that is a constant (0 for an empty tensor). Negative sizes fail.
+  // Bytes from the first to past the last element where that is a constant (0 for an empty tensor).
+  // Negative sizes fail.
   std::optional<int64_t> extent(const Shape& shape, int64_t element) {
     int64_t span = 1;
     bool known = true, empty = false;
@@ -116,8 +133,10 @@ class Verifier {
       if (stride && *stride < 0) fail("a stride is negative");
       if (size && *size == 0) empty = true;
       int64_t step = 0;
-      if (!size || !stride) known = false;
-      else if (*size > 0 && (__builtin_mul_overflow(*size - 1, *stride, &step) || __builtin_add_overflow(span, step, &span) || span > kMaxBytes))
+      if (!size || !stride)
+        known = false;
+      else if (*size > 0 && (__builtin_mul_overflow(*size - 1, *stride, &step) ||
+                             __builtin_add_overflow(span, step, &span) || span > kMaxBytes))
         fail("a tensor is too large");
     }
     if (empty) return 0;
@@ -129,22 +148,29 @@ class Verifier {
     if (i.kind == Input::Kind::symbol) return;
     define(i.id, i.kind == Input::Kind::tensor ? Kind::tensor : Kind::opaque);
     if (i.kind != Input::Kind::tensor) return;
-    if (i.dtype != plan_.slots[static_cast<size_t>(i.id)].dtype || i.dtype == DType::kAny) fail("input " + name(i.id) + " has two element types");
-    for (const auto* ids : {&i.shape.sizes, &i.shape.strides})  // symbols of a signature are defined by the body: only constants are checked
+    if (i.dtype != plan_.slots[static_cast<size_t>(i.id)].dtype || i.dtype == DType::kAny)
+      fail("input " + name(i.id) + " has two element types");
+    for (const auto* ids :
+         {&i.shape.sizes, &i.shape.strides})  // symbols of a signature are defined by the body:
+                                              // only constants are checked
       for (ExprId e : *ids)
-        if (const auto& value = constant(e); value && *value < 0) fail("input " + name(i.id) + " has a negative size or stride");
+        if (const auto& value = constant(e); value && *value < 0)
+          fail("input " + name(i.id) + " has a negative size or stride");
   }
 
   // A slot of known memory: [start, start + extent) has to lie in the memory.
   void inside(State& state, const Shape& shape, SlotId s) {
     const auto span = extent(shape, item(s));
-    if (state.start < 0 || (state.bytes && span && (state.start > *state.bytes || *span > *state.bytes - state.start)))
+    if (state.start < 0 ||
+        (state.bytes && span && (state.start > *state.bytes || *span > *state.bytes - state.start)))
       fail(name(s) + " reaches beyond its memory");
   }
 
   void check(const Symbol& i) {
-    if (i.source == Symbol::Source::expr) use(i.expr);
-    else tensor(i.tensor);
+    if (i.source == Symbol::Source::expr)
+      use(i.expr);
+    else
+      tensor(i.tensor);
   }
   void check(const AssertScalar& i) { use(i.expr); }
   void check(const AssertSizeStride& i) {
@@ -159,7 +185,8 @@ class Verifier {
   void check(const Arena& i) {
     use(i.nbytes);
     const auto& bytes = constant(i.nbytes);
-    if (bytes && (*bytes < 0 || *bytes > kMaxBytes)) fail("an arena of " + std::to_string(*bytes) + " bytes");
+    if (bytes && (*bytes < 0 || *bytes > kMaxBytes))
+      fail("an arena of " + std::to_string(*bytes) + " bytes");
     if (has_arena_) fail("a second arena");
     has_arena_ = true;
     define(i.slot, Kind::arena).bytes = bytes;
@@ -170,7 +197,8 @@ class Verifier {
     use(i.offset);
     State& state = define(i.slot, Kind::tensor);
     if (const auto& offset = constant(i.offset)) {
-      if (*offset < 0 || *offset > kMaxBytes || *offset % item(i.slot) != 0) fail(name(i.slot) + " has a wrong offset");
+      if (*offset < 0 || *offset > kMaxBytes || *offset % item(i.slot) != 0)
+        fail(name(i.slot) + " has a wrong offset");
       state.start = *offset;
       state.bytes = arena.bytes;
     }
@@ -201,7 +229,8 @@ class Verifier {
     const auto& offset = constant(i.offset);
     int64_t delta = 0;
     if (offset && base.bytes) {
-      if (__builtin_mul_overflow(*offset, item(i.slot), &delta)) fail(name(i.slot) + " has a wrong offset");
+      if (__builtin_mul_overflow(*offset, item(i.slot), &delta))
+        fail(name(i.slot) + " has a wrong offset");
       state.start = i.relative ? base.start + delta : delta;
       state.bytes = base.bytes;
     }
@@ -210,7 +239,8 @@ class Verifier {
   void check(const Constant& i) { define(i.slot, Kind::tensor); }
   void check(const Launch& i) {
     const Kernel& k = plan_.kernels[static_cast<size_t>(i.kernel)];
-    if (static_cast<size_t>(k.n_args) != i.args.size() || static_cast<size_t>(k.n_sizes) != i.sizes.size())
+    if (static_cast<size_t>(k.n_args) != i.args.size() ||
+        static_cast<size_t>(k.n_sizes) != i.sizes.size())
       fail("kernel '" + k.name + "' gets a wrong number of arguments");
     for (SlotId s : i.args) tensor(s);
     for (SlotId s : i.outs) tensor(s);
@@ -246,7 +276,8 @@ class Verifier {
   }
 
   void operand(const Operand& o) {
-    if (o.kind == Operand::Kind::ref && slots_[static_cast<size_t>(o.id)].kind != Kind::opaque) tensor(o.id);
+    if (o.kind == Operand::Kind::ref && slots_[static_cast<size_t>(o.id)].kind != Kind::opaque)
+      tensor(o.id);
     if (o.kind == Operand::Kind::size) use(o.id);
     for (const Operand& item : o.items) operand(item);
   }

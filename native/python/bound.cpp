@@ -1,7 +1,9 @@
-// native/python/bound.cpp: Bound, a program with its parameters in place that checks its inputs itself.
+// native/python/bound.cpp: Bound, a program with its parameters in place that checks its inputs
+// itself.
 //
-// What the front end promised for every program input is compiled into a list of small checks once; a call binds the
-// parameters, checks and binds the arguments, derives the symbols, runs, and unwraps a single output.
+// What the front end promised for every program input is compiled into a list of small checks once;
+// a call binds the parameters, checks and binds the arguments, derives the symbols, runs, and
+// unwraps a single output.
 #include <Python.h>
 #include <structmember.h>
 
@@ -31,7 +33,7 @@ struct InputSpec {
   at::Tensor tensor;   // bound
   std::vector<Dim> sizes, strides;
   enum class Layout { any, listed, contiguous } layout = Layout::any;
-  Dim integer;         // integer, symbol
+  Dim integer;  // integer, symbol
 };
 
 struct BoundState {
@@ -43,12 +45,12 @@ struct BoundState {
 };
 
 struct PyBound {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   BoundState* state;
 };
 
-// ---------------------------------------------------------------------------------------------------- making
+// ----------------------------------------------------------------------------------------------------
+// making
 class BoundMaker {
  public:
   BoundMaker(BoundState& state) : b_(state), program_(*state_of(state.program.get()).program) {}
@@ -56,7 +58,8 @@ class BoundMaker {
   void add(size_t position, PyObject* spec) {
     const Input& input = program_.plan().inputs[position];
     if (is_tensor(spec)) {
-      require(input.kind == Input::Kind::tensor, position, "is no tensor, a tensor was bound to it");
+      require(input.kind == Input::Kind::tensor, position,
+              "is no tensor, a tensor was bound to it");
       InputSpec s{InputSpec::Kind::bound};
       s.tensor = unpack(spec);
       b_.inputs.push_back(std::move(s));
@@ -67,7 +70,8 @@ class BoundMaker {
     const std::string kind = text(items.data[0]);
     InputSpec s{InputSpec::Kind::none};
     if (kind == "tensor") {
-      require(items.n == 6 && input.kind == Input::Kind::tensor, position, "does not fit ('tensor', arg, dtype, shape, strides, device)");
+      require(items.n == 6 && input.kind == Input::Kind::tensor, position,
+              "does not fit ('tensor', arg, dtype, shape, strides, device)");
       s = tensor(position, items);
     } else if (kind == "symbol") {
       require(items.n == 2, position, "does not fit ('symbol', name)");
@@ -77,14 +81,18 @@ class BoundMaker {
       require(items.n == 4, position, "does not fit ('int', arg, name, value)");
       s.kind = InputSpec::Kind::integer;
       s.arg = argument(items.data[1]);
-      if (items.data[3] != Py_None) s.integer = {Dim::Kind::fixed, integer(items.data[3])};
-      else s.integer = symbol(text(items.data[2]));
+      if (items.data[3] != Py_None)
+        s.integer = {Dim::Kind::fixed, integer(items.data[3])};
+      else
+        s.integer = symbol(text(items.data[2]));
     } else if (kind == "object") {
-      require(items.n == 2 && input.kind == Input::Kind::opaque, position, "does not fit ('object', arg)");
+      require(items.n == 2 && input.kind == Input::Kind::opaque, position,
+              "does not fit ('object', arg)");
       s.kind = InputSpec::Kind::object;
       s.arg = argument(items.data[1]);
     } else {
-      require(kind == "none" && input.kind == Input::Kind::opaque, position, "has a description of unknown kind");
+      require(kind == "none" && input.kind == Input::Kind::opaque, position,
+              "has a description of unknown kind");
     }
     b_.inputs.push_back(std::move(s));
   }
@@ -95,7 +103,8 @@ class BoundMaker {
   }
   Py_ssize_t argument(PyObject* number) const {
     const int64_t arg = integer(number);
-    if (arg < 0 || static_cast<size_t>(arg) >= b_.names.size()) throw LoadError("argument " + std::to_string(arg) + " has no name");
+    if (arg < 0 || static_cast<size_t>(arg) >= b_.names.size())
+      throw LoadError("argument " + std::to_string(arg) + " has no name");
     return arg;
   }
   Dim symbol(const std::string& name) {
@@ -119,14 +128,17 @@ class BoundMaker {
     InputSpec s{InputSpec::Kind::tensor};
     const Input& input = program_.plan().inputs[position];
     s.arg = argument(items.data[1]);
-    require(text(items.data[2]) == dtype_name(input.dtype), position, "is described with another dtype than the program's");
-    require(text(items.data[5]) == input.device, position, "is described with another device than the program's");
+    require(text(items.data[2]) == dtype_name(input.dtype), position,
+            "is described with another dtype than the program's");
+    require(text(items.data[5]) == input.device, position,
+            "is described with another device than the program's");
     const Items shape(items.data[3], "a shape is a sequence");
     for (Py_ssize_t d = 0; d < shape.n; ++d) s.sizes.push_back(dim(shape.data[d]));
     if (items.data[4] == Py_None) return s;
     s.layout = InputSpec::Layout::contiguous;
     if (PyUnicode_Check(items.data[4])) {
-      require(text(items.data[4]) == "contiguous", position, "has strides that are neither listed nor 'contiguous'");
+      require(text(items.data[4]) == "contiguous", position,
+              "has strides that are neither listed nor 'contiguous'");
       return s;
     }
     s.layout = InputSpec::Layout::listed;
@@ -140,8 +152,9 @@ class BoundMaker {
   const Program& program_;
 };
 
-// ---------------------------------------------------------------------------------------------------- checking
-// The values that symbols have taken in this call; the few that a signature has live on the stack.
+// ----------------------------------------------------------------------------------------------------
+// checking The values that symbols have taken in this call; the few that a signature has live on
+// the stack.
 class Symbols {
  public:
   explicit Symbols(size_t n) {
@@ -166,14 +179,17 @@ class Symbols {
 };
 
 // Why `got` does not fit, or nothing.
-std::optional<std::string> misfit(const BoundState& b, const Dim& d, int64_t got, Symbols& symbols) {
+std::optional<std::string> misfit(const BoundState& b, const Dim& d, int64_t got,
+                                  Symbols& symbols) {
   if (d.kind == Dim::Kind::any) return {};
   if (d.kind == Dim::Kind::fixed) {
     if (got == d.value) return {};
     return std::to_string(d.value);
   }
   const std::string& name = b.symbols[static_cast<size_t>(d.value)];
-  if (!symbols.agree(d.value, got)) return std::to_string(symbols[d.value]) + " (" + name + ", as in an earlier input or dimension)";
+  if (!symbols.agree(d.value, got))
+    return std::to_string(symbols[d.value]) + " (" + name +
+           ", as in an earlier input or dimension)";
   if (got < d.lo) return "at least " + std::to_string(d.lo) + " (" + name + ")";
   if (got > d.hi) return "at most " + std::to_string(d.hi) + " (" + name + ")";
   return {};
@@ -192,28 +208,40 @@ bool dim_fits(const Dim& d, int64_t got, Symbols& symbols) {
 void check_tensor(const BoundState& b, const InputSpec& s, const at::Tensor& t, Symbols& symbols) {
   const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
   if (sizes.size() != s.sizes.size()) [[unlikely]]
-    fail(b, s, "expected " + std::to_string(s.sizes.size()) + " dimensions, got " + std::to_string(sizes.size()));
+    fail(b, s,
+         "expected " + std::to_string(s.sizes.size()) + " dimensions, got " +
+             std::to_string(sizes.size()));
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (dim_fits(s.sizes[d], sizes[d], symbols)) [[likely]]
       continue;
-    fail(b, s, "expected size " + misfit(b, s.sizes[d], sizes[d], symbols).value_or("?") + " in dimension " + std::to_string(d) + ", got " + std::to_string(sizes[d]));
+    fail(b, s,
+         "expected size " + misfit(b, s.sizes[d], sizes[d], symbols).value_or("?") +
+             " in dimension " + std::to_string(d) + ", got " + std::to_string(sizes[d]));
   }
-  if (s.layout == InputSpec::Layout::contiguous && !t.is_contiguous()) fail(b, s, "expected a contiguous tensor, got strides " + at::str(strides));
+  if (s.layout == InputSpec::Layout::contiguous && !t.is_contiguous())
+    fail(b, s, "expected a contiguous tensor, got strides " + at::str(strides));
   if (s.layout != InputSpec::Layout::listed || t.numel() == 0) return;
   for (size_t d = 0; d < strides.size(); ++d) {
     if (sizes[d] <= 1 || dim_fits(s.strides[d], strides[d], symbols)) [[likely]]
       continue;
-    fail(b, s, "expected stride " + misfit(b, s.strides[d], strides[d], symbols).value_or("?") + " in dimension " + std::to_string(d) + ", got " + std::to_string(strides[d]));
+    fail(b, s,
+         "expected stride " + misfit(b, s.strides[d], strides[d], symbols).value_or("?") +
+             " in dimension " + std::to_string(d) + ", got " + std::to_string(strides[d]));
   }
 }
 
-void bind_tensor(const BoundState& b, const Program& p, Frame& f, const Input& input, const InputSpec& s, PyObject* arg, Symbols& symbols) {
+void bind_tensor(const BoundState& b, const Program& p, Frame& f, const Input& input,
+                 const InputSpec& s, PyObject* arg, Symbols& symbols) {
   if (!is_tensor(arg)) [[unlikely]]
     fail(b, s, std::string("expected a tensor, got ") + Py_TYPE(arg)->tp_name);
   const at::Tensor& t = unpack(arg);
   if (const Program::Misfit what = p.misfit(input, t); what != Program::Misfit::none) [[unlikely]] {
-    if (what == Program::Misfit::dtype) fail(b, s, std::string("expected dtype ") + torch_name(input.dtype) + ", got " + torch_name(from_scalar_type(t.scalar_type())));
-    fail(b, s, "expected a plain tensor on device " + input.device + ", got one on " + t.device().str());
+    if (what == Program::Misfit::dtype)
+      fail(b, s,
+           std::string("expected dtype ") + torch_name(input.dtype) + ", got " +
+               torch_name(from_scalar_type(t.scalar_type())));
+    fail(b, s,
+         "expected a plain tensor on device " + input.device + ", got one on " + t.device().str());
   }
   check_tensor(b, s, t, symbols);
   p.bind(f, input, t);
@@ -222,14 +250,18 @@ void bind_tensor(const BoundState& b, const Program& p, Frame& f, const Input& i
 int64_t check_integer(const BoundState& b, const InputSpec& s, PyObject* arg, Symbols& symbols) {
   if (!PyLong_Check(arg)) fail(b, s, std::string("expected an int, got ") + Py_TYPE(arg)->tp_name);
   const int64_t value = integer(arg);
-  if (const auto want = misfit(b, s.integer, value, symbols)) fail(b, s, "expected " + *want + ", got " + std::to_string(value));
+  if (const auto want = misfit(b, s.integer, value, symbols))
+    fail(b, s, "expected " + *want + ", got " + std::to_string(value));
   return value;
 }
 
 // Positional arguments, then keywords by name, in the order of the signature.
-void sort_arguments(const BoundState& b, PyObject* const* args, Py_ssize_t n, PyObject* kwnames, std::vector<PyObject*>& out) {
+void sort_arguments(const BoundState& b, PyObject* const* args, Py_ssize_t n, PyObject* kwnames,
+                    std::vector<PyObject*>& out) {
   out.assign(b.names.size(), nullptr);
-  const auto expected = [&] { return "expected " + std::to_string(b.names.size()) + " inputs, got " + std::to_string(n); };
+  const auto expected = [&] {
+    return "expected " + std::to_string(b.names.size()) + " inputs, got " + std::to_string(n);
+  };
   if (static_cast<size_t>(n) > b.names.size()) throw InputError(expected());
   std::copy(args, args + n, out.begin());
   for (Py_ssize_t k = 0; kwnames && k < PyTuple_GET_SIZE(kwnames); ++k) {
@@ -266,22 +298,32 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
           p.require_fit(inputs[i], spec.tensor);
           p.bind(call.frame(), inputs[i], spec.tensor);
           break;
-        case InputSpec::Kind::tensor: bind_tensor(b, p, call.frame(), inputs[i], spec, args[spec.arg], symbols); break;
+        case InputSpec::Kind::tensor:
+          bind_tensor(b, p, call.frame(), inputs[i], spec, args[spec.arg], symbols);
+          break;
         case InputSpec::Kind::integer: {
           const int64_t value = check_integer(b, spec, args[spec.arg], symbols);
-          if (inputs[i].kind == Input::Kind::symbol) p.set_symbol(call.frame(), inputs[i].id, value);
-          else call.frame().opaques[static_cast<size_t>(inputs[i].id)] = args[spec.arg];
+          if (inputs[i].kind == Input::Kind::symbol)
+            p.set_symbol(call.frame(), inputs[i].id, value);
+          else
+            call.frame().opaques[static_cast<size_t>(inputs[i].id)] = args[spec.arg];
           break;
         }
-        case InputSpec::Kind::object: call.frame().opaques[static_cast<size_t>(inputs[i].id)] = args[spec.arg]; break;
-        case InputSpec::Kind::none: call.frame().opaques[static_cast<size_t>(inputs[i].id)] = Py_None; break;
+        case InputSpec::Kind::object:
+          call.frame().opaques[static_cast<size_t>(inputs[i].id)] = args[spec.arg];
+          break;
+        case InputSpec::Kind::none:
+          call.frame().opaques[static_cast<size_t>(inputs[i].id)] = Py_None;
+          break;
         case InputSpec::Kind::symbol: derived = true;
       }
     }
     for (size_t i = 0; derived && i < inputs.size(); ++i) {
       if (b.inputs[i].kind != InputSpec::Kind::symbol) continue;
       const int64_t index = b.inputs[i].integer.value;
-      if (!symbols.known(index)) throw InputError("no input defines the size '" + b.symbols[static_cast<size_t>(index)] + "'");
+      if (!symbols.known(index))
+        throw InputError("no input defines the size '" + b.symbols[static_cast<size_t>(index)] +
+                         "'");
       p.set_symbol(call.frame(), inputs[i].id, symbols[index]);
     }
     p.run(call.frame());
@@ -289,21 +331,27 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
   });
 }
 
-// ---------------------------------------------------------------------------------------------------- type
+// ----------------------------------------------------------------------------------------------------
+// type
 PyObject* bound_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *program = nullptr, *inputs = nullptr, *names = nullptr;
     int single = 0;
-    if (!PyArg_ParseTuple(args, "O!OOp", program_type, &program, &inputs, &names, &single)) return nullptr;
+    if (!PyArg_ParseTuple(args, "O!OOp", program_type, &program, &inputs, &names, &single))
+      return nullptr;
     auto state = std::make_unique<BoundState>();
     state->program = Ref::borrow(program);
     state->single = single != 0;
     const Items given_names(names, "names must be a sequence");
-    for (Py_ssize_t i = 0; i < given_names.n; ++i) state->names.push_back(text(given_names.data[i]));
+    for (Py_ssize_t i = 0; i < given_names.n; ++i)
+      state->names.push_back(text(given_names.data[i]));
     const Items given(inputs, "inputs must be a sequence");
     const size_t want = state_of(program).program->plan().inputs.size();
-    if (static_cast<size_t>(given.n) != want) throw LoadError("the program has " + std::to_string(want) + " inputs, " + std::to_string(given.n) + " were described");
-    if (single && state_of(program).outputs.size() != 1) throw LoadError("the program has more than a single output");
+    if (static_cast<size_t>(given.n) != want)
+      throw LoadError("the program has " + std::to_string(want) + " inputs, " +
+                      std::to_string(given.n) + " were described");
+    if (single && state_of(program).outputs.size() != 1)
+      throw LoadError("the program has more than a single output");
     BoundMaker maker(*state);
     for (size_t i = 0; i < want; ++i) maker.add(i, given.data[i]);
     Ref self = Ref::check(type->tp_alloc(type, 0));
@@ -314,7 +362,8 @@ PyObject* bound_new(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 int bound_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  if (reinterpret_cast<PyBound*>(self)->state) Py_VISIT(reinterpret_cast<PyBound*>(self)->state->program.get());
+  if (reinterpret_cast<PyBound*>(self)->state)
+    Py_VISIT(reinterpret_cast<PyBound*>(self)->state->program.get());
   return 0;
 }
 void bound_dealloc(PyObject* self) {
@@ -324,20 +373,30 @@ void bound_dealloc(PyObject* self) {
   type->tp_free(self);
   Py_DECREF(type);
 }
-PyObject* bound_program(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<PyBound*>(self)->state->program.get()); }
+PyObject* bound_program(PyObject* self, void*) {
+  return Py_NewRef(reinterpret_cast<PyBound*>(self)->state->program.get());
+}
 
-PyGetSetDef bound_getset[] = {{"program", bound_program, nullptr, "The program that a call runs.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyMemberDef bound_members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(PyBound, call), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot bound_slots[] = {{Py_tp_doc, const_cast<char*>("Bound(program, inputs, names, single): a program with its parameters, which checks its inputs.")},
-                             {Py_tp_new, reinterpret_cast<void*>(bound_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void*>(bound_dealloc)},
-                             {Py_tp_traverse, reinterpret_cast<void*>(bound_traverse)},
-                             {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                             {Py_tp_getset, bound_getset},
-                             {Py_tp_members, bound_members},
-                             {0, nullptr}};
+PyGetSetDef bound_getset[] = {
+    {"program", bound_program, nullptr, "The program that a call runs.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMemberDef bound_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyBound, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot bound_slots[] = {
+    {Py_tp_doc, const_cast<char*>("Bound(program, inputs, names, single): a program with its "
+                                  "parameters, which checks its inputs.")},
+    {Py_tp_new, reinterpret_cast<void*>(bound_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(bound_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(bound_traverse)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_getset, bound_getset},
+    {Py_tp_members, bound_members},
+    {0, nullptr}};
 }  // namespace
 
-PyType_Spec bound_spec{"plait._native.Bound", sizeof(PyBound), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, bound_slots};
+PyType_Spec bound_spec{"plait._native.Bound", sizeof(PyBound), 0,
+                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+                       bound_slots};
 
 }  // namespace plait

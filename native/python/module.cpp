@@ -1,4 +1,5 @@
-// native/python/module.cpp: plait._native: its types and functions, on the raw C API. The loaded kernel library lives here too.
+// native/python/module.cpp: plait._native: its types and functions, on the raw C API. The loaded
+// kernel library lives here too.
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
@@ -7,11 +8,14 @@
 
 namespace plait {
 
-// Addresses of the named functions of SLEEF (inside libtorch_cpu) and libm; null where there is none.
+// Addresses of the named functions of SLEEF (inside libtorch_cpu) and libm; null where there is
+// none.
 std::vector<void*> math_table(PyObject* names) {
   static void* torch_cpu = [] {
     Dl_info info;
-    return dladdr(reinterpret_cast<void*>(&torch_parallel_for), &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+    return dladdr(reinterpret_cast<void*>(&torch_parallel_for), &info)
+               ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
+               : nullptr;
   }();
   static void* libm = dlopen("libm.so.6", RTLD_LAZY);
   std::vector<void*> table;
@@ -34,7 +38,8 @@ PyObject* library_new(PyTypeObject* type, PyObject* args, PyObject*) {
     if (!PyArg_ParseTuple(args, "sO", &path, &names)) return nullptr;
     auto value = std::make_shared<Library>(path, math_table(names));
     Ref self = Ref::check(type->tp_alloc(type, 0));
-    new (&reinterpret_cast<PyLibrary*>(self.get())->value) std::shared_ptr<Library>(std::move(value));
+    new (&reinterpret_cast<PyLibrary*>(self.get())->value)
+        std::shared_ptr<Library>(std::move(value));
     return self.release();
   });
 }
@@ -45,13 +50,19 @@ void library_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyType_Slot library_slots[] = {{Py_tp_doc, const_cast<char*>("Library(path, math_names): a loaded kernel library.")}, {Py_tp_new, reinterpret_cast<void*>(library_new)}, {Py_tp_dealloc, reinterpret_cast<void*>(library_dealloc)}, {0, nullptr}};
+PyType_Slot library_slots[] = {
+    {Py_tp_doc, const_cast<char*>("Library(path, math_names): a loaded kernel library.")},
+    {Py_tp_new, reinterpret_cast<void*>(library_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(library_dealloc)},
+    {0, nullptr}};
 }  // namespace
-PyType_Spec library_spec{"plait._native.Library", sizeof(PyLibrary), 0, Py_TPFLAGS_DEFAULT, library_slots};
+PyType_Spec library_spec{"plait._native.Library", sizeof(PyLibrary), 0, Py_TPFLAGS_DEFAULT,
+                         library_slots};
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------- module
+// ----------------------------------------------------------------------------------------------------
+// module
 PyObject* module_arena_stats(PyObject*, PyObject*) {
   return guarded([] {
     const ArenaStats s = arena_stats();
@@ -70,18 +81,30 @@ PyObject* module_math_addresses(PyObject*, PyObject* names) {
   return guarded([&] {
     const std::vector<void*> table = math_table(names);
     Ref out = Ref::check(PyTuple_New(static_cast<Py_ssize_t>(table.size())));
-    for (size_t i = 0; i < table.size(); ++i) PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(i), Ref::check(PyLong_FromVoidPtr(table[i])).release());
+    for (size_t i = 0; i < table.size(); ++i)
+      PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(i),
+                       Ref::check(PyLong_FromVoidPtr(table[i])).release());
     return out.release();
   });
 }
 
 PyMethodDef module_methods[] = {
-    {"arena_stats", module_arena_stats, METH_NOARGS, "Bytes that the arena pool holds, that are in use, and that may stay idle."},
+    {"arena_stats", module_arena_stats, METH_NOARGS,
+     "Bytes that the arena pool holds, that are in use, and that may stay idle."},
     {"trim_arenas", module_trim_arenas, METH_NOARGS, "Frees every idle block of the arena pool."},
-    {"math_addresses", module_math_addresses, METH_O, "Addresses of math functions by name, 0 where this process has none."},
+    {"math_addresses", module_math_addresses, METH_O,
+     "Addresses of math functions by name, 0 where this process has none."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef module_def{PyModuleDef_HEAD_INIT, "plait._native", "plait's executor: runs compiled plans. See docs/native-interface.md.", -1, module_methods, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module_def{PyModuleDef_HEAD_INIT,
+                       "plait._native",
+                       "plait's executor: runs compiled plans. See docs/native-interface.md.",
+                       -1,
+                       module_methods,
+                       nullptr,
+                       nullptr,
+                       nullptr,
+                       nullptr};
 
 PyTypeObject* add_type(PyObject* module, PyType_Spec& spec) {
   auto* type = reinterpret_cast<PyTypeObject*>(Ref::check(PyType_FromSpec(&spec)).release());
@@ -96,9 +119,19 @@ PyMODINIT_FUNC PyInit__native() {
   using namespace plait;
   return guarded([] {
     Ref module = Ref::check(PyModule_Create(&module_def));
-    plan_error = Ref::check(PyErr_NewExceptionWithDoc("plait._native.PlanError", "Plan bytes are damaged or of another version.", PyExc_ValueError, nullptr)).release();
-    load_error = Ref::check(PyErr_NewExceptionWithDoc("plait._native.LoadError", "A sound plan cannot be bound in this process.", PyExc_RuntimeError, nullptr)).release();
-    if (PyModule_AddObjectRef(module.get(), "PlanError", plan_error) < 0 || PyModule_AddObjectRef(module.get(), "LoadError", load_error) < 0) throw PythonError{};
+    plan_error =
+        Ref::check(PyErr_NewExceptionWithDoc("plait._native.PlanError",
+                                             "Plan bytes are damaged or of another version.",
+                                             PyExc_ValueError, nullptr))
+            .release();
+    load_error =
+        Ref::check(PyErr_NewExceptionWithDoc("plait._native.LoadError",
+                                             "A sound plan cannot be bound in this process.",
+                                             PyExc_RuntimeError, nullptr))
+            .release();
+    if (PyModule_AddObjectRef(module.get(), "PlanError", plan_error) < 0 ||
+        PyModule_AddObjectRef(module.get(), "LoadError", load_error) < 0)
+      throw PythonError{};
     library_type = add_type(module.get(), library_spec);
     program_type = add_type(module.get(), program_spec);
     boxed_type = add_type(module.get(), boxed_spec);

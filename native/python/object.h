@@ -50,7 +50,10 @@ struct Items {
   Ref keep;
   PyObject** data;
   Py_ssize_t n;
-  Items(PyObject* o, const char* what) : keep(Ref::check(PySequence_Fast(o, what))), data(PySequence_Fast_ITEMS(keep.get())), n(PySequence_Fast_GET_SIZE(keep.get())) {}
+  Items(PyObject* o, const char* what)
+      : keep(Ref::check(PySequence_Fast(o, what))),
+        data(PySequence_Fast_ITEMS(keep.get())),
+        n(PySequence_Fast_GET_SIZE(keep.get())) {}
 };
 
 std::string text(PyObject* o);

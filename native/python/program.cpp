@@ -13,7 +13,8 @@ PyObject* to_python(const ProgramState& s, Frame& f, const Output& o) {
   switch (o.kind) {
     case Output::Kind::moved_tensor: return wrap(std::move(f.tensors[static_cast<size_t>(o.id)]));
     case Output::Kind::tensor: return wrap(*f.refs[static_cast<size_t>(o.id)]);
-    case Output::Kind::opaque: return Py_NewRef(static_cast<PyObject*>(f.opaques[static_cast<size_t>(o.id)]));
+    case Output::Kind::opaque:
+      return Py_NewRef(static_cast<PyObject*>(f.opaques[static_cast<size_t>(o.id)]));
     case Output::Kind::integer: return PyLong_FromLongLong(f.values[static_cast<size_t>(o.id)]);
     case Output::Kind::real: return PyFloat_FromDouble(o.real);
     case Output::Kind::boolean: return PyBool_FromLong(o.id);
@@ -38,7 +39,8 @@ void bind_input(const Program& p, Frame& f, const Input& input, PyObject* arg) {
   switch (input.kind) {
     case Input::Kind::tensor:
       if (!is_tensor(arg)) [[unlikely]]
-        throw InputTypeError("input '" + p.slot(input.id).name + "': expected a tensor, got " + Py_TYPE(arg)->tp_name);
+        throw InputTypeError("input '" + p.slot(input.id).name + "': expected a tensor, got " +
+                             Py_TYPE(arg)->tp_name);
       p.require_fit(input, unpack(arg));
       return p.bind(f, input, unpack(arg));
     case Input::Kind::symbol: return p.set_symbol(f, input.id, integer(arg));
@@ -51,17 +53,20 @@ void bind_input(const Program& p, Frame& f, const Input& input, PyObject* arg) {
 void check_count(const Program& p, Py_ssize_t got) {
   const size_t want = p.plan().inputs.size();
   if (static_cast<size_t>(got) != want)
-    throw InputTypeError("program " + p.plan().name + " takes " + std::to_string(want) + " inputs, got " + std::to_string(got));
+    throw InputTypeError("program " + p.plan().name + " takes " + std::to_string(want) +
+                         " inputs, got " + std::to_string(got));
 }
 
 PyObject* program_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   return guarded([&] {
     ProgramState& s = state_of(self);
-    if (kwnames && PyTuple_GET_SIZE(kwnames) > 0) throw InputTypeError("a program takes no keyword arguments");
+    if (kwnames && PyTuple_GET_SIZE(kwnames) > 0)
+      throw InputTypeError("a program takes no keyword arguments");
     check_count(*s.program, PyVectorcall_NARGS(nargsf));
     Call call(*s.program);
     const std::vector<Input>& inputs = s.program->plan().inputs;
-    for (size_t i = 0; i < inputs.size(); ++i) bind_input(*s.program, call.frame(), inputs[i], args[i]);
+    for (size_t i = 0; i < inputs.size(); ++i)
+      bind_input(*s.program, call.frame(), inputs[i], args[i]);
     s.program->run(call.frame());
     return outputs(s, call.frame());
   });
@@ -79,7 +84,8 @@ c10::IValue to_ivalue(void* object) {
   throw InputTypeError(std::string("cannot hand a ") + Py_TYPE(o)->tp_name + " to an operator");
 }
 
-// Operands of a Python call. torch's own small objects (dtypes, layouts) are attributes of the torch module.
+// Operands of a Python call. torch's own small objects (dtypes, layouts) are attributes of the
+// torch module.
 class PythonOperands {
  public:
   PythonOperands(const Program& p, Frame& f) : p_(p), f_(f) {}
@@ -87,26 +93,32 @@ class PythonOperands {
   Ref convert(const Operand& o) {
     switch (o.kind) {
       case Operand::Kind::ref: return slot(o.id);
-      case Operand::Kind::size: return Ref::check(PyLong_FromLongLong(f_.values[static_cast<size_t>(o.id)]));
+      case Operand::Kind::size:
+        return Ref::check(PyLong_FromLongLong(f_.values[static_cast<size_t>(o.id)]));
       case Operand::Kind::none: return Ref::borrow(Py_None);
       case Operand::Kind::boolean: return Ref::borrow(o.id ? Py_True : Py_False);
       case Operand::Kind::real: return Ref::check(PyFloat_FromDouble(o.re));
       case Operand::Kind::complex: return Ref::check(PyComplex_FromDoubles(o.re, o.im));
-      case Operand::Kind::string: return Ref::check(PyUnicode_FromStringAndSize(o.text.data(), static_cast<Py_ssize_t>(o.text.size())));
+      case Operand::Kind::string:
+        return Ref::check(
+            PyUnicode_FromStringAndSize(o.text.data(), static_cast<Py_ssize_t>(o.text.size())));
       case Operand::Kind::dtype: return torch(torch_name(static_cast<DType>(o.id)));
-      case Operand::Kind::device: return Ref::check(PyObject_CallFunction(torch("device").get(), "s", o.text.c_str()));
+      case Operand::Kind::device:
+        return Ref::check(PyObject_CallFunction(torch("device").get(), "s", o.text.c_str()));
       case Operand::Kind::layout:
       case Operand::Kind::memory_format: return torch(o.text.c_str());
       case Operand::Kind::list: break;
     }
     Ref list = Ref::check(PyList_New(static_cast<Py_ssize_t>(o.items.size())));
-    for (size_t i = 0; i < o.items.size(); ++i) PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), convert(o.items[i]).release());
+    for (size_t i = 0; i < o.items.size(); ++i)
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), convert(o.items[i]).release());
     return list;
   }
 
  private:
   Ref slot(SlotId s) {
-    if (p_.slot(s).kind == SlotInfo::Kind::opaque) return Ref::borrow(static_cast<PyObject*>(f_.opaques[static_cast<size_t>(s)]));
+    if (p_.slot(s).kind == SlotInfo::Kind::opaque)
+      return Ref::borrow(static_cast<PyObject*>(f_.opaques[static_cast<size_t>(s)]));
     return Ref::check(wrap(*f_.refs[static_cast<size_t>(s)]));
   }
   static Ref torch(const char* name) {
@@ -122,27 +134,36 @@ void call_python(const Program& p, Frame& f, const PythonCall& c) {
   ProgramState& s = *static_cast<ProgramState*>(p.owner());
   PythonOperands operands(p, f);
   const Ref args = Ref::check(PyTuple_New(static_cast<Py_ssize_t>(c.args.size())));
-  for (size_t i = 0; i < c.args.size(); ++i) PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), operands.convert(c.args[i]).release());
+  for (size_t i = 0; i < c.args.size(); ++i)
+    PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), operands.convert(c.args[i]).release());
   Ref kwargs;
   if (!c.kwargs.empty()) kwargs = Ref::check(PyDict_New());
   for (const KeywordOperand& k : c.kwargs)
-    if (PyDict_SetItemString(kwargs.get(), k.name.c_str(), operands.convert(k.value).get()) < 0) throw PythonError{};
-  const Ref result = Ref::check(PyObject_Call(s.callables[static_cast<size_t>(c.index)].get(), args.get(), kwargs.get()));
+    if (PyDict_SetItemString(kwargs.get(), k.name.c_str(), operands.convert(k.value).get()) < 0)
+      throw PythonError{};
+  const Ref result = Ref::check(
+      PyObject_Call(s.callables[static_cast<size_t>(c.index)].get(), args.get(), kwargs.get()));
   const bool many = PyTuple_Check(result.get()) || PyList_Check(result.get());
   PyObject* single = result.get();
   PyObject** items = many ? PySequence_Fast_ITEMS(result.get()) : &single;
   const Py_ssize_t n = many ? PySequence_Fast_GET_SIZE(result.get()) : 1;
-  if (static_cast<size_t>(n) < c.outs.size() && !(n == 1 && single == Py_None)) throw std::runtime_error(c.label + " returned " + std::to_string(n) + " values, " + std::to_string(c.outs.size()) + " were expected");
+  if (static_cast<size_t>(n) < c.outs.size() && !(n == 1 && single == Py_None))
+    throw std::runtime_error(c.label + " returned " + std::to_string(n) + " values, " +
+                             std::to_string(c.outs.size()) + " were expected");
   for (size_t i = 0; i < c.outs.size(); ++i) {
     PyObject* item = i < static_cast<size_t>(n) ? items[i] : Py_None;
     if (c.outs[i].kind == Result::Kind::symbol) p.set_symbol(f, c.outs[i].id, integer(item));
     if (c.outs[i].kind != Result::Kind::tensor) continue;
-    if (item != Py_None && !is_tensor(item)) throw std::runtime_error(c.label + " returned a " + Py_TYPE(item)->tp_name + " where a tensor was expected");
+    if (item != Py_None && !is_tensor(item))
+      throw std::runtime_error(c.label + " returned a " + Py_TYPE(item)->tp_name +
+                               " where a tensor was expected");
     p.define(f, c.outs[i].id, item == Py_None ? at::Tensor() : unpack(item));
   }
 }
 
-constexpr Host kHost{[]() -> void* { return PyEval_SaveThread(); }, [](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); }, call_python, to_ivalue};
+constexpr Host kHost{[]() -> void* { return PyEval_SaveThread(); },
+                     [](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); },
+                     call_python, to_ivalue};
 
 std::vector<Output> plan_outputs(const Program& p) {
   std::vector<Output> out;
@@ -154,8 +175,11 @@ std::vector<Output> plan_outputs(const Program& p) {
     Output v{Kind::none, o.id, o.re};
     if (o.kind == Operand::Kind::ref) {
       const SlotInfo::Kind kind = p.slot(o.id).kind;
-      const bool owned = kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result || kind == SlotInfo::Kind::view;
-      v.kind = kind == SlotInfo::Kind::opaque ? Kind::opaque : owned && uses[static_cast<size_t>(o.id)] == 1 ? Kind::moved_tensor : Kind::tensor;
+      const bool owned = kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result ||
+                         kind == SlotInfo::Kind::view;
+      v.kind = kind == SlotInfo::Kind::opaque                  ? Kind::opaque
+               : owned && uses[static_cast<size_t>(o.id)] == 1 ? Kind::moved_tensor
+                                                               : Kind::tensor;
     } else if (o.kind == Operand::Kind::size) {
       v.kind = Kind::integer;
     } else if (o.kind == Operand::Kind::real) {
@@ -176,10 +200,12 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject *library = nullptr, *constants = nullptr, *callables = nullptr;
     if (!PyArg_ParseTuple(args, "y*OOO", &bytes, &library, &constants, &callables)) return nullptr;
     const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> release(&bytes, PyBuffer_Release);
-    Plan plan = read_plan({static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
+    Plan plan =
+        read_plan({static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
     std::shared_ptr<Library> kernels;
     if (library != Py_None) {
-      if (!PyObject_TypeCheck(library, library_type)) throw InputTypeError("library must be a Library or None");
+      if (!PyObject_TypeCheck(library, library_type))
+        throw InputTypeError("library must be a Library or None");
       kernels = reinterpret_cast<PyLibrary*>(library)->value;
     }
     std::vector<at::Tensor> tensors;
@@ -192,8 +218,10 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
     const Items calls(callables, "callables must be a sequence");
     for (Py_ssize_t i = 0; i < calls.n; ++i) state->callables.push_back(Ref::borrow(calls.data[i]));
     if (state->callables.size() != static_cast<size_t>(plan.n_callables))
-      throw LoadError("the program wants " + std::to_string(plan.n_callables) + " callables and got " + std::to_string(calls.n));
-    state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(tensors), kHost, state.get());
+      throw LoadError("the program wants " + std::to_string(plan.n_callables) +
+                      " callables and got " + std::to_string(calls.n));
+    state->program = std::make_unique<Program>(std::move(plan), std::move(kernels),
+                                               std::move(tensors), kHost, state.get());
     state->outputs = plan_outputs(*state->program);
     Ref self = Ref::check(type->tp_alloc(type, 0));
     reinterpret_cast<PyProgram*>(self.get())->call = program_call;
@@ -241,17 +269,18 @@ PyObject* program_stats(PyObject* self, PyObject*) {
   });
 }
 
-// ---------------------------------------------------------------------------------------------------- boxed
+// ----------------------------------------------------------------------------------------------------
+// boxed
 struct PyBoxed {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   PyObject* program;
 };
 
 PyObject* boxed_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   return guarded([&] {
     ProgramState& s = state_of(reinterpret_cast<PyBoxed*>(self)->program);
-    if (PyVectorcall_NARGS(nargsf) != 1 || kwnames || !PyList_Check(args[0])) throw InputTypeError("a boxed program takes one list");
+    if (PyVectorcall_NARGS(nargsf) != 1 || kwnames || !PyList_Check(args[0]))
+      throw InputTypeError("a boxed program takes one list");
     PyObject* list = args[0];
     check_count(*s.program, PyList_GET_SIZE(list));
     const std::vector<Input>& inputs = s.program->plan().inputs;
@@ -289,33 +318,54 @@ void boxed_dealloc(PyObject* self) {
 }
 PyObject* always_true(PyObject*, void*) { Py_RETURN_TRUE; }
 
-PyMethodDef program_methods[] = {{"stats", program_stats, METH_NOARGS, "What the program does at a call: launches, regions, externs, arena_bytes, steps."}, {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef program_getset[] = {{"boxed", program_boxed, nullptr, "The program as a callable of one list, which it clears.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyMemberDef program_members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(PyProgram, call), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot program_slots[] = {{Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables): a compiled program, called with its inputs, returns a tuple.")},
-                               {Py_tp_new, reinterpret_cast<void*>(program_new)},
-                               {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
-                               {Py_tp_traverse, reinterpret_cast<void*>(program_traverse)},
-                               {Py_tp_clear, reinterpret_cast<void*>(program_clear)},
-                               {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                               {Py_tp_methods, program_methods},
-                               {Py_tp_getset, program_getset},
-                               {Py_tp_members, program_members},
-                               {0, nullptr}};
+PyMethodDef program_methods[] = {
+    {"stats", program_stats, METH_NOARGS,
+     "What the program does at a call: launches, regions, externs, arena_bytes, steps."},
+    {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef program_getset[] = {
+    {"boxed", program_boxed, nullptr, "The program as a callable of one list, which it clears.",
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMemberDef program_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyProgram, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot program_slots[] = {
+    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables): a compiled "
+                                  "program, called with its inputs, returns a tuple.")},
+    {Py_tp_new, reinterpret_cast<void*>(program_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(program_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(program_clear)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_methods, program_methods},
+    {Py_tp_getset, program_getset},
+    {Py_tp_members, program_members},
+    {0, nullptr}};
 }  // namespace
-PyType_Spec program_spec{"plait._native.Program", sizeof(PyProgram), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, program_slots};
+PyType_Spec program_spec{"plait._native.Program", sizeof(PyProgram), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+                         program_slots};
 
 namespace {
-PyGetSetDef boxed_getset[] = {{"_boxed_call", always_true, nullptr, "True: takes one list and clears it.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyMemberDef boxed_members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(PyBoxed, call), READONLY, nullptr}, {"program", T_OBJECT, offsetof(PyBoxed, program), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot boxed_slots[] = {{Py_tp_doc, const_cast<char*>("A program that takes one list of inputs and clears it.")},
-                             {Py_tp_dealloc, reinterpret_cast<void*>(boxed_dealloc)},
-                             {Py_tp_traverse, reinterpret_cast<void*>(boxed_traverse)},
-                             {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                             {Py_tp_getset, boxed_getset},
-                             {Py_tp_members, boxed_members},
-                             {0, nullptr}};
+PyGetSetDef boxed_getset[] = {
+    {"_boxed_call", always_true, nullptr, "True: takes one list and clears it.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMemberDef boxed_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyBoxed, call), READONLY, nullptr},
+    {"program", T_OBJECT, offsetof(PyBoxed, program), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot boxed_slots[] = {
+    {Py_tp_doc, const_cast<char*>("A program that takes one list of inputs and clears it.")},
+    {Py_tp_dealloc, reinterpret_cast<void*>(boxed_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(boxed_traverse)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_getset, boxed_getset},
+    {Py_tp_members, boxed_members},
+    {0, nullptr}};
 }  // namespace
-PyType_Spec boxed_spec{"plait._native.Boxed", sizeof(PyBoxed), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, boxed_slots};
+PyType_Spec boxed_spec{"plait._native.Boxed", sizeof(PyBoxed), 0,
+                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                           Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                       boxed_slots};
 
 }  // namespace plait

@@ -1,4 +1,5 @@
-// native/python/program_object.h: the Python objects of a program, shared by the files of the binding.
+// native/python/program_object.h: the Python objects of a program, shared by the files of the
+// binding.
 #pragma once
 
 #include <memory>
@@ -23,14 +24,12 @@ struct ProgramState {
 };
 
 struct PyProgram {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   ProgramState* state;
 };
 
 struct PyLibrary {
-  PyObject_HEAD
-  std::shared_ptr<Library> value;
+  PyObject_HEAD std::shared_ptr<Library> value;
 };
 
 // A frame for a call; dropped tensors and the arena go back whatever happens.
@@ -50,9 +49,11 @@ class Call {
   std::unique_ptr<Frame> frame_;
 };
 
-inline ProgramState& state_of(PyObject* program) { return *reinterpret_cast<PyProgram*>(program)->state; }
+inline ProgramState& state_of(PyObject* program) {
+  return *reinterpret_cast<PyProgram*>(program)->state;
+}
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o);  // a new reference
-PyObject* outputs(const ProgramState& s, Frame& f);                    // a new tuple
+PyObject* outputs(const ProgramState& s, Frame& f);                     // a new tuple
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type;
 extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec;

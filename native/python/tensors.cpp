@@ -1,4 +1,5 @@
-// native/python/tensors.cpp: the one file that includes python_variable.h (13 s to compile), and the translation of errors.
+// native/python/tensors.cpp: the one file that includes python_variable.h (13 s to compile), and
+// the translation of errors.
 #include "python/tensors.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -15,7 +16,9 @@ bool is_tensor(PyObject* o) { return THPVariable_Check(o); }
 const at::Tensor& unpack(PyObject* tensor) { return THPVariable_Unpack(tensor); }
 PyObject* wrap(at::Tensor&& t) { return THPVariable_Wrap(std::move(t)); }
 PyObject* wrap(const at::Tensor& t) { return THPVariable_Wrap(t); }
-const at::Generator* unpack_generator(PyObject* o) { return THPGenerator_Check(o) ? &reinterpret_cast<THPGenerator*>(o)->cdata : nullptr; }
+const at::Generator* unpack_generator(PyObject* o) {
+  return THPGenerator_Check(o) ? &reinterpret_cast<THPGenerator*>(o)->cdata : nullptr;
+}
 
 std::string text(PyObject* o) {
   Py_ssize_t n = 0;

@@ -1,8 +1,10 @@
-// native/torch/extern.cpp: operators of PyTorch: resolved at load, called by the cheapest road that gives the same result.
+// native/torch/extern.cpp: operators of PyTorch: resolved at load, called by the cheapest road that
+// gives the same result.
 //
-// The general road is the dispatcher's boxed call on a stack whose constant part was built at load. bmm and baddbmm into
-// existing memory call the CPU implementation directly; mm and addmm of float and double call the BLAS that ATen itself
-// would call, on bare pointers: no tensor, no dispatch (0.3 us instead of 1.4).
+// The general road is the dispatcher's boxed call on a stack whose constant part was built at load.
+// bmm and baddbmm into existing memory call the CPU implementation directly; mm and addmm of float
+// and double call the BLAS that ATen itself would call, on bare pointers: no tensor, no dispatch
+// (0.3 us instead of 1.4).
 #include <ATen/Context.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Generator.h>
@@ -27,7 +29,8 @@ using c10::IValue;
 using c10::TypeKind;
 using Constants = std::vector<std::optional<int64_t>>;
 
-// ---------------------------------------------------------------------------------------------------- at load
+// ----------------------------------------------------------------------------------------------------
+// at load
 class Resolver {
  public:
   Resolver(const CallExtern& call, const Constants& constants) : in_(call), constants_(constants) {}
@@ -50,9 +53,11 @@ class Resolver {
         operand = &k.value;
         ++keywords;
       }
-      if (!operand && !args[pos].default_value()) fail("misses argument '" + args[pos].name() + "'");
+      if (!operand && !args[pos].default_value())
+        fail("misses argument '" + args[pos].name() + "'");
       argument_ = args[pos].name();
-      out_.stack.push_back(operand ? convert(*operand, *args[pos].type(), args[pos].N().value_or(1)) : *args[pos].default_value());
+      out_.stack.push_back(operand ? convert(*operand, *args[pos].type(), args[pos].N().value_or(1))
+                                   : *args[pos].default_value());
     }
     if (keywords != in_.kwargs.size()) fail("gets an unknown keyword argument");
     const auto& returns = schema.returns();
@@ -63,15 +68,21 @@ class Resolver {
   }
 
  private:
-  [[noreturn]] void fail(const std::string& what) const { throw LoadError("operator " + out_.name + " " + what); }
-  [[noreturn]] void mismatch() const { fail("cannot take this operand as argument '" + argument_ + "'"); }
+  [[noreturn]] void fail(const std::string& what) const {
+    throw LoadError("operator " + out_.name + " " + what);
+  }
+  [[noreturn]] void mismatch() const {
+    fail("cannot take this operand as argument '" + argument_ + "'");
+  }
 
   using FillKind = Call::Fill::Kind;
   IValue later(FillKind kind, int32_t id, std::vector<int32_t> ids = {}) {
     out_.fills.push_back({kind, static_cast<int32_t>(out_.stack.size()), id, std::move(ids)});
     return IValue();
   }
-  const std::optional<int64_t>& constant(ExprId e) const { return constants_[static_cast<size_t>(e)]; }
+  const std::optional<int64_t>& constant(ExprId e) const {
+    return constants_[static_cast<size_t>(e)];
+  }
 
   IValue convert(const Operand& o, const c10::Type& type, int32_t repeat) {
     if (type.kind() == TypeKind::OptionalType) {
@@ -87,14 +98,18 @@ class Resolver {
       return convert_list(repeated, element);
     }
     switch (o.kind) {
-      case Operand::Kind::ref: return later(type.kind() == TypeKind::TensorType ? FillKind::tensor : FillKind::opaque, o.id);
+      case Operand::Kind::ref:
+        return later(type.kind() == TypeKind::TensorType ? FillKind::tensor : FillKind::opaque,
+                     o.id);
       case Operand::Kind::size: return convert_size(o.id, type);
       case Operand::Kind::none: return IValue();
       case Operand::Kind::boolean: return number(c10::Scalar(o.id != 0), type);
       case Operand::Kind::real: return number(c10::Scalar(o.re), type);
-      case Operand::Kind::complex: return number(c10::Scalar(c10::complex<double>(o.re, o.im)), type);
+      case Operand::Kind::complex:
+        return number(c10::Scalar(c10::complex<double>(o.re, o.im)), type);
       case Operand::Kind::string: return IValue(o.text);
-      case Operand::Kind::dtype: return IValue(static_cast<int64_t>(scalar_type(static_cast<DType>(o.id))));
+      case Operand::Kind::dtype:
+        return IValue(static_cast<int64_t>(scalar_type(static_cast<DType>(o.id))));
       case Operand::Kind::device: return IValue(c10::Device(o.text));
       case Operand::Kind::layout: return IValue(static_cast<int64_t>(layout(o.text)));
       case Operand::Kind::memory_format: return IValue(static_cast<int64_t>(memory_format(o.text)));
@@ -117,7 +132,8 @@ class Resolver {
     fail("knows no memory format '" + text + "'");
   }
 
-  // A number for an argument of any numeric type; for a tensor argument it becomes a zero-dimensional tensor that does not promote.
+  // A number for an argument of any numeric type; for a tensor argument it becomes a
+  // zero-dimensional tensor that does not promote.
   IValue number(const c10::Scalar& value, const c10::Type& type) const {
     switch (type.kind()) {
       case TypeKind::NumberType: return IValue(value);
@@ -148,14 +164,17 @@ class Resolver {
 
   IValue convert_list(const Operand& o, const c10::Type& element) {
     const bool optional = element.kind() == TypeKind::OptionalType;
-    const c10::Type& inner = optional ? *element.castRaw<c10::OptionalType>()->getElementType() : element;
+    const c10::Type& inner =
+        optional ? *element.castRaw<c10::OptionalType>()->getElementType() : element;
     std::vector<int32_t> ids;
     if (inner.kind() == TypeKind::TensorType) {
       for (const Operand& item : o.items) {
-        if (item.kind != Operand::Kind::ref && !(optional && item.kind == Operand::Kind::none)) mismatch();
+        if (item.kind != Operand::Kind::ref && !(optional && item.kind == Operand::Kind::none))
+          mismatch();
         ids.push_back(item.kind == Operand::Kind::ref ? item.id : kNone);
       }
-      return later(optional ? FillKind::optional_tensor_list : FillKind::tensor_list, kNone, std::move(ids));
+      return later(optional ? FillKind::optional_tensor_list : FillKind::tensor_list, kNone,
+                   std::move(ids));
     }
     switch (inner.kind()) {
       case TypeKind::IntType:
@@ -202,13 +221,21 @@ class Resolver {
     mismatch();
   }
 
-  // The operands of these operators stand at the front of their schemas, what they write at the end or it is their result.
+  // The operands of these operators stand at the front of their schemas, what they write at the end
+  // or it is their result.
   void choose_road() {
-    struct Known { const char* name; Call::Road road; size_t n; bool out; };
-    static constexpr Known known[] = {
-        {"aten::mm.out", Call::Road::mm, 2, true},       {"aten::mm", Call::Road::mm, 2, false},
-        {"aten::addmm.out", Call::Road::addmm, 3, true}, {"aten::addmm", Call::Road::addmm, 3, false},
-        {"aten::bmm.out", Call::Road::bmm, 2, true},     {"aten::baddbmm.out", Call::Road::baddbmm, 3, true}};
+    struct Known {
+      const char* name;
+      Call::Road road;
+      size_t n;
+      bool out;
+    };
+    static constexpr Known known[] = {{"aten::mm.out", Call::Road::mm, 2, true},
+                                      {"aten::mm", Call::Road::mm, 2, false},
+                                      {"aten::addmm.out", Call::Road::addmm, 3, true},
+                                      {"aten::addmm", Call::Road::addmm, 3, false},
+                                      {"aten::bmm.out", Call::Road::bmm, 2, true},
+                                      {"aten::baddbmm.out", Call::Road::baddbmm, 3, true}};
     for (const Known& k : known)
       if (out_.name == k.name) take_road(k.road, k.n, k.out);
   }
@@ -219,7 +246,8 @@ class Resolver {
       tensors[static_cast<size_t>(f.pos)] = f.id;
     }
     const bool returned = !in_.outs.empty() && in_.outs[0].kind == Result::Kind::tensor;
-    if (returned == out) return;  // an `out` operator whose result has a second name, or a result that nobody wants
+    if (returned == out)
+      return;  // an `out` operator whose result has a second name, or a result that nobody wants
     out_.tensors.assign(tensors.begin(), tensors.begin() + static_cast<std::ptrdiff_t>(n));
     out_.tensors.push_back(out ? tensors.back() : in_.outs[0].id);
     for (SlotId s : out_.tensors)
@@ -238,11 +266,13 @@ class Resolver {
   std::string argument_;
 };
 
-// ---------------------------------------------------------------------------------------------------- BLAS
-// The Fortran interface of the BLAS inside libtorch_cpu, the one that ATen's own matmul calls; null where it is not exported.
+// ----------------------------------------------------------------------------------------------------
+// BLAS The Fortran interface of the BLAS inside libtorch_cpu, the one that ATen's own matmul calls;
+// null where it is not exported.
 struct Blas {
   template <class T>
-  using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const T*, const T*, const int*, const T*, const int*, const T*, T*, const int*);
+  using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const T*,
+                        const T*, const int*, const T*, const int*, const T*, T*, const int*);
   Gemm<float> sgemm = nullptr;
   Gemm<double> dgemm = nullptr;
 
@@ -267,18 +297,23 @@ struct Matrix {
   bool usable = false;
 };
 Matrix row_major(int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride) {
-  if ((col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1)) return {'N', rows == 1 ? cols : row_stride, true};
-  if ((row_stride == 1 || rows == 1) && (col_stride >= rows || cols == 1)) return {'T', cols == 1 ? rows : col_stride, true};
+  if ((col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1))
+    return {'N', rows == 1 ? cols : row_stride, true};
+  if ((row_stride == 1 || rows == 1) && (col_stride >= rows || cols == 1))
+    return {'T', cols == 1 ? rows : col_stride, true};
   return {};
 }
 
 template <class T>
-void gemm(Blas::Gemm<T> fn, const Matrix& a, const Matrix& b, const Matrix& c, int64_t m, int64_t n, int64_t k, double alpha, const void* pa, const void* pb, double beta, void* pc) {
+void gemm(Blas::Gemm<T> fn, const Matrix& a, const Matrix& b, const Matrix& c, int64_t m, int64_t n,
+          int64_t k, double alpha, const void* pa, const void* pb, double beta, void* pc) {
   // C = A B in row-major memory is C' = B' A' in column-major memory.
   const int rows = static_cast<int>(n), cols = static_cast<int>(m), inner = static_cast<int>(k);
-  const int lda = static_cast<int>(b.ld), ldb = static_cast<int>(a.ld), ldc = static_cast<int>(c.ld);
+  const int lda = static_cast<int>(b.ld), ldb = static_cast<int>(a.ld),
+            ldc = static_cast<int>(c.ld);
   const T scale = static_cast<T>(alpha), keep = static_cast<T>(beta);
-  fn(&b.trans, &a.trans, &rows, &cols, &inner, &scale, static_cast<const T*>(pb), &lda, static_cast<const T*>(pa), &ldb, &keep, static_cast<T*>(pc), &ldc);
+  fn(&b.trans, &a.trans, &rows, &cols, &inner, &scale, static_cast<const T*>(pb), &lda,
+     static_cast<const T*>(pa), &ldb, &keep, static_cast<T*>(pc), &ldc);
 }
 
 // Writes the addend of addmm where the product is added to it.
@@ -290,15 +325,19 @@ struct Addend {
 constexpr int64_t kParallelAddendBytes = 1 << 18;
 void copy_rows(int64_t begin, int64_t end, void* context) {
   const Addend& a = *static_cast<const Addend*>(context);
-  for (int64_t r = begin; r < end; ++r) std::memcpy(a.to + r * a.to_step, a.from + r * a.row_step, static_cast<size_t>(a.row_bytes));
+  for (int64_t r = begin; r < end; ++r)
+    std::memcpy(a.to + r * a.to_step, a.from + r * a.row_step, static_cast<size_t>(a.row_bytes));
 }
 
 }  // namespace
 
-ExternCall resolve_extern(const CallExtern& call, const Constants& constants) { return Resolver(call, constants).run(); }
+ExternCall resolve_extern(const CallExtern& call, const Constants& constants) {
+  return Resolver(call, constants).run();
+}
 
-// ---------------------------------------------------------------------------------------------------- at the call
-// What the product of two matrices needs to know, read from the sizes and strides of this call.
+// ----------------------------------------------------------------------------------------------------
+// at the call What the product of two matrices needs to know, read from the sizes and strides of
+// this call.
 struct Program::Gemm {
   Matrix a, b, c;
   int64_t m, n, k;
@@ -310,11 +349,15 @@ struct Program::Gemm {
 bool Program::plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const {
   const bool add = c.road == ExternCall::Road::addmm;
   const size_t first = add ? 1 : 0;
-  const auto meta = [&](size_t i) -> const Meta& { return slots_[static_cast<size_t>(c.tensors[i])].meta; };
+  const auto meta = [&](size_t i) -> const Meta& {
+    return slots_[static_cast<size_t>(c.tensors[i])].meta;
+  };
   const Extents a(meta(first), f.values), b(meta(first + 1), f.values);
   if (a.sizes.size() != 2 || b.sizes.size() != 2) return false;
   g.m = a.sizes[0], g.k = a.sizes[1], g.n = b.sizes[1];
-  if (g.m <= 0 || g.n <= 0 || g.k <= 0 || g.m > INT_MAX || g.n > INT_MAX || g.k > INT_MAX || b.sizes[0] != g.k) return false;
+  if (g.m <= 0 || g.n <= 0 || g.k <= 0 || g.m > INT_MAX || g.n > INT_MAX || g.k > INT_MAX ||
+      b.sizes[0] != g.k)
+    return false;
   g.a = row_major(g.m, g.k, a.strides[0], a.strides[1]);
   g.b = row_major(g.k, g.n, b.strides[0], b.strides[1]);
   g.c = {'N', g.n, true};
@@ -323,14 +366,17 @@ bool Program::plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const {
     if (o.sizes.size() != 2 || o.sizes[0] != g.m || o.sizes[1] != g.n) return false;
     g.c = row_major(g.m, g.n, o.strides[0], o.strides[1]);
   }
-  if (!g.a.usable || !g.b.usable || !g.c.usable || g.c.trans != 'N' || std::max({g.a.ld, g.b.ld, g.c.ld}) > INT_MAX) return false;
+  if (!g.a.usable || !g.b.usable || !g.c.usable || g.c.trans != 'N' ||
+      std::max({g.a.ld, g.b.ld, g.c.ld}) > INT_MAX)
+    return false;
   if (c.single ? !blas().sgemm || !full_precision_ : !blas().dgemm) return false;
   if (!add || c.beta == 0) return true;
   const Extents s(meta(0), f.values);
   const size_t rank = s.sizes.size();
   if (c.beta != 1 || rank == 0 || rank > 2) return false;
   const int64_t rows = rank == 2 ? s.sizes[0] : 1;
-  if (s.sizes[rank - 1] != g.n || s.strides[rank - 1] != 1 || (rows != 1 && rows != g.m)) return false;
+  if (s.sizes[rank - 1] != g.n || s.strides[rank - 1] != 1 || (rows != 1 && rows != g.m))
+    return false;
   const int64_t item = c.single ? 4 : 8;
   g.addend = {nullptr, nullptr, rows == 1 ? 0 : s.strides[0] * item, g.c.ld * item, g.n * item};
   g.beta = 1;
@@ -347,11 +393,15 @@ bool Program::call_gemm(Frame& f, const ExternCall& c) const {
     g.addend.from = static_cast<const char*>(bufs[0]);
     g.addend.to = static_cast<char*>(bufs[3]);
     const int64_t rows = std::max<int64_t>(1, (kParallelAddendBytes >> 2) / g.addend.row_bytes);
-    if (g.m * g.addend.row_bytes < kParallelAddendBytes || torch_parallel_for(0, g.m, rows, copy_rows, &g.addend) != 0) copy_rows(0, g.m, &g.addend);
+    if (g.m * g.addend.row_bytes < kParallelAddendBytes ||
+        torch_parallel_for(0, g.m, rows, copy_rows, &g.addend) != 0)
+      copy_rows(0, g.m, &g.addend);
   }
   void *a = bufs[first], *b = bufs[first + 1], *out = bufs[first + 2];
-  if (c.single) gemm(blas().sgemm, g.a, g.b, g.c, g.m, g.n, g.k, c.alpha, a, b, g.beta, out);
-  else gemm(blas().dgemm, g.a, g.b, g.c, g.m, g.n, g.k, c.alpha, a, b, g.beta, out);
+  if (c.single)
+    gemm(blas().sgemm, g.a, g.b, g.c, g.m, g.n, g.k, c.alpha, a, b, g.beta, out);
+  else
+    gemm(blas().dgemm, g.a, g.b, g.c, g.m, g.n, g.k, c.alpha, a, b, g.beta, out);
   return true;
 }
 
@@ -359,16 +409,23 @@ void Program::call_extern(Frame& f, const ExternCall& c) const {
   using Road = ExternCall::Road;
   if (c.bufs != kNone && call_gemm(f, c)) return;
   if (c.road == Road::boxed || c.makes_result) return call_boxed(f, c);
-  const auto tensor = [&](size_t i) -> const at::Tensor& { return *f.refs[static_cast<size_t>(c.tensors[i])]; };
+  const auto tensor = [&](size_t i) -> const at::Tensor& {
+    return *f.refs[static_cast<size_t>(c.tensors[i])];
+  };
   at::Tensor& out = f.tensors[static_cast<size_t>(c.tensors.back())];
-  // An output that is the caller's tensor (an input or constant) is not ours to hand out as a mutable reference.
+  // An output that is the caller's tensor (an input or constant) is not ours to hand out as a
+  // mutable reference.
   if (!out.defined()) return call_boxed(f, c);
   try {
     switch (c.road) {
       case Road::mm: at::cpu::mm_out(out, tensor(0), tensor(1)); return;
-      case Road::addmm: at::cpu::addmm_out(out, tensor(0), tensor(1), tensor(2), c.beta, c.alpha); return;
+      case Road::addmm:
+        at::cpu::addmm_out(out, tensor(0), tensor(1), tensor(2), c.beta, c.alpha);
+        return;
       case Road::bmm: at::cpu::bmm_out(out, tensor(0), tensor(1)); return;
-      case Road::baddbmm: at::cpu::baddbmm_out(out, tensor(0), tensor(1), tensor(2), c.beta, c.alpha); return;
+      case Road::baddbmm:
+        at::cpu::baddbmm_out(out, tensor(0), tensor(1), tensor(2), c.beta, c.alpha);
+        return;
       case Road::boxed: return;
     }
   } catch (c10::Error& e) {
@@ -379,7 +436,9 @@ void Program::call_extern(Frame& f, const ExternCall& c) const {
 
 void Program::push_operands(Frame& f, const ExternCall& c) const {
   using Kind = ExternCall::Fill::Kind;
-  const auto tensor = [&](int32_t s) -> const at::Tensor& { return *f.refs[static_cast<size_t>(s)]; };
+  const auto tensor = [&](int32_t s) -> const at::Tensor& {
+    return *f.refs[static_cast<size_t>(s)];
+  };
   f.stack.assign(c.stack.begin(), c.stack.end());
   for (const ExternCall::Fill& fill : c.fills) {
     IValue& at = f.stack[static_cast<size_t>(fill.pos)];
@@ -402,7 +461,8 @@ void Program::push_operands(Frame& f, const ExternCall& c) const {
       }
       case Kind::optional_tensor_list: {
         c10::List<std::optional<at::Tensor>> values;
-        for (int32_t s : fill.ids) values.push_back(s == kNone ? std::nullopt : std::optional<at::Tensor>(tensor(s)));
+        for (int32_t s : fill.ids)
+          values.push_back(s == kNone ? std::nullopt : std::optional<at::Tensor>(tensor(s)));
         at = IValue(std::move(values));
         break;
       }
@@ -416,7 +476,8 @@ void Program::push_operands(Frame& f, const ExternCall& c) const {
   }
 }
 
-// An input of the host's own kind (generator, float, None) as an operand; a tensor where the slot turned out to hold one.
+// An input of the host's own kind (generator, float, None) as an operand; a tensor where the slot
+// turned out to hold one.
 c10::IValue Program::opaque(Frame& f, SlotId s) const {
   void* object = f.opaques[static_cast<size_t>(s)];
   if (!object) return IValue(*f.refs[static_cast<size_t>(s)]);
@@ -445,17 +506,23 @@ void Program::call_boxed(Frame& f, const ExternCall& c) const {
 
 void Program::store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const {
   if (is_list && !outs.empty()) {
-    TORCH_CHECK(f.stack.size() == 1 && f.stack[0].isTensorList(), "the operator returned no list of tensors");
+    TORCH_CHECK(f.stack.size() == 1 && f.stack[0].isTensorList(),
+                "the operator returned no list of tensors");
     const std::vector<at::Tensor> items = f.stack[0].toTensorVector();
     f.stack.assign(items.begin(), items.end());
   }
-  TORCH_CHECK(f.stack.size() >= outs.size(), "the operator returned ", f.stack.size(), " values, ", outs.size(), " were expected");
+  TORCH_CHECK(f.stack.size() >= outs.size(), "the operator returned ", f.stack.size(), " values, ",
+              outs.size(), " were expected");
   for (size_t i = 0; i < outs.size(); ++i) {
     const IValue& v = f.stack[i];
     switch (outs[i].kind) {
       case Result::Kind::dropped: break;
-      case Result::Kind::tensor: define(f, outs[i].id, v.isNone() ? at::Tensor() : v.toTensor()); break;
-      case Result::Kind::symbol: set_symbol(f, outs[i].id, v.isBool() ? v.toBool() : v.toInt()); break;
+      case Result::Kind::tensor:
+        define(f, outs[i].id, v.isNone() ? at::Tensor() : v.toTensor());
+        break;
+      case Result::Kind::symbol:
+        set_symbol(f, outs[i].id, v.isBool() ? v.toBool() : v.toInt());
+        break;
     }
   }
   f.stack.clear();

@@ -39,19 +39,26 @@ DType from_scalar_type(c10::ScalarType type) {
 }
 
 const char* torch_name(DType dtype) {
-  static constexpr const char* names[] = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128", "opaque", "any"};
+  static constexpr const char* names[] = {
+      "bool",    "uint8",     "uint16",    "uint32",     "uint64",   "int8",
+      "int16",   "int32",     "int64",     "float16",    "bfloat16", "float32",
+      "float64", "complex32", "complex64", "complex128", "opaque",   "any"};
   return names[static_cast<size_t>(dtype)];
 }
 
 namespace {
-constexpr int64_t kRegionBreakBytes = 1 << 20;  // memory that dies inside a region and is worth ending it for, if an allocation follows
+constexpr int64_t kRegionBreakBytes =
+    1
+    << 20;  // memory that dies inside a region and is worth ending it for, if an allocation follows
 constexpr int64_t kSmallRegionNs = 10'000;
 }  // namespace
 
-// Two walks over the body: the first learns what each slot is and how it is used, the second emits steps.
+// Two walks over the body: the first learns what each slot is and how it is used, the second emits
+// steps.
 class Loader {
  public:
-  explicit Loader(Program& p) : p_(p), plan_(p.plan_), patches_(plan_.slots.size()), last_use_(plan_.slots.size(), -1) {}
+  explicit Loader(Program& p)
+      : p_(p), plan_(p.plan_), patches_(plan_.slots.size()), last_use_(plan_.slots.size(), -1) {}
 
   void run() {
     fold_constants();
@@ -59,16 +66,19 @@ class Loader {
     for (size_t s = 0; s < plan_.slots.size(); ++s) {
       p_.slots_[s].name = plan_.slots[s].name;
       p_.slots_[s].dtype = plan_.slots[s].dtype;
-      if (plan_.slots[s].dtype < DType::opaque) p_.slots_[s].scalar = scalar_type(plan_.slots[s].dtype);
+      if (plan_.slots[s].dtype < DType::opaque)
+        p_.slots_[s].scalar = scalar_type(plan_.slots[s].dtype);
       p_.slots_[s].root = static_cast<SlotId>(s);
     }
     for (const Input& i : plan_.inputs) learn(i);
-    for (at_ = 0; at_ < n_instrs(); ++at_) std::visit([this](const auto& i) { learn(i); }, plan_.body[static_cast<size_t>(at_)]);
+    for (at_ = 0; at_ < n_instrs(); ++at_)
+      std::visit([this](const auto& i) { learn(i); }, plan_.body[static_cast<size_t>(at_)]);
     drops_.resize(plan_.body.size());
     for (size_t s = 0; s < p_.slots_.size(); ++s) plan_drop(static_cast<SlotId>(s));
     for (at_ = 0; at_ < n_instrs(); ++at_) {
       std::visit([this](const auto& i) { emit(i); }, plan_.body[static_cast<size_t>(at_)]);
-      for (const Step& drop : drops_[static_cast<size_t>(at_)]) (region_open() ? pending_drops_ : p_.steps_).push_back(drop);
+      for (const Step& drop : drops_[static_cast<size_t>(at_)])
+        (region_open() ? pending_drops_ : p_.steps_).push_back(drop);
     }
     flatten_patches();
     int64_t work_ns = 0;
@@ -85,9 +95,12 @@ class Loader {
 
   int n_instrs() const { return static_cast<int>(plan_.body.size()); }
   SlotInfo& info(SlotId s) { return p_.slots_[static_cast<size_t>(s)]; }
-  const std::optional<int64_t>& constant(ExprId e) const { return constants_[static_cast<size_t>(e)]; }
+  const std::optional<int64_t>& constant(ExprId e) const {
+    return constants_[static_cast<size_t>(e)];
+  }
 
-  // ------------------------------------------------------------------------------------------- expressions
+  // -------------------------------------------------------------------------------------------
+  // expressions
   void fold_constants() {
     const size_t n = plan_.exprs.size();
     constants_.resize(n);
@@ -99,7 +112,8 @@ class Loader {
       if (e.op == ExprNode::Op::symbol) {
         p_.symbol_exprs_[static_cast<size_t>(e.a)].push_back(static_cast<ExprId>(i));
         evaluated_[i] = true;  // written when the symbol is defined
-      } else if (e.op == ExprNode::Op::constant || (constants_[static_cast<size_t>(e.a)] && constants_[static_cast<size_t>(e.b)])) {
+      } else if (e.op == ExprNode::Op::constant ||
+                 (constants_[static_cast<size_t>(e.a)] && constants_[static_cast<size_t>(e.b)])) {
         evaluate(e, p_.values_.data(), p_.values_[i]);
         constants_[i] = p_.values_[i];
         evaluated_[i] = true;
@@ -122,7 +136,8 @@ class Loader {
     }
     if (found.empty()) return;
     std::sort(found.begin(), found.end());  // operands stand before their users
-    push(StepKind::eval, static_cast<int32_t>(p_.evals_.size()), static_cast<int32_t>(found.size()));
+    push(StepKind::eval, static_cast<int32_t>(p_.evals_.size()),
+         static_cast<int32_t>(found.size()));
     p_.evals_.insert(p_.evals_.end(), found.begin(), found.end());
   }
   void need(const Shape& shape) {
@@ -130,7 +145,8 @@ class Loader {
     need(shape.strides);
   }
 
-  // ------------------------------------------------------------------------------------------- first walk
+  // -------------------------------------------------------------------------------------------
+  // first walk
   Meta meta(const Shape& shape, DType dtype) const {
     Meta m;
     m.ids = shape;
@@ -223,7 +239,8 @@ class Loader {
   void learn(const Free&) {}  // liveness is computed here: it ends no later than Free says
   void learn(const View& i) {
     SlotInfo& s = define(i.slot, Kind::view, i.shape);
-    if (s.scalar == c10::ScalarType::Undefined) use_header(i.base);  // which brings the element type
+    if (s.scalar == c10::ScalarType::Undefined)
+      use_header(i.base);  // which brings the element type
     const SlotInfo& base = info(i.base);
     s.base = i.base;
     s.offset = i.offset;
@@ -278,19 +295,25 @@ class Loader {
     }
   }
 
-  // ------------------------------------------------------------------------------------------- second walk
-  void push(StepKind kind, int32_t a = kNone, int32_t b = kNone) { p_.steps_.push_back({kind, a, b}); }
+  // -------------------------------------------------------------------------------------------
+  // second walk
+  void push(StepKind kind, int32_t a = kNone, int32_t b = kNone) {
+    p_.steps_.push_back({kind, a, b});
+  }
 
   void plan_drop(SlotId s) {
     const SlotInfo& i = info(s);
     const int last = last_use_[static_cast<size_t>(s)];
-    const bool owned = i.kind == Kind::alloc || i.kind == Kind::result || ((i.kind == Kind::view || i.kind == Kind::place) && i.header);
+    const bool owned = i.kind == Kind::alloc || i.kind == Kind::result ||
+                       ((i.kind == Kind::view || i.kind == Kind::place) && i.header);
     if (owned) p_.owned_.push_back(s);
     if (i.kind == Kind::place) return;  // its header is kept from call to call and owns nothing
     if (last + 1 == n_instrs() || (!owned && i.kind != Kind::input)) return;
     const Step drop{i.kind == Kind::input ? StepKind::drop_input : StepKind::drop, s, kNone};
-    if (last < 0) p_.steps_.push_back(drop);
-    else drops_[static_cast<size_t>(last)].push_back(drop);
+    if (last < 0)
+      p_.steps_.push_back(drop);
+    else
+      drops_[static_cast<size_t>(last)].push_back(drop);
   }
 
   bool region_open() const { return !region_.empty(); }
@@ -311,15 +334,19 @@ class Loader {
     pending_drops_.clear();
   }
 
-  // Memory that dies in the open region is only given back at its end: large memory is worth ending it before an allocation.
+  // Memory that dies in the open region is only given back at its end: large memory is worth ending
+  // it before an allocation.
   void close_before_alloc() {
     for (const Step& d : pending_drops_) {
       const SlotInfo& i = info(d.a);
-      if (i.kind != Kind::view && (!i.meta.is_static || i.kind == Kind::result || i.meta.nbytes >= kRegionBreakBytes)) return close_region();
+      if (i.kind != Kind::view &&
+          (!i.meta.is_static || i.kind == Kind::result || i.meta.nbytes >= kRegionBreakBytes))
+        return close_region();
     }
   }
 
-  // A tensor or pointer that is not at a constant distance from a root, and its header where one is needed.
+  // A tensor or pointer that is not at a constant distance from a root, and its header where one is
+  // needed.
   void emit_slot(SlotId s) {
     const SlotInfo& i = info(s);
     if (!i.folded) {
@@ -331,7 +358,8 @@ class Loader {
     push(StepKind::header, s);
   }
   int32_t add_buf(SlotId s) {
-    patches_[static_cast<size_t>(info(s).root)].push_back({static_cast<int32_t>(p_.n_bufs_), info(s).delta});
+    patches_[static_cast<size_t>(info(s).root)].push_back(
+        {static_cast<int32_t>(p_.n_bufs_), info(s).delta});
     return static_cast<int32_t>(p_.n_bufs_++);
   }
 
@@ -356,7 +384,10 @@ class Loader {
     need(i.shape);
     push(StepKind::assert_size_stride, at_);
   }
-  void emit(const AssertAlignment& i) { push(StepKind::assert_alignment, at_); mark_pointer(i.tensor); }
+  void emit(const AssertAlignment& i) {
+    push(StepKind::assert_alignment, at_);
+    mark_pointer(i.tensor);
+  }
   void emit(const CheckFinite&) {
     close_region();
     push(StepKind::check_finite, at_);
@@ -376,8 +407,15 @@ class Loader {
   void emit(const View& i) { emit_slot(i.slot); }
   void emit(const Constant&) {}
   void emit(const Launch& i) {
-    LaunchInfo l{i.kernel, kernel(i.kernel), {static_cast<int32_t>(p_.n_bufs_), static_cast<int32_t>(i.args.size())},
-                 {static_cast<int32_t>(p_.n_syms_), static_cast<int32_t>(i.sizes.size())}, i.sizes, false, i.work_ns, i.parallel, i.barrier};
+    LaunchInfo l{i.kernel,
+                 kernel(i.kernel),
+                 {static_cast<int32_t>(p_.n_bufs_), static_cast<int32_t>(i.args.size())},
+                 {static_cast<int32_t>(p_.n_syms_), static_cast<int32_t>(i.sizes.size())},
+                 i.sizes,
+                 false,
+                 i.work_ns,
+                 i.parallel,
+                 i.barrier};
     for (SlotId s : i.args) add_buf(s);
     need(i.sizes);
     need(std::vector<ExprId>{i.work_ns});
@@ -411,7 +449,8 @@ class Loader {
     p_.stack_size_ = std::max(p_.stack_size_, call.stack.size());
     p_.externs_.push_back(std::move(call));
   }
-  // mm and addmm of float or double with shapes that the plan knows run on pointers alone, see extern.cpp.
+  // mm and addmm of float or double with shapes that the plan knows run on pointers alone, see
+  // extern.cpp.
   void bind_gemm(ExternCall& call) {
     if (call.road != ExternCall::Road::mm && call.road != ExternCall::Road::addmm) return;
     const size_t n = call.tensors.size() - (call.makes_result ? 1 : 0);
@@ -461,7 +500,8 @@ class Loader {
     }
     for (size_t s = 0; s < p_.slots_.size(); ++s) {
       SlotInfo& i = p_.slots_[s];
-      i.patches = {static_cast<int32_t>(p_.patches_.size()), static_cast<int32_t>(patches_[s].size())};
+      i.patches = {static_cast<int32_t>(p_.patches_.size()),
+                   static_cast<int32_t>(patches_[s].size())};
       i.needs_pointer = i.needs_pointer || !patches_[s].empty();
       p_.patches_.insert(p_.patches_.end(), patches_[s].begin(), patches_[s].end());
     }
@@ -480,11 +520,18 @@ class Loader {
   int at_ = -1;
 };
 
-Program::Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants, const Host& host, void* owner)
-    : plan_(std::move(plan)), library_(std::move(library)), constants_(std::move(constants)), host_(host), owner_(owner) {
+Program::Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants,
+                 const Host& host, void* owner)
+    : plan_(std::move(plan)),
+      library_(std::move(library)),
+      constants_(std::move(constants)),
+      host_(host),
+      owner_(owner) {
   if (constants_.size() != static_cast<size_t>(plan_.n_constants))
-    throw LoadError("the program wants " + std::to_string(plan_.n_constants) + " constants and got " + std::to_string(constants_.size()));
-  full_precision_ = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+    throw LoadError("the program wants " + std::to_string(plan_.n_constants) +
+                    " constants and got " + std::to_string(constants_.size()));
+  full_precision_ =
+      at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
   Loader(*this).run();
 }
 

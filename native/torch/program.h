@@ -1,12 +1,14 @@
-// native/torch/program.h: a Plan bound to this process, ready to be called, and the state of one call.
+// native/torch/program.h: a Plan bound to this process, ready to be called, and the state of one
+// call.
 //
-// load() (load.cpp) turns a verified Plan into a flat list of steps: sizes that are constants are folded, consecutive
-// launches become regions, and a tensor that only kernels read is reduced to pointer arithmetic. run() (run.cpp) walks
-// the steps over a Frame. A Frame belongs to one call at a time: two threads in one program hold two frames.
+// load() (load.cpp) turns a verified Plan into a flat list of steps: sizes that are constants are
+// folded, consecutive launches become regions, and a tensor that only kernels read is reduced to
+// pointer arithmetic. run() (run.cpp) walks the steps over a Frame. A Frame belongs to one call at
+// a time: two threads in one program hold two frames.
 //
-// Pointers: a slot is a `root` (its pointer is known only when it is defined) or lies at a constant byte distance from one.
-// Every place where kernels read a pointer is a patch of its root, so defining a root writes all of them and a static
-// View or Place costs nothing.
+// Pointers: a slot is a `root` (its pointer is known only when it is defined) or lies at a constant
+// byte distance from one. Every place where kernels read a pointer is a patch of its root, so
+// defining a root writes all of them and a static View or Place costs nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +28,8 @@ namespace plait {
 
 class Program;
 
-inline constexpr int64_t kTicksPerUs = 2500;  // of the time stamp counter, roughly: for thresholds only
+inline constexpr int64_t kTicksPerUs =
+    2500;  // of the time stamp counter, roughly: for thresholds only
 
 struct Patch {
   int32_t buf;    // index into Frame::bufs
@@ -64,14 +67,24 @@ struct SlotInfo {
   std::string name;
   DType dtype = DType::kAny;
   c10::ScalarType scalar = c10::ScalarType::Undefined;  // of dtype
-  enum class Kind { none, input, opaque, constant, arena, place, alloc, view, result } kind = Kind::none;  // view: View and Reuse
+  enum class Kind {
+    none,
+    input,
+    opaque,
+    constant,
+    arena,
+    place,
+    alloc,
+    view,
+    result
+  } kind = Kind::none;  // view: View and Reuse
   SlotId root = kNone;
-  int64_t delta = 0;     // bytes from root's pointer
-  SlotId base = kNone;   // view: whose storage it shares; place: the arena
-  ExprId offset = kNone; // view, place: not folded into delta
+  int64_t delta = 0;      // bytes from root's pointer
+  SlotId base = kNone;    // view: whose storage it shares; place: the arena
+  ExprId offset = kNone;  // view, place: not folded into delta
   bool relative = true, folded = false;
-  bool header = false;   // an at::Tensor of this slot is needed
-  bool escapes = false;  // somebody may keep the at::Tensor
+  bool header = false;         // an at::Tensor of this slot is needed
+  bool escapes = false;        // somebody may keep the at::Tensor
   bool needs_pointer = false;  // of a root: Frame::pointers is filled
   Meta meta;
   Range patches;  // of a root
@@ -83,10 +96,19 @@ struct Frame;
 struct ExternCall {
   // What is put into the stack at a call: stack[pos] = ...
   struct Fill {
-    enum class Kind { tensor, opaque, integer, real, number_tensor, tensor_list, optional_tensor_list, int_list } kind;
+    enum class Kind {
+      tensor,
+      opaque,
+      integer,
+      real,
+      number_tensor,
+      tensor_list,
+      optional_tensor_list,
+      int_list
+    } kind;
     int32_t pos;
-    int32_t id = kNone;           // slot or expression
-    std::vector<int32_t> ids;     // lists: slots (kNone: absent) or expressions
+    int32_t id = kNone;        // slot or expression
+    std::vector<int32_t> ids;  // lists: slots (kNone: absent) or expressions
   };
   enum class Road { boxed, mm, addmm, bmm, baddbmm };
   std::string name;
@@ -99,7 +121,8 @@ struct ExternCall {
   std::vector<SlotId> tensors;  // fast roads: operands in order, output last
   double beta = 1, alpha = 1;
   bool makes_result = false;  // no `out` operand: the result is allocated at the call
-  // mm, addmm on pointers alone: where the operands stand in Frame::bufs, and whether they are float or double.
+  // mm, addmm on pointers alone: where the operands stand in Frame::bufs, and whether they are
+  // float or double.
   int32_t bufs = kNone;
   bool single = true;
 };
@@ -129,8 +152,25 @@ struct LaunchInfo {
 };
 
 enum class StepKind : int32_t {
-  eval, define, read_symbol, arena, alloc, pointer, header, region, call_extern, call_python,
-  copy, bump, fill, drop, drop_input, assert_scalar, assert_size_stride, assert_alignment, check_finite
+  eval,
+  define,
+  read_symbol,
+  arena,
+  alloc,
+  pointer,
+  header,
+  region,
+  call_extern,
+  call_python,
+  copy,
+  bump,
+  fill,
+  drop,
+  drop_input,
+  assert_scalar,
+  assert_size_stride,
+  assert_alignment,
+  check_finite
 };
 struct Step {
   StepKind kind;
@@ -146,33 +186,34 @@ struct Host {
 };
 
 struct Frame {
-  std::vector<int64_t> values;            // of expressions
-  std::vector<void*> bufs;                // kernel arguments
+  std::vector<int64_t> values;  // of expressions
+  std::vector<void*> bufs;      // kernel arguments
   std::vector<int64_t> syms;
-  std::vector<Task> tasks;                // one a launch
-  std::vector<at::Tensor> tensors;        // by slot: what the frame owns
-  std::vector<const at::Tensor*> refs;    // by slot: &tensors[slot], or the caller's
-  std::vector<char*> pointers;            // by slot, of roots
-  std::vector<void*> opaques;             // by slot: borrowed objects of the host
+  std::vector<Task> tasks;              // one a launch
+  std::vector<at::Tensor> tensors;      // by slot: what the frame owns
+  std::vector<const at::Tensor*> refs;  // by slot: &tensors[slot], or the caller's
+  std::vector<char*> pointers;          // by slot, of roots
+  std::vector<void*> opaques;           // by slot: borrowed objects of the host
   std::vector<c10::IValue> stack;
   ArenaBlock arena;
-  at::Storage arena_storage;              // borrows arena's memory for headers of Places
-  char* arena_at = nullptr;               // where the patches of the arena point
+  at::Storage arena_storage;  // borrows arena's memory for headers of Places
+  char* arena_at = nullptr;   // where the patches of the arena point
   bool owns_inputs = false;
-  c10::DispatchKeySet excluded_by_us;     // what run() added to the thread's excluded keys
+  c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
   void* gil = nullptr;
 };
 
 class Program {
  public:
   // Throws PlanError, LoadError. callables are borrowed objects of the host.
-  Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants, const Host& host, void* owner);
+  Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants,
+          const Host& host, void* owner);
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
 
-  // Inputs are bound one by one, then run() is called, then the outputs are read, then the frame is given back.
-  // `bind` trusts that misfit() found nothing.
+  // Inputs are bound one by one, then run() is called, then the outputs are read, then the frame is
+  // given back. `bind` trusts that misfit() found nothing.
   void bind(Frame& f, const Input& input, const at::Tensor& t) const;
   enum class Misfit { none, dtype, device };
   Misfit misfit(const Input& input, const at::Tensor& t) const;
@@ -228,7 +269,9 @@ class Program {
   void run_python(Frame& f, const PythonCall& c) const;
   void step(Frame& f, const Step& s, bool profiled) const;
   template <class T>
-  const T& instr(int32_t index) const { return std::get<T>(plan_.body[static_cast<size_t>(index)]); }
+  const T& instr(int32_t index) const {
+    return std::get<T>(plan_.body[static_cast<size_t>(index)]);
+  }
   int64_t value(const Frame& f, ExprId e) const { return f.values[static_cast<size_t>(e)]; }
 
   Plan plan_;
@@ -246,7 +289,7 @@ class Program {
   std::vector<RegionInfo> regions_;
   std::vector<ExternCall> externs_;
   std::vector<PythonCall> pythons_;
-  std::vector<SlotId> owned_;     // slots to reset after a call
+  std::vector<SlotId> owned_;  // slots to reset after a call
   const std::vector<Operand>* outputs_ = nullptr;
   SlotId arena_slot_ = kNone;
   int64_t arena_bytes_ = 0;
@@ -254,16 +297,17 @@ class Program {
   size_t stack_size_ = 0;
   bool needs_guard_ = false;
   bool full_precision_ = true;  // float matmuls may not be rounded to bfloat16 or TF32
-  bool small_ = false;  // its work is known to be below what releasing the GIL costs
+  bool small_ = false;          // its work is known to be below what releasing the GIL costs
   std::vector<std::unique_ptr<Frame>> frames_;
   mutable std::atomic<int64_t> typical_ticks_{0};  // of the last call
 };
 
 at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single);  // row-major, float or double
-c10::ScalarType scalar_type(DType dtype);  // throws LoadError for opaque
-const char* torch_name(DType dtype);         // "float32"
+c10::ScalarType scalar_type(DType dtype);                          // throws LoadError for opaque
+const char* torch_name(DType dtype);                               // "float32"
 DType from_scalar_type(c10::ScalarType type);
-ExternCall resolve_extern(const CallExtern& call, const std::vector<std::optional<int64_t>>& constants);
+ExternCall resolve_extern(const CallExtern& call,
+                          const std::vector<std::optional<int64_t>>& constants);
 
 // A sanity check of an input failed: wrong dtype or device.
 struct InputTypeError : std::runtime_error {

@@ -1,4 +1,5 @@
-// native/torch/run.cpp: one call of a Program: binding inputs, walking the steps, giving everything back.
+// native/torch/run.cpp: one call of a Program: binding inputs, walking the steps, giving everything
+// back.
 #include <ATen/Parallel.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/ops/isfinite.h>
@@ -18,7 +19,8 @@ namespace plait {
 namespace {
 
 constexpr int64_t kReleaseGilTicks = 100 * kTicksPerUs;
-// Going parallel pays once the time saved exceeds the cost of a region: about 2 us while the pool's threads still spin, 39 us after.
+// Going parallel pays once the time saved exceeds the cost of a region: about 2 us while the pool's
+// threads still spin, 39 us after.
 constexpr int64_t kColdRegionNs = 60'000, kWarmRegionNs = 6'000;
 constexpr uint64_t kWarmTicks = 500 * kTicksPerUs;
 constexpr int64_t kThreadNs = 8'000;     // least share of a region for a thread
@@ -26,24 +28,32 @@ constexpr int64_t kSplitTaskNs = 2'000;  // a smaller kernel is cheaper on one t
 constexpr int64_t kSmallCopyBytes = 1 << 15;
 std::atomic<uint64_t> last_parallel{0};
 
-void parallel_for(int64_t begin, int64_t end, void (*body)(int64_t, int64_t, void*), void* context) {
-  if (torch_parallel_for(begin, end, 1, body, context) != 0) throw std::runtime_error("ATen's thread pool failed");
+void parallel_for(int64_t begin, int64_t end, void (*body)(int64_t, int64_t, void*),
+                  void* context) {
+  if (torch_parallel_for(begin, end, 1, body, context) != 0)
+    throw std::runtime_error("ATen's thread pool failed");
 }
 
 const ThreadPool& aten_pool() {
-  static const ThreadPool pool{parallel_for, at::get_parallel_info().find("ATen parallel backend: OpenMP") != std::string::npos};
+  static const ThreadPool pool{
+      parallel_for,
+      at::get_parallel_info().find("ATen parallel backend: OpenMP") != std::string::npos};
   return pool;
 }
 
 const at::Storage& empty_storage() {
-  static const at::Storage* s = new at::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, 0, at::DataPtr(nullptr, c10::kCPU), nullptr, false));
+  static const at::Storage* s = new at::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t{}, 0, at::DataPtr(nullptr, c10::kCPU), nullptr, false));
   return *s;
 }
 
 // Below autograd and autocast, gradients off; restored by the destructor.
 class DispatchGuard {
  public:
-  DispatchGuard() : state_(c10::AutogradState::get_tls_state()), grad_mode_(state_.get_grad_mode()) { state_.set_grad_mode(false); }
+  DispatchGuard()
+      : state_(c10::AutogradState::get_tls_state()), grad_mode_(state_.get_grad_mode()) {
+    state_.set_grad_mode(false);
+  }
   ~DispatchGuard() { state_.set_grad_mode(grad_mode_); }
   DispatchGuard(const DispatchGuard&) = delete;
   DispatchGuard& operator=(const DispatchGuard&) = delete;
@@ -51,7 +61,8 @@ class DispatchGuard {
  private:
   c10::AutogradState& state_;
   bool grad_mode_;
-  c10::impl::ExcludeDispatchKeyGuard keys_{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+  c10::impl::ExcludeDispatchKeyGuard keys_{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                           c10::autocast_dispatch_keyset};
 };
 
 std::string list(c10::IntArrayRef values) {
@@ -62,8 +73,12 @@ std::string list(c10::IntArrayRef values) {
 
 at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type) {
   c10::Allocator* allocator = c10::GetCPUAllocator();
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, nbytes, allocator->allocate(static_cast<size_t>(nbytes)), allocator, true);
-  return at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(type)));
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t{}, nbytes, allocator->allocate(static_cast<size_t>(nbytes)),
+      allocator, true);
+  return at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(type)));
 }
 
 }  // namespace
@@ -78,7 +93,8 @@ Extents::Extents(const Meta& m, const std::vector<int64_t>& values) {
   for (size_t d = 0; d < rank; ++d) {
     at_[d] = values[static_cast<size_t>(m.ids.sizes[d])];
     at_[rank + d] = values[static_cast<size_t>(m.ids.strides[d])];
-    if (at_[d] < 0 || at_[rank + d] < 0) throw std::runtime_error("a tensor would have a negative size or stride");
+    if (at_[d] < 0 || at_[rank + d] < 0)
+      throw std::runtime_error("a tensor would have a negative size or stride");
   }
   sizes = {at_, rank};
   strides = {at_ + rank, rank};
@@ -89,7 +105,8 @@ int64_t Extents::nbytes(int64_t element) const {
   bool overflow = false;
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] == 0) return 0;
-    overflow |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &step) || __builtin_add_overflow(span, step, &span);
+    overflow |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &step) ||
+                __builtin_add_overflow(span, step, &span);
   }
   overflow |= __builtin_mul_overflow(span, element, &span);
   if (overflow) throw std::runtime_error("a tensor's size overflows");
@@ -102,7 +119,8 @@ at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single) {
   return t;
 }
 
-// ---------------------------------------------------------------------------------------------------- frames
+// ----------------------------------------------------------------------------------------------------
+// frames
 std::unique_ptr<Frame> Program::take_frame() {
   if (!frames_.empty()) {
     std::unique_ptr<Frame> f = std::move(frames_.back());
@@ -119,31 +137,40 @@ std::unique_ptr<Frame> Program::take_frame() {
   f->stack.reserve(stack_size_ + 8);
   for (at::Tensor& t : f->tensors) f->refs.push_back(&t);
   for (const LaunchInfo& l : launches_) {
-    for (size_t i = 0; i < l.size_ids.size(); ++i) f->syms[static_cast<size_t>(l.sizes.first) + i] = values_[static_cast<size_t>(l.size_ids[i])];
-    f->tasks.push_back({l.fn, f->bufs.data() + l.args.first, f->syms.data() + l.sizes.first, l.parallel && values_[static_cast<size_t>(l.work_ns)] >= kSplitTaskNs, l.barrier});
+    for (size_t i = 0; i < l.size_ids.size(); ++i)
+      f->syms[static_cast<size_t>(l.sizes.first) + i] = values_[static_cast<size_t>(l.size_ids[i])];
+    f->tasks.push_back({l.fn, f->bufs.data() + l.args.first, f->syms.data() + l.sizes.first,
+                        l.parallel && values_[static_cast<size_t>(l.work_ns)] >= kSplitTaskNs,
+                        l.barrier});
   }
   for (size_t s = 0; s < slots_.size(); ++s) {
     if (slots_[s].kind != SlotInfo::Kind::constant) continue;
     const at::Tensor& t = constants_[static_cast<size_t>(slots_[s].offset)];
     f->refs[s] = &t;
-    if (slots_[s].needs_pointer) patch(*f, static_cast<SlotId>(s), static_cast<char*>(t.unsafeGetTensorImpl()->mutable_data()));
+    if (slots_[s].needs_pointer)
+      patch(*f, static_cast<SlotId>(s),
+            static_cast<char*>(t.unsafeGetTensorImpl()->mutable_data()));
   }
   return f;
 }
 
-void Program::give_frame(std::unique_ptr<Frame> frame) noexcept { frames_.push_back(std::move(frame)); }
+void Program::give_frame(std::unique_ptr<Frame> frame) noexcept {
+  frames_.push_back(std::move(frame));
+}
 
 void Program::patch(Frame& f, SlotId s, char* pointer) const {
   f.pointers[static_cast<size_t>(s)] = pointer;
   const Range r = slots_[static_cast<size_t>(s)].patches;
   const Patch* p = patches_.data() + r.first;
-  for (const Patch* end = p + r.n; p != end; ++p) f.bufs[static_cast<size_t>(p->buf)] = pointer + p->delta;
+  for (const Patch* end = p + r.n; p != end; ++p)
+    f.bufs[static_cast<size_t>(p->buf)] = pointer + p->delta;
 }
 
 Program::Misfit Program::misfit(const Input& input, const at::Tensor& t) const {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   const c10::ScalarType want = slots_[static_cast<size_t>(input.id)].scalar;
-  if (want != c10::ScalarType::Undefined && impl->dtype().toScalarType() != want) return Misfit::dtype;
+  if (want != c10::ScalarType::Undefined && impl->dtype().toScalarType() != want)
+    return Misfit::dtype;
   const c10::DispatchKeySet keys = impl->key_set();
   if (!keys.has(c10::DispatchKey::CPU) || keys.has(c10::DispatchKey::Python)) return Misfit::device;
   return Misfit::none;
@@ -153,8 +180,11 @@ void Program::require_fit(const Input& input, const at::Tensor& t) const {
   const Misfit what = misfit(input, t);
   if (what == Misfit::none) return;
   const std::string head = "input '" + slot(input.id).name + "': expected ";
-  if (what == Misfit::dtype) throw InputTypeError(head + "dtype " + torch_name(input.dtype) + ", got " + torch_name(from_scalar_type(t.scalar_type())));
-  throw InputTypeError(head + "a plain tensor on device " + input.device + ", got one on " + t.device().str());
+  if (what == Misfit::dtype)
+    throw InputTypeError(head + "dtype " + torch_name(input.dtype) + ", got " +
+                         torch_name(from_scalar_type(t.scalar_type())));
+  throw InputTypeError(head + "a plain tensor on device " + input.device + ", got one on " +
+                       t.device().str());
 }
 
 void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
@@ -176,23 +206,28 @@ void Program::define(Frame& f, SlotId s, at::Tensor value) const {
   const size_t i = static_cast<size_t>(s);
   f.tensors[i] = std::move(value);
   if (!slots_[i].needs_pointer) return;
-  if (!f.tensors[i].defined()) throw std::runtime_error("'" + slots_[i].name + "' is needed and was not returned");
+  if (!f.tensors[i].defined())
+    throw std::runtime_error("'" + slots_[i].name + "' is needed and was not returned");
   patch(f, s, static_cast<char*>(f.tensors[i].unsafeGetTensorImpl()->mutable_data()));
 }
 
 void Program::set_symbol(Frame& f, int32_t symbol, int64_t value) const {
-  for (ExprId e : symbol_exprs_[static_cast<size_t>(symbol)]) f.values[static_cast<size_t>(e)] = value;
+  for (ExprId e : symbol_exprs_[static_cast<size_t>(symbol)])
+    f.values[static_cast<size_t>(e)] = value;
 }
 
-// A header that nobody else holds stays with the frame, without its storage: the next call saves making it.
+// A header that nobody else holds stays with the frame, without its storage: the next call saves
+// making it.
 void Program::drop(Frame& f, SlotId s) const {
   const size_t i = static_cast<size_t>(s);
   at::Tensor& t = f.tensors[i];
   if (!t.defined()) return;
   const SlotInfo::Kind kind = slots_[i].kind;
   if (kind == SlotInfo::Kind::place && t.use_count() == 1) return;
-  if (kind == SlotInfo::Kind::view && !slots_[i].escapes && t.use_count() == 1) t.unsafeGetTensorImpl()->set_storage_keep_dtype(empty_storage());
-  else t.reset();
+  if (kind == SlotInfo::Kind::view && !slots_[i].escapes && t.use_count() == 1)
+    t.unsafeGetTensorImpl()->set_storage_keep_dtype(empty_storage());
+  else
+    t.reset();
 }
 
 void Program::reset(Frame& f) const noexcept {
@@ -205,7 +240,8 @@ void Program::reset(Frame& f) const noexcept {
   f.owns_inputs = false;
 }
 
-// ---------------------------------------------------------------------------------------------------- memory
+// ----------------------------------------------------------------------------------------------------
+// memory
 void Program::take_arena(Frame& f, const Step& step) const {
   const int64_t nbytes = value(f, step.b);
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
@@ -214,7 +250,10 @@ void Program::take_arena(Frame& f, const Step& step) const {
   if (data == f.arena_at) return;
   f.arena_at = data;
   patch(f, step.a, data);
-  if (!f.arena_storage) f.arena_storage = at::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, f.arena.size(), at::DataPtr(data, c10::kCPU), nullptr, false));
+  if (!f.arena_storage)
+    f.arena_storage = at::Storage(
+        c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, f.arena.size(),
+                                              at::DataPtr(data, c10::kCPU), nullptr, false));
   c10::StorageImpl* storage = f.arena_storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(at::DataPtr(data, c10::kCPU));
   storage->set_nbytes(static_cast<size_t>(f.arena.size()));
@@ -226,13 +265,19 @@ void Program::allocate(Frame& f, SlotId s) const {
   const int64_t nbytes = i.meta.is_static ? i.meta.nbytes : e.nbytes(element_size(i.dtype));
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
   t = new_tensor(nbytes, i.scalar);
-  if (i.meta.contiguous) t.unsafeGetTensorImpl()->set_sizes_contiguous(e.sizes);
-  else t.unsafeGetTensorImpl()->set_sizes_and_strides(e.sizes, e.strides);
-  if (i.needs_pointer) patch(f, s, static_cast<char*>(t.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()->mutable_data()));
+  if (i.meta.contiguous)
+    t.unsafeGetTensorImpl()->set_sizes_contiguous(e.sizes);
+  else
+    t.unsafeGetTensorImpl()->set_sizes_and_strides(e.sizes, e.strides);
+  if (i.needs_pointer)
+    patch(f, s,
+          static_cast<char*>(
+              t.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()->mutable_data()));
 }
 
 const at::Storage& Program::storage_of(Frame& f, SlotId s) const {
-  while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view) s = slots_[static_cast<size_t>(s)].base;
+  while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
+    s = slots_[static_cast<size_t>(s)].base;
   if (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::place) return f.arena_storage;
   return f.refs[static_cast<size_t>(s)]->storage();
 }
@@ -241,12 +286,16 @@ const at::Storage& Program::storage_of(Frame& f, SlotId s) const {
 void Program::set_pointer(Frame& f, SlotId s) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
   if (i.kind == SlotInfo::Kind::place) {
-    const int64_t offset = value(f, i.offset), nbytes = Extents(i.meta, f.values).nbytes(element_size(i.dtype));
-    if (offset < 0 || nbytes > f.arena.size() || offset > f.arena.size() - nbytes) throw std::runtime_error("'" + i.name + "' reaches beyond its arena");
+    const int64_t offset = value(f, i.offset),
+                  nbytes = Extents(i.meta, f.values).nbytes(element_size(i.dtype));
+    if (offset < 0 || nbytes > f.arena.size() || offset > f.arena.size() - nbytes)
+      throw std::runtime_error("'" + i.name + "' reaches beyond its arena");
     return patch(f, s, f.arena.data() + offset);
   }
   const SlotInfo& base = slots_[static_cast<size_t>(i.base)];
-  char* from = i.relative ? f.pointers[static_cast<size_t>(base.root)] + base.delta : static_cast<char*>(storage_of(f, s).unsafeGetStorageImpl()->mutable_data());
+  char* from = i.relative
+                   ? f.pointers[static_cast<size_t>(base.root)] + base.delta
+                   : static_cast<char*>(storage_of(f, s).unsafeGetStorageImpl()->mutable_data());
   patch(f, s, from + value(f, i.offset) * element_size(i.dtype));
 }
 
@@ -265,9 +314,14 @@ void Program::bind_header(Frame& f, SlotId s) const {
   const char* pointer = f.pointers[static_cast<size_t>(i.root)] + i.delta;
   const char* start = static_cast<const char*>(storage.unsafeGetStorageImpl()->data());
   // The pointer of an empty tensor is null and says nothing of its offset.
-  const int64_t offset = f.pointers[static_cast<size_t>(i.root)] && start ? (pointer - start) / element_size(i.dtype) : 0;
-  if (cached) t.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
-  else t = at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(at::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), type_of(f, i)));
+  const int64_t offset = f.pointers[static_cast<size_t>(i.root)] && start
+                             ? (pointer - start) / element_size(i.dtype)
+                             : 0;
+  if (cached)
+    t.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  else
+    t = at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(
+        at::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), type_of(f, i)));
   if (cached && i.meta.is_static) {
     t.unsafeGetTensorImpl()->set_storage_offset(offset);
     return;
@@ -277,21 +331,27 @@ void Program::bind_header(Frame& f, SlotId s) const {
   if (i.escapes && i.kind == SlotInfo::Kind::view) share_version(f, s);
 }
 
-// A view that leaves the program shares the version counter of what it views, as autograd expects of views.
+// A view that leaves the program shares the version counter of what it views, as autograd expects
+// of views.
 void Program::share_version(Frame& f, SlotId s) const {
   SlotId owner = s;
-  while (slots_[static_cast<size_t>(owner)].kind == SlotInfo::Kind::view) owner = slots_[static_cast<size_t>(owner)].base;
+  while (slots_[static_cast<size_t>(owner)].kind == SlotInfo::Kind::view)
+    owner = slots_[static_cast<size_t>(owner)].base;
   if (slots_[static_cast<size_t>(owner)].kind == SlotInfo::Kind::place) return;
   const at::Tensor& base = *f.refs[static_cast<size_t>(owner)];
-  if (!base.is_inference()) f.tensors[static_cast<size_t>(s)].unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+  if (!base.is_inference())
+    f.tensors[static_cast<size_t>(s)].unsafeGetTensorImpl()->set_version_counter(
+        base.unsafeGetTensorImpl()->version_counter());
 }
 
-// ---------------------------------------------------------------------------------------------------- steps
+// ----------------------------------------------------------------------------------------------------
+// steps
 void Program::evaluate_range(Frame& f, int32_t first, int32_t n) const {
   for (int32_t k = first; k < first + n; ++k) {
     const size_t e = static_cast<size_t>(evals_[static_cast<size_t>(k)]);
     if (!evaluate(plan_.exprs[e], f.values.data(), f.values[e])) [[unlikely]]
-      throw std::runtime_error("a size expression overflows or divides by a number that is not positive");
+      throw std::runtime_error(
+          "a size expression overflows or divides by a number that is not positive");
   }
 }
 
@@ -301,11 +361,13 @@ void Program::read_symbol(Frame& f, const Symbol& s) const {
   if (s.source == Symbol::Source::offset) {
     result = t.storage_offset();
   } else if (s.source == Symbol::Source::item) {
-    TORCH_CHECK(t.numel() == 1, "'", slot(s.tensor).name, "' has ", t.numel(), " elements, one was expected");
+    TORCH_CHECK(t.numel() == 1, "'", slot(s.tensor).name, "' has ", t.numel(),
+                " elements, one was expected");
     result = t.item().to<int64_t>();
   } else {
     const c10::IntArrayRef dims = s.source == Symbol::Source::size ? t.sizes() : t.strides();
-    TORCH_CHECK(static_cast<size_t>(s.dim) < dims.size(), "'", slot(s.tensor).name, "' has no dimension ", s.dim);
+    TORCH_CHECK(static_cast<size_t>(s.dim) < dims.size(), "'", slot(s.tensor).name,
+                "' has no dimension ", s.dim);
     result = dims[static_cast<size_t>(s.dim)];
   }
   set_symbol(f, s.symbol, result);
@@ -326,18 +388,22 @@ void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
   for (int32_t k = r.first; k < r.first + r.n; ++k) {
     const LaunchInfo& l = launches_[static_cast<size_t>(k)];
     if (!l.dynamic_sizes) continue;
-    for (size_t i = 0; i < l.size_ids.size(); ++i) f.syms[static_cast<size_t>(l.sizes.first) + i] = value(f, l.size_ids[i]);
+    for (size_t i = 0; i < l.size_ids.size(); ++i)
+      f.syms[static_cast<size_t>(l.sizes.first) + i] = value(f, l.size_ids[i]);
   }
   int32_t nthreads = 1;
   if (work_ns > kWarmRegionNs) {
     const int64_t threads = std::min<int64_t>(at::get_num_threads(), work_ns / kThreadNs);
     const uint64_t now = __rdtsc();
     const bool warm = now - last_parallel.load(std::memory_order_relaxed) < kWarmTicks;
-    if (threads > 1 && work_ns - work_ns / threads > (warm ? kWarmRegionNs : kColdRegionNs) && !at::in_parallel_region()) nthreads = static_cast<int32_t>(threads);
+    if (threads > 1 && work_ns - work_ns / threads > (warm ? kWarmRegionNs : kColdRegionNs) &&
+        !at::in_parallel_region())
+      nthreads = static_cast<int32_t>(threads);
   }
   Failure failure;
   const auto run = [&](int32_t first, int32_t n) {
-    return nthreads == 1 ? run_serial(tasks + first, n) : run_parallel(tasks + first, n, nthreads, aten_pool());
+    return nthreads == 1 ? run_serial(tasks + first, n)
+                         : run_parallel(tasks + first, n, nthreads, aten_pool());
   };
   if (profiled) [[unlikely]] {
     for (int32_t k = 0; k < r.n && failure.code == 0; ++k) {
@@ -350,7 +416,8 @@ void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
   }
   if (nthreads > 1) last_parallel.store(__rdtsc(), std::memory_order_relaxed);
   if (failure.code != 0) [[unlikely]]
-    TORCH_CHECK_INDEX(false, "index out of range in kernel ", kernel_name(r.first + failure.task), " (check ", failure.code, ")");
+    TORCH_CHECK_INDEX(false, "index out of range in kernel ", kernel_name(r.first + failure.task),
+                      " (check ", failure.code, ")");
 }
 
 const std::string& Program::kernel_name(int32_t launch) const {
@@ -360,7 +427,9 @@ const std::string& Program::kernel_name(int32_t launch) const {
 void Program::copy(Frame& f, const Copy& c) const {
   const at::Tensor& dst = *f.refs[static_cast<size_t>(c.dst)];
   const at::Tensor& src = *f.refs[static_cast<size_t>(c.src)];
-  const bool plain = dst.scalar_type() == src.scalar_type() && dst.is_contiguous() && src.is_contiguous() && dst.sizes() == src.sizes() && src.device().is_cpu() && !src.is_neg() && !src.is_conj() && !dst.is_neg() && !dst.is_conj();
+  const bool plain = dst.scalar_type() == src.scalar_type() && dst.is_contiguous() &&
+                     src.is_contiguous() && dst.sizes() == src.sizes() && src.device().is_cpu() &&
+                     !src.is_neg() && !src.is_conj() && !dst.is_neg() && !dst.is_conj();
   if (plain && dst.nbytes() <= kSmallCopyBytes) {
     if (dst.nbytes() > 0) std::memmove(dst.mutable_data_ptr(), src.const_data_ptr(), dst.nbytes());
   } else {
@@ -376,14 +445,16 @@ void Program::fill(Frame& f, const Fill& i) const {
     case Operand::Kind::boolean: t.fill_(i.value.id != 0); return;
     case Operand::Kind::real: t.fill_(i.value.re); return;
     case Operand::Kind::complex: t.fill_(c10::complex<double>(i.value.re, i.value.im)); return;
-    default: throw std::runtime_error("'" + slot(i.tensor).name + "' cannot be filled with this value");
+    default:
+      throw std::runtime_error("'" + slot(i.tensor).name + "' cannot be filled with this value");
   }
 }
 
 void Program::check_finite(Frame& f, const CheckFinite& c) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(c.tensor)];
   if (!t.is_floating_point() && !t.is_complex()) return;
-  TORCH_CHECK(at::isfinite(t).all().item<bool>(), "'", slot(c.tensor).name, "' holds a NaN or an infinity, computed by ", c.origin);
+  TORCH_CHECK(at::isfinite(t).all().item<bool>(), "'", slot(c.tensor).name,
+              "' holds a NaN or an infinity, computed by ", c.origin);
 }
 
 void Program::check_size_stride(Frame& f, const AssertSizeStride& a) const {
@@ -396,16 +467,20 @@ void Program::check_size_stride(Frame& f, const AssertSizeStride& a) const {
     if (!same) continue;
     same = t.sizes()[d] == sizes[d] && (sizes[d] <= 1 || t.strides()[d] == strides[d]);
   }
-  TORCH_CHECK(same, "'", slot(a.tensor).name, "' has sizes ", list(t.sizes()), " and strides ", list(t.strides()), ", expected ", list(sizes), " and ", list(strides));
+  TORCH_CHECK(same, "'", slot(a.tensor).name, "' has sizes ", list(t.sizes()), " and strides ",
+              list(t.strides()), ", expected ", list(sizes), " and ", list(strides));
 }
 
 void Program::check_alignment(Frame& f, const AssertAlignment& a) const {
   const SlotInfo& i = slot(a.tensor);
-  const auto address = reinterpret_cast<uintptr_t>(f.pointers[static_cast<size_t>(i.root)] + i.delta);
-  TORCH_CHECK(address % static_cast<uintptr_t>(a.nbytes) == 0, "'", i.name, "' is not aligned to ", a.nbytes, " bytes");
+  const auto address =
+      reinterpret_cast<uintptr_t>(f.pointers[static_cast<size_t>(i.root)] + i.delta);
+  TORCH_CHECK(address % static_cast<uintptr_t>(a.nbytes) == 0, "'", i.name, "' is not aligned to ",
+              a.nbytes, " bytes");
 }
 
-// Code that is not ATen's may use autograd and autocast of its own: it sees the caller's dispatch state, gradients off.
+// Code that is not ATen's may use autograd and autocast of its own: it sees the caller's dispatch
+// state, gradients off.
 c10::impl::LocalDispatchKeySet Program::outer_keys(const Frame& f) const {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = keys.excluded_ - f.excluded_by_us;
@@ -433,14 +508,16 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::call_extern: return call_extern(f, externs_[static_cast<size_t>(s.a)]);
     case StepKind::call_python: return run_python(f, pythons_[static_cast<size_t>(s.a)]);
     case StepKind::copy: return copy(f, instr<Copy>(s.a));
-    case StepKind::bump: return f.refs[static_cast<size_t>(s.a)]->unsafeGetTensorImpl()->bump_version();
+    case StepKind::bump:
+      return f.refs[static_cast<size_t>(s.a)]->unsafeGetTensorImpl()->bump_version();
     case StepKind::fill: return fill(f, instr<Fill>(s.a));
     case StepKind::drop: return drop(f, s.a);
     case StepKind::drop_input:
       if (f.owns_inputs) f.tensors[static_cast<size_t>(s.a)].reset();
       return;
     case StepKind::assert_scalar:
-      if (value(f, instr<AssertScalar>(s.a).expr) == 0) throw std::runtime_error(instr<AssertScalar>(s.a).message);
+      if (value(f, instr<AssertScalar>(s.a).expr) == 0)
+        throw std::runtime_error(instr<AssertScalar>(s.a).message);
       return;
     case StepKind::assert_size_stride: return check_size_stride(f, instr<AssertSizeStride>(s.a));
     case StepKind::assert_alignment: return check_alignment(f, instr<AssertAlignment>(s.a));
@@ -454,14 +531,17 @@ void Program::run_steps(Frame& f) const {
     for (const Step& s : steps_) step(f, s, profiled);
     return;
   }
-  f.excluded_by_us = c10::DispatchKeySet(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset) - c10::impl::tls_local_dispatch_key_set().excluded_;
+  f.excluded_by_us = c10::DispatchKeySet(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                         c10::autocast_dispatch_keyset) -
+                     c10::impl::tls_local_dispatch_key_set().excluded_;
   const DispatchGuard guard;
   for (const Step& s : steps_) step(f, s, profiled);
 }
 
 void Program::run(Frame& f) const {
   if (small_) return run_steps(f);
-  if (typical_ticks_.load(std::memory_order_relaxed) > kReleaseGilTicks) f.gil = host_.release_gil();
+  if (typical_ticks_.load(std::memory_order_relaxed) > kReleaseGilTicks)
+    f.gil = host_.release_gil();
   const uint64_t start = __rdtsc();
   try {
     run_steps(f);

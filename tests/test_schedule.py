@@ -200,3 +200,125 @@ def test_scatter_add_after_zeros() -> None:
     fill, scatter = kernels(plan)
     assert scatter.sequential and not fill.sequential
     assert [a.name for a in fill.args] == [out]
+
+
+def test_empty_axes() -> None:
+    b = Builder()
+    x, y = b.input(4, 0), b.input(0, 3, 5)
+    e = b.map("exp", x)
+    rows = b.reduce((4,), (0,), "sum", lambda o, i, r: o.load(e, i, r))
+    f = b.map("tanh", b.map("exp", y))
+    b.output(e, rows, f, b.map("neg", rows))
+    plan_of(b)
+
+
+def test_axes_of_one_element_vanish() -> None:
+    b = Builder()
+    x = b.input(1, 8, 1)
+    s = b.reduce((8,), (1, 1), "sum", lambda o, i, r, t: o.load(x, r, i, t))
+    y = b.pointwise((1, 8, 1), lambda o, i, j, k: o.add(o.load(x, i, j, k), o.load(s, j)))
+    b.output(y)
+    (k,) = kernels(plan_of(b))
+    assert len(k.vars) == 1 and not k.rvars
+
+
+def test_a_transposed_and_reshaped_chain_ends_in_one_axis() -> None:
+    """Channels last in memory, seen as rows of another length, through three ops."""
+    b = Builder()
+    x = b.input(2, 6, 4, 8, strides=(192, 1, 48, 6))
+    e = b.map("tanh", b.map("exp", x))
+    y = b.pointwise((8, 48), lambda o, i, j: o.neg(o.load(e, i // 4, j % 6, i % 4, j // 6)))
+    b.output(y)
+    (k,) = kernels(plan_of(b))
+    assert len(k.vars) == 1
+
+
+def test_intermediates_keep_the_order_of_their_inputs() -> None:
+    b = Builder()
+    x = b.input(2, 6, 4, 8, strides=(192, 1, 48, 6))
+    stat = b.reduce((6,), (2, 4, 8), "sum", lambda o, c, n, h, w: o.load(x, n, c, h, w))
+    far = b.extern((6,), stat)
+    e = b.pointwise(x_shape := (2, 6, 4, 8), lambda o, n, c, h, w: o.exp(o.load(x, n, c, h, w)))
+    rows = b.reduce((2,), (6, 4, 8), "max", lambda o, n, c, h, w: o.load(e, n, c, h, w))
+    b.output(
+        b.extern((2,), rows),
+        b.pointwise(
+            x_shape, lambda o, n, c, h, w: o.tanh(o.add(o.load(e, n, c, h, w), o.load(far, c)))
+        ),
+    )
+    plan = plan_of(b)
+    if e in plan.buffers:
+        assert plan.buffers[e].strides == (192, 1, 48, 6)
+
+
+def test_a_reason_has_numbers() -> None:
+    b = Builder()
+    xs = [b.input(4, 8) for _ in range(20)]
+    total, sums = xs[0], []
+    for k, x in enumerate(xs[1:]):
+        total = b.map("add", total, x)
+        if k in (9, 18):
+            sums.append(total)
+    b.output(*sums)
+    plan = plan_of(b)
+    assert any("limit 16" in r.reason.text for r in plan.refusals)
+
+
+def test_no_fusion_if_not_wanted() -> None:
+    b = Builder()
+    x = b.input(4, 8)
+    b.output(softmax(b, x, 4, 8))
+    program = b.program()
+    plan = schedule(program, Config(fusion=False))
+    check(plan, program)
+    assert len(kernels(plan)) == 4
+
+
+def test_checks_stay_out_of_masked_loads() -> None:
+    """A gather with a check is not moved to where only some of its elements are needed."""
+    from plait.ir.dtypes import i64
+
+    b = Builder()
+    x, at = b.input(8, 4), b.input(5, dtype=i64)
+    g = b.pointwise((5, 4), lambda o, i, j: o.load(x, o.checked(o.load(at, i), 8), j))
+
+    def padded(o, i, j):  # type: ignore[no-untyped-def]
+        inside = o.op("ge", o.index(i), o.const(1, i64))
+        return o.masked(inside, lambda: o.load(g, i - 1, j), 0.0)
+
+    b.output(b.pointwise((6, 4), padded))
+    assert len(kernels(plan_of(b))) == 2
+
+
+def test_names_tell_and_are_unique() -> None:
+    b = Builder()
+    x, y = b.input(4, 8), b.input(8, 4)
+    outs = []
+    for z in (x, y, x):
+        outs.append(b.extern(b.buffers[z].shape, b.map("exp", z)))
+    b.output(*outs)
+    names = [k.name for k in kernels(plan_of(b))]
+    assert len(set(names)) == len(names) and all(n.startswith("plait_pw_") for n in names)
+
+
+def test_compile_time_is_linear() -> None:
+    """A thousand loops in well under a second, and twice as many in little more than twice the time."""
+    import time
+
+    def build(n: int) -> Builder:
+        b = Builder()
+        x, w = b.input(64, 32), b.input(32)
+        for _ in range(n):
+            y = layer_norm(b, x, w, 64, 32)
+            y = b.extern((64, 32), b.map("tanh", b.map("exp", y)))
+            x = b.map("add", x, y)
+        b.output(x)
+        return b
+
+    took = []
+    for n in (80, 160):
+        program = build(n).program()
+        start = time.process_time()
+        schedule(program, CFG)
+        took.append(time.process_time() - start)
+    assert took[1] < 3.5 * took[0] + 0.05, took

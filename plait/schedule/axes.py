@@ -165,6 +165,8 @@ def choose_axes(
 def _collapse(table: _Table, axes: list[Expr], env: Env) -> None:
     """Joins neighbours in axes, innermost first; env gets every variable that is gone."""
     k = len(axes) - 2
+    if any(extent(v) == 0 for v in axes):
+        return
     while k >= 0:
         outer, inner = _atom(axes[k]), _atom(axes[k + 1])
         assert outer.extent is not None and inner.extent is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
-from plait.ir.sizes import Atom, Expr, Size, add, free_symbols, mul
+from plait.ir.sizes import Atom, Expr, Size, add, free_symbols, mul, substitute
 from plait.kernel.cpp_expr import Parts, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
 from plait.kernel.cpp_space import coefficient, offset_of
 from plait.kernel.cpp_values import Values, atom_text
@@ -22,6 +22,7 @@ class Access:
 
     def __init__(self, values: Values) -> None:
         self.v = values
+        self.tiles: dict[tuple[Node, bool], str] = {}
 
     # --------------------------------------------------------------------------------------------- addresses
     def pointer(self, buf: str, offset: Size, to: int = -1) -> str:
@@ -65,6 +66,10 @@ class Access:
         mask = n.args[-1] if n.attr.masked else None
         if not v.is_vector(n):
             return (v.define(_scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth),)
+        if n in v.nest.tiled:
+            at, half = f"{self.tiles[n, v.tail]} + ({v.names[v.tile]} - t0) * {v.lanes}", v.lanes // 2
+            t = memory(n.dtype)
+            return self._loaded(n, [f"ld_{t}({at} + {k * half})" for k in range(n_parts(n.dtype))])
         step = self.step(offset)
         if step == 1:
             return self._contiguous(n, buf, offset, mask)
@@ -149,6 +154,19 @@ class Access:
         guard = self._lane_guard(mask, depth)
         v.line(f"{self._lane_loop()}{guard}{array}[k] = {p}[{index.replace('LANE', 'k')}];", depth)
         return self._loaded(n, [f"ld_{t}({array} + {k * half})" for k in range(n_parts(n.dtype))])
+
+    def fill_tile(self, n: Node, along: Atom, block: Atom) -> None:
+        """Loads a tile of a load that is contiguous along `along` and leaves it turned around, contiguous along the axis."""
+        v, t = self.v, memory(n.dtype)
+        assert isinstance(n.attr, Load)
+        offset = offset_of(n)
+        step = self.step(offset)
+        assert step is not None
+        start = substitute(offset, {along: mul(Expr(0, (((block,), 1),)), v.lanes)})
+        name = self.tiles[n, v.tail] = v.name("tile")
+        v.line(f"alignas(64) {t} {name}[{v.lanes * v.lanes}];")
+        count = "n" if v.tail else str(v.lanes)
+        v.line(f"turn_{t}({self.pointer(n.attr.buf, start)}, {v.integer(step)}, {name}, {count}, t1 - t0);")
 
     def lane_values(self, e: Size) -> Parts:
         """An integer expression that is no affine function of the lane, as i64 lanes."""

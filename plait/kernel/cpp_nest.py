@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from plait.ir.dtypes import DType
-from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, product
+from plait.ir.loops import walk
+from plait.ir.sizes import Atom, Size, product, symbol
 from plait.kernel.cpp_access import Access
 from plait.kernel.cpp_expr import memory
 from plait.kernel.cpp_passes import Nest, row_points
@@ -38,6 +37,11 @@ class NestWriter:
         self.v.loader = self.access
         self.accs = Accumulators(self.v)
         self.outer = tuple(a for a in nest.space.vars if nest.inner or a != nest.axis)
+        self.tile_block: Atom | None = None  # number of the tile along nest.tile
+        if nest.tile is not None:
+            block = symbol(f"{nest.tile.name}'", extent=blocks(extent(nest.tile), nest.lanes))
+            self.tile_block = block.symbol
+            self.outer = tuple(self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer)
 
     def text(self) -> str:
         v = self.v
@@ -63,6 +67,8 @@ class NestWriter:
             v.line(f"{memory(b.dtype)}* const b{k} = ({memory(b.dtype)}*)bufs[{k}];")
         for k, a in enumerate((*self.nest.space.vars, *self.nest.space.rvars)):
             v.names[a] = f"x{k}"
+        if self.tile_block is not None:
+            v.names[self.tile_block] = "xt"
 
     # ---------------------------------------------------------------------------------- split over threads
     def _share(self) -> None:
@@ -177,10 +183,23 @@ class NestWriter:
             v.pass_number = p
             self._pass(stmts)
         v.pass_number = len(self.nest.passes)
+        if self.nest.tile is not None and self.tile_block is not None:
+            self._tiles(self.nest.tile, self.tile_block)
+            return
         for s in self.nest.last:
             for v.rep in range(v.reps):
                 self.access.store(s)
         v.rep = 0
+
+    def _tiles(self, along: Atom, block: Atom) -> None:
+        """Turns one tile of every tiled load around, then runs the stores over the tile."""
+        v, lanes, n, x = self.v, self.nest.lanes, v_size(self.v, along), self.v.names[along]
+        v.line(f"const i64 t0 = xt * {lanes}, t1 = t0 + {lanes} < {n} ? t0 + {lanes} : {n};")
+        for load in self.nest.tiled:
+            self.access.fill_tile(load, along, block)
+        with v.loop(f"for (i64 {x} = t0; {x} < t1; ++{x}) {{", (along,)):
+            for s in self.nest.last:
+                self.access.store(s)
 
     def _pass(self, stmts: tuple[Stmt, ...]) -> None:
         v, nest = self.v, self.nest
@@ -242,14 +261,10 @@ class NestWriter:
             size = points * first * (1 if nest.inner else nest.lanes * nest.unroll)
             assert isinstance(size, int)
             v.keep_names[n] = f"kept{k}"
-            yield f"alignas(64) {_element(n.dtype)} kept{k}[{size}];"
+            yield f"alignas(64) {memory(n.dtype)} kept{k}[{size}];"
         v.keep_strides = strides
 
 
-def _element(d: DType) -> str:
-    return memory(d)
-
-
-def loop_nodes(nest: Nest) -> list[Node]:
-    """All nodes of the nest, arguments first."""
-    return list(walk(nest.space.roots()))
+def v_size(v: Values, a: Atom) -> str:
+    """The extent of a loop variable as text."""
+    return v.integer(extent(a))

@@ -34,7 +34,8 @@ class Nest:
 
     axis: the vectorised loop variable, or None (no loop at all). inner: it is a reduction axis. lanes: vector length, 1 for scalar code.
     unroll: vectors in flight. passes: full-level statements a pass. last: outer-level stores. kept: full-level node -> pass that computes it
-    and keeps it in a row buffer. order: the reduction axes, outermost first, as they are looped over."""
+    and keeps it in a row buffer. order: the reduction axes, outermost first, as they are looped over.
+    tile: an outer variable along which the loads `tiled` are contiguous while the axis is not: these go through lanes x lanes tiles."""
 
     space: Space
     axis: Atom | None
@@ -46,6 +47,8 @@ class Nest:
     kept: dict[Node, int]
     order: tuple[Atom, ...]
     sequential: bool
+    tile: Atom | None = None
+    tiled: tuple[Node, ...] = ()
 
 
 def plan_nest(space: Space, lanes: int, sequential: bool) -> Nest:
@@ -62,7 +65,8 @@ def plan_nest(space: Space, lanes: int, sequential: bool) -> Nest:
         order = (*(r for r in space.rvars if r != axis), axis)
     unroll = _unroll(space, deps, passes, last, axis, inner, lanes)
     kept = _kept(space, deps, passes, 1 if inner else lanes * unroll)
-    return Nest(space, axis, inner, lanes, unroll, passes, last, kept, order, sequential)
+    tile, tiled = (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(space, axis)
+    return Nest(space, axis, inner, lanes, unroll, passes, last, kept, order, sequential, tile, tiled)
 
 
 # ---------------------------------------------------------------------------------------------- passes
@@ -139,13 +143,13 @@ def _cost(root: Node, inner: frozenset[Atom], deps: Callable[[Node], frozenset[o
 # ------------------------------------------------------------------------------------------------ axis
 @dataclass(frozen=True)
 class Access:
-    """One load or store: its offset, element size, whether its index also depends on data, and how often it runs
-    (relative weight)."""
+    """One load or store: its offset, element size, what its data-dependent index depends on, and whether it is at full level."""
 
     offset: Size
     nbytes: int
     indirect: frozenset[object]
     full: bool
+    store: bool = False
 
 
 def accesses(space: Space, deps: Callable[[Node], frozenset[object]]) -> Iterator[Access]:
@@ -159,7 +163,7 @@ def accesses(space: Space, deps: Callable[[Node], frozenset[object]]) -> Iterato
     for s in space.stmts:
         if isinstance(s, Store):
             data = frozenset().union(*(deps(a) for a in s.index_args))
-            yield Access(s.index[0], space.buffers[s.buf].dtype.nbytes, data, s.full)
+            yield Access(s.index[0], space.buffers[s.buf].dtype.nbytes, data, s.full, True)
 
 
 def _axis(
@@ -215,11 +219,28 @@ def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inn
         elif stride == 1:
             each = a.nbytes / 4 * 0.25 + 0.05
         else:
-            each = 3.0
+            each = 3.5 if a.store else 3.0
         if inner and not a.full:
             each = 2.0
         cost += weight * each * (waste if each < 2 else 1.0)
     return cost + (0.5 if inner else 0.0)
+
+
+def _tiles(space: Space, axis: Atom) -> tuple[Atom | None, tuple[Node, ...]]:
+    """The variable along which most loads that are strided along the axis are contiguous, and these loads."""
+    found: dict[Atom, list[Node]] = {}
+    for n in walk(space.roots()):
+        if n.op != "load" or n.args or coefficient(offset_of(n), axis) in (None, 0, 1):
+            continue
+        for b in space.vars:
+            size = extent(b)
+            if b != axis and coefficient(offset_of(n), b) == 1 and not (isinstance(size, int) and size < 4):
+                found.setdefault(b, []).append(n)
+                break
+    if not found:
+        return None, ()
+    best = max(space.vars, key=lambda b: len(found.get(b, ())))
+    return best, tuple(found[best])
 
 
 def _unroll(

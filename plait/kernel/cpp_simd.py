@@ -17,7 +17,7 @@ _FLOATS = ("f32", "f64")
 def simd(isa: Isa) -> dict[str, str]:
     """name -> definition, in an order in which later entries use earlier ones."""
     out: dict[str, str] = {}
-    for part in (_shape, _memory, _arithmetic, _rounding, _lanewise, _halves, _horizontal, _random):
+    for part in (_shape, _memory, _arithmetic, _rounding, _lanewise, _halves, _horizontal, _tiles, _random):
         out.update(part(isa))
     return {**out, **elementary(isa)}
 
@@ -263,6 +263,40 @@ def _horizontal(isa: Isa) -> dict[str, str]:
             body = " ".join(f"a = {how.format('a', f'turn{step}_{t}(a)', t=t)};" for step in steps)
             out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"{v} a", f"{body} return a[0];")
     return out
+
+
+def _tiles(isa: Isa) -> dict[str, str]:
+    """turn_<type>(p, step, out, na, nb): out[b * lanes + a] = p[a * step + b] for a < na, b < nb; whole tiles in registers."""
+    out = {}
+    n = isa.lanes
+    for t in _NUMBERS:
+        loop = f"for (i64 a = 0; a < na; ++a) for (i64 b = 0; b < nb; ++b) out[b * {n} + a] = p[a * step + b];"
+        params = f"const {t}* p, i64 step, {t}* out, i64 na, i64 nb"
+        whole = _fn_lines(t, n) if DTYPES[t].nbytes in (2, 4) else ""
+        out[f"turn_{t}"] = f"static void turn_{t}({params}) {{\n{whole}  {loop}\n}}"
+    return out
+
+
+def _fn_lines(t: str, n: int) -> str:
+    """A whole tile: log2(n) rounds in which pairs of registers exchange blocks of lanes."""
+    lines = [f"  v{t} r{k} = ld_{t}(p + {k} * step);" for k in range(n)]
+    s = n // 2
+    while s:
+        for i in range(n):
+            if i & s:
+                continue
+            j = i | s
+            low = ", ".join(str(n + k - s if k & s else k) for k in range(n))
+            high = ", ".join(str(n + k if k & s else k + s) for k in range(n))
+            lines.append(
+                f"  {{ v{t} a = __builtin_shufflevector(r{i}, r{j}, {low}); "
+                f"r{j} = __builtin_shufflevector(r{i}, r{j}, {high}); r{i} = a; }}"
+            )
+        s //= 2
+    lines += [f"  st_{t}(out + {k * n}, r{k});" for k in range(n)]
+    body = "\n".join(lines)
+    test = f"na == {n} && nb == {n}"
+    return f"#if __has_builtin(__builtin_shufflevector)\n  if ({test}) {{\n{body}\n  return; }}\n#endif\n"
 
 
 def _random(isa: Isa) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import ContextManager, Protocol
 
-from plait.ir.dtypes import DType, b1
+from plait.ir.dtypes import DType
 from plait.ir.loops import Node
 from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols
 from plait.kernel.cpp_expr import (
@@ -273,6 +273,12 @@ class Values:
         assert self.nest.axis is not None
         return self.nest.axis
 
+    @property
+    def tile(self) -> Atom:
+        """The loop variable along which tiles are turned around."""
+        assert self.nest.tile is not None
+        return self.nest.tile
+
     def rep_offset(self, step: Size) -> str:
         """Text that moves an index by `step` a lane from the first vector in flight to the present one."""
         if self.rep == 0 or step == 0:
@@ -329,7 +335,3 @@ def atom_text(a: Atom, x: str, y: str) -> str:
         return f"({x}) {'<' if a.kind == 'min' else '>'} ({y}) ? ({x}) : ({y})"
     return f"({x}) {_SIGN[a.kind]} ({y})"
 
-
-def is_bool(d: DType) -> bool:
-    """Whether values of d are masks in vector code."""
-    return d == b1

@@ -91,10 +91,14 @@ class _Inliner:
             if loop is None:
                 continue
             loop = self.ops[k] = self._finished(loop, self.splice.pop(k, {}))
-            if isinstance(loop, Pointwise) and loop.index is None and self.n_writers[loop.out] == 1:
+            if isinstance(loop, Pointwise) and loop.index is None and self._keeps_value(loop.out):
                 for reader in self._choose(k, loop):
                     self.splice.setdefault(reader, {})[loop.out] = loop
         return replace(self.program, ops=tuple(self.ops))
+
+    def _keeps_value(self, buf: str) -> bool:
+        """Whether one loop alone defines a buffer and nothing updates it in place."""
+        return self.n_writers[buf] == 1 and self.memory.get(buf, buf) not in self.updated
 
     def _finished(self, loop: Loop, producers: Mapping[str, Pointwise]) -> Loop:
         """A loop with its producers spliced in, simplified."""

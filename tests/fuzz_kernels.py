@@ -352,7 +352,7 @@ def worst(a: np.ndarray, b: np.ndarray) -> float:
 def close(a: np.ndarray, b: np.ndarray) -> bool:
     """Within rounding errors that a long sum and a few ill-conditioned steps may leave."""
     with np.errstate(all="ignore"):
-        rough = 2e-3 if a.dtype == np.float32 else 1e-9 if a.dtype == np.float64 else 0.05
+        rough = 2e-3 if a.dtype == np.float32 else 1e-4 if a.dtype == np.float64 else 0.05
         scale = max(1.0, float(np.nanmax(np.abs(b.astype(np.float64)[np.isfinite(b)]), initial=0.0)))
         finite = np.isfinite(a) & np.isfinite(b)
         if not (np.isfinite(a) == np.isfinite(b)).all() and scale < 1e30:

@@ -180,7 +180,7 @@ def _axis(
             candidates.append((space.vars[-1], False))
     else:
         candidates += [(a, False) for a in space.vars]
-    if not ordered and not sequential:
+    if not sequential and not (ordered and len(space.rvars) > 1):
         inner = space.rvars[-1:] if positions else space.rvars
         candidates += [(a, True) for a in inner]
     found = list(accesses(space, deps))
@@ -249,7 +249,7 @@ def _unroll(
 ) -> int:  # fmt: skip
     """Vectors in flight: several for cheap reductions, which would wait for one accumulator, else one."""
     reduces = [s for p in passes for s in p if isinstance(s, Reduce) and not s.running]
-    if axis is None or lanes == 1 or not reduces:
+    if axis is None or lanes == 1 or not reduces or any(isinstance(s, Reduce) and s.running for p in passes for s in p):
         return 1
     cost = sum(OPS[n.op].cost for n in walk(space.roots()) if n.op in OPS)
     n = extent(axis)

@@ -41,7 +41,7 @@ class Accumulators:
         v = self.v
         for s in reduces:
             vector = self.is_vector(s)
-            if vector and not v.nest.inner:
+            if vector and (s.running or not v.nest.inner):
                 v.vector_roots.add(s.name)
             for rep in range(reps if vector else 1):
                 d = s.value.dtype
@@ -51,9 +51,6 @@ class Accumulators:
                     self.positions[s.name, rep] = self._declare(i64, 0, vector)
                 if s.running:
                     v.acc_values[s.name, rep] = self.now[s.name, rep]
-            if s.running:
-                loops = len(v.nest.order) - (1 if v.nest.inner else 0)
-                v.depth_of[s.name] = len(v.chain) - 1 + loops
 
     def _declare(self, d: DType, first: Const, vector: bool) -> Parts:
         v = self.v
@@ -111,6 +108,8 @@ class Accumulators:
             self._update_position(s, value, vector)
             return
         acc = self.now[s.name, v.rep if vector else 0]
+        if s.running:
+            v.depth_of[s.name] = len(v.chain) - 1
         if not vector:
             text = scalar_op(_OP[s.kind], d, (acc[0], value[0]), d)
             v.line(f"{acc[0]} = {text};")
@@ -118,8 +117,22 @@ class Accumulators:
         if v.tail and v.nest.inner:
             rest = splat(literal(identity(s.kind, d), d), d)
             value = vector_op("where", d, (("lm",), value, rest), d)
+        if s.running and v.nest.inner:
+            self._scan(s, acc, value)
+            return
         for name, text in zip(acc, vector_op(_OP[s.kind], d, (acc, value), d), strict=True):
             v.line(f"{name} = {text};")
+
+    def _scan(self, s: Reduce, carry: Parts, value: Parts) -> None:
+        """Running results over the lanes; carry holds the last one in every lane, from vector to vector."""
+        v, d = self.v, s.value.dtype
+        before, found = carry[0], []
+        for part in value:
+            found.append(v.define(vtype(d), f"scan_{s.kind}_{d.name}({part}, {before})"))
+            before = v.define(vtype(d), f"last_{d.name}({found[-1]})")
+        for name in carry:
+            v.line(f"{name} = {before};")
+        v.acc_values[s.name, v.rep] = tuple(found)
 
     def _update_position(self, s: Reduce, value: Parts, vector: bool) -> None:
         v, d = self.v, s.value.dtype

@@ -17,7 +17,7 @@ _FLOATS = ("f32", "f64")
 def simd(isa: Isa) -> dict[str, str]:
     """name -> definition, in an order in which later entries use earlier ones."""
     out: dict[str, str] = {}
-    for part in (_shape, _memory, _arithmetic, _rounding, _lanewise, _halves, _horizontal, _tiles, _random):
+    for part in (_shape, _memory, _arithmetic, _rounding, _lanewise, _halves, _horizontal, _scans, _tiles, _random):
         out.update(part(isa))
     return {**out, **elementary(isa)}
 
@@ -263,6 +263,33 @@ def _horizontal(isa: Isa) -> dict[str, str]:
             body = " ".join(f"a = {how.format('a', f'turn{step}_{t}(a)', t=t)};" for step in steps)
             out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"{v} a", f"{body} return a[0];")
     return out
+
+
+def _scans(isa: Isa) -> dict[str, str]:
+    """scan_<kind>_<type>(a, carry): lane k is carry and lanes 0..k of a combined. last_<type>: the last lane in every lane."""
+    out = {}
+    for t in _NUMBERS:
+        n, v = _lanes(isa, t), f"v{t}"
+        out[f"last_{t}"] = _fn(v, f"last_{t}", f"{v} a", f"return splat_{t}(a[{n - 1}]);")
+        start = {"sum": "0", "prod": "1", "max": "carry[0]", "min": "carry[0]"}
+        for kind, first in start.items():
+            how, steps = _COMBINE[kind], []
+            for s in (1 << k for k in range(n.bit_length() - 1)):
+                picks = ", ".join(str(k if k < s else n + k - s) for k in range(n))
+                steps.append(f"a = {how.format(f'__builtin_shufflevector(e, a, {picks})', 'a', t=t)};")
+            loop = f"{t} r = carry[0]; for (int k = 0; k < {n}; ++k) a[k] = r = {_scalar_combine(kind)}; return a;"
+            name = f"scan_{kind}_{t}"
+            out[name] = "\n".join((
+                "#if __has_builtin(__builtin_shufflevector)",
+                _fn(v, name, f"{v} a, {v} carry",
+                    f"const {v} e = splat_{t}({first}); {' '.join(steps)} return {how.format('carry', 'a', t=t)};"),
+                "#else", _fn(v, name, f"{v} a, {v} carry", loop), "#endif",
+            ))  # fmt: skip
+    return out
+
+
+def _scalar_combine(kind: str) -> str:
+    return {"sum": "r + a[k]", "prod": "r * a[k]"}.get(kind, f"s_{kind}(r, a[k])")
 
 
 def _tiles(isa: Isa) -> dict[str, str]:

@@ -69,7 +69,10 @@ class Config:
         131072, doc="bytes of memory traffic below which a kernel runs on the calling thread alone"
     )
     # -- what the compiler does
-    kernels: bool = flag(True, doc="make kernels; False runs every op as a call of ATen, as on a machine without compiler")
+    kernels: bool = flag(
+        True,
+        doc="make kernels; False runs every op as a call of ATen, as on a machine without compiler",
+    )
     fusion: bool = flag(True, doc="fuse loops")
     max_recompute: int = flag(
         8,

@@ -1,6 +1,6 @@
 """Dynamic sizes: one compile for many sizes, symbolic strides, sizes that are expressions, symbols in any order.
 
-Sizes of a first call differ from one another wherever they are not meant to be equal: torch gives equal ones one symbol.
+Sizes of a first call differ wherever they are not meant to be equal: torch gives equal ones one symbol.
 """
 
 from __future__ import annotations

@@ -55,9 +55,19 @@ class Lowered:
     reasons: Mapping[str, str]
 
 
+@cache
+def load_rules() -> None:
+    """Imports every module of plait.lower, which registers its rules."""
+    import plait.lower as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
 def lower_graph(captured: Captured, cfg: Config) -> Lowered:
     """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule nor an extern call
     will do."""
+    load_rules()
     return _Walk(captured, cfg).run()
 
 
@@ -462,14 +472,3 @@ def _where(node: torch.fx.Node) -> str:
 def _origin(node: torch.fx.Node) -> str:
     where = _where(node)
     return f"{where} {node.target}" if where else str(node.target)
-
-
-def _load_rules() -> None:
-    """Imports every module of plait.lower, which registers its rules."""
-    import plait.lower as package
-
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-
-
-_load_rules()  # with this module, so that the first graph need not wait for it

@@ -18,7 +18,14 @@ Shape = tuple[int, ...]
 UNARY = ("torch.relu({})", "torch.tanh({})", "torch.sigmoid({})", "torch.exp(-{}.abs())", "{} * 0.5", "{}.abs() + 1", "torch.sin({})",
          "F.gelu({})", "F.silu({})", "-{}", "{}.clamp(-1, 1)", "{}.to(torch.float64).to({}.dtype)", "{}.to(torch.bfloat16).to({}.dtype)",
          "torch.where({0} > 0, {0}, {0} * 0.1)", "({0} > 0.3).to({0}.dtype)", "{}.contiguous()")  # fmt: skip
-BINARY = ("{} + {}", "{} - {}", "{} * {}", "torch.maximum({}, {})", "{} / ({}.abs() + 1)", "torch.where({0} > {1}, {0}, {1})")
+BINARY = (
+    "{} + {}",
+    "{} - {}",
+    "{} * {}",
+    "torch.maximum({}, {})",
+    "{} / ({}.abs() + 1)",
+    "torch.where({0} > {1}, {0}, {1})",
+)
 
 
 @dataclass
@@ -40,7 +47,9 @@ class Program:
             if n in "xyz":
                 t = torch.randn(shape, generator=gen)
                 if len(shape) >= 2 and rng.random() < 0.3:  # an input that is a transposed view
-                    t = torch.randn((*shape[:-2], shape[-1], shape[-2]), generator=gen).transpose(-1, -2)
+                    t = torch.randn((*shape[:-2], shape[-1], shape[-2]), generator=gen).transpose(
+                        -1, -2
+                    )
                 out.append(t.to(dtype))
         return out
 
@@ -98,7 +107,22 @@ def _reduction(rng: random.Random, a: str, s: Shape) -> tuple[str, Shape]:
     if not s:
         return f"{a}.sum()", ()
     d = rng.randrange(len(s))
-    op = rng.choice(("sum", "mean", "amax", "amin", "softmax", "log_softmax", "var", "logsumexp", "layer_norm", "all", "cumsum", "argmax"))
+    op = rng.choice(
+        (
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "softmax",
+            "log_softmax",
+            "var",
+            "logsumexp",
+            "layer_norm",
+            "all",
+            "cumsum",
+            "argmax",
+        )
+    )
     if op in ("softmax", "log_softmax"):
         return f"torch.{op}({a}, {d})", s
     if op == "layer_norm":
@@ -191,7 +215,11 @@ def check(p: Program, dynamic: bool = False, backward: bool = False) -> None:
 
 def _compare(e: Tensor, g: Tensor, t: Tensor, what: str) -> None:
     assert g is not None and g.shape == e.shape and g.dtype == e.dtype, f"{what}\n{g}"
-    strides = [(d, a, b) for d, a, b in zip(e.shape, g.stride(), e.stride(), strict=True) if d > 1 and e.numel()]
+    strides = [
+        (d, a, b)
+        for d, a, b in zip(e.shape, g.stride(), e.stride(), strict=True)
+        if d > 1 and e.numel()
+    ]
     assert all(a == b for _, a, b in strides), f"{what}\n(size, stride, stride of eager): {strides}"
     e, g, t = e.detach(), g.detach(), t.detach()
     same = (g == e) | (g.isnan() & e.isnan())
@@ -199,9 +227,13 @@ def _compare(e: Tensor, g: Tensor, t: Tensor, what: str) -> None:
         return
     dg, de = (g.double() - t.double()).abs(), (e.double() - t.double()).abs()
     # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off elsewhere.
-    slack = 2e-5 * (1 + t.abs().double()) + 4 * float(de[de.isfinite()].max() if de.isfinite().any() else 0)
+    slack = 2e-5 * (1 + t.abs().double()) + 4 * float(
+        de[de.isfinite()].max() if de.isfinite().any() else 0
+    )
     bad = ~same & ~(dg <= 2 * de + slack)
-    assert not bool(bad.any()), f"{what}\nplait {g[bad][:5]}\neager {e[bad][:5]}\nfloat64 {t[bad][:5]}"
+    assert not bool(bad.any()), (
+        f"{what}\nplait {g[bad][:5]}\neager {e[bad][:5]}\nfloat64 {t[bad][:5]}"
+    )
 
 
 if __name__ == "__main__":
@@ -214,5 +246,7 @@ if __name__ == "__main__":
             except Exception as error:  # noqa: BLE001  a fuzzer reports whatever comes
                 failures += 1
                 frame = traceback.extract_tb(error.__traceback__)[-1]
-                print(f"== seed {seed}: {type(error).__name__} at {frame.filename}:{frame.lineno}: {str(error)[:1500]}\n")
+                print(
+                    f"== seed {seed}: {type(error).__name__} at {frame.filename}:{frame.lineno}: {str(error)[:1500]}\n"
+                )
     print(f"{len(seeds)} programs, {failures} failures")

@@ -20,7 +20,6 @@ from plait.kernel.target import Source
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce
 
-_SIGNATURE = 'extern "C" i64 {}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms) {{'
 _SPECIAL = {
     "const": "cpp_expr.literal", "index": "Values._index", "cast": "cpp_expr.scalar_cast, vector_cast",
     "bitcast": "cpp_expr.vector_bitcast", "load": "Access.load", "bounded": "Values._bounded", "acc": "Values._acc",
@@ -59,8 +58,16 @@ def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
     """The C++ function of one kernel."""
     space = linear_space(kernel)
     nest = plan_nest(space, isa.lanes, kernel.sequential)
-    text = _indented(kernel_body(kernel, nest, isa))
-    return f"{_SIGNATURE.format(symbol)}\n{text}}}\n"
+    before, instead = "", ""
+    if nest.keep_limit:  # a second version for rows that are too long for a buffer on the stack
+        instead = f"{symbol}_long"
+        plain = plan_nest(space, isa.lanes, kernel.sequential, keep=False)
+        before = _function(f"static i64 {instead}", kernel_body(kernel, plain, isa))
+    return before + _function(f'extern "C" i64 {symbol}', kernel_body(kernel, nest, isa, instead))
+
+
+def _function(head: str, body: str) -> str:
+    return f"{head}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms) {{\n{_indented(body)}}}\n"
 
 
 def _symbol(name: str, taken: set[str]) -> str:

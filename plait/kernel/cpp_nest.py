@@ -14,7 +14,7 @@ from plait.ir.loops import walk
 from plait.ir.sizes import Atom, Size, product, symbol
 from plait.kernel.cpp_access import Access
 from plait.kernel.cpp_expr import memory
-from plait.kernel.cpp_passes import Nest, row_points
+from plait.kernel.cpp_passes import Nest, buffer_points, row_points
 from plait.kernel.cpp_reduce import Accumulators
 from plait.kernel.cpp_space import blocks, extent
 from plait.kernel.cpp_values import Values
@@ -22,9 +22,9 @@ from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt
 
 
-def kernel_body(kernel: Kernel, nest: Nest, isa: Isa) -> str:
-    """The statements of the kernel's function."""
-    return NestWriter(kernel, nest, isa).text()
+def kernel_body(kernel: Kernel, nest: Nest, isa: Isa, instead: str = "") -> str:
+    """The statements of the kernel's function. instead: the function to call where row buffers are too small."""
+    return NestWriter(kernel, nest, isa).text(instead)
 
 
 class NestWriter:
@@ -43,10 +43,13 @@ class NestWriter:
             self.tile_block = block.symbol
             self.outer = tuple(self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer)
 
-    def text(self) -> str:
+    def text(self, instead: str) -> str:
+        """The function's body."""
         v = self.v
         with v.block():
             self._arguments()
+            if self.nest.keep_limit:
+                v.line(f"if ({v.integer(buffer_points(self.nest))} > {self.nest.keep_limit}) return {instead}(tid, nthreads, bufs, syms);")
             if v.checks:
                 v.line("i64 fail = 0;")
             self._share()
@@ -251,18 +254,13 @@ class NestWriter:
         v, nest = self.v, self.nest
         if not nest.kept:
             return
-        padded = nest.axis if nest.inner else None
-        strides = row_points(nest.order, nest.lanes, padded)
+        points = nest.keep_limit or buffer_points(nest)
+        assert isinstance(points, int)
+        width = 1 if nest.inner else nest.lanes * nest.unroll
+        v.keep_strides = row_points(nest.order, nest.lanes, nest.axis if nest.inner else None)
         for k, n in enumerate(nest.kept):
-            points = product(s for _, s in strides[:1])
-            first = extent(strides[0][0])
-            if strides[0][0] == padded:
-                first = blocks(first, nest.lanes) * nest.lanes
-            size = points * first * (1 if nest.inner else nest.lanes * nest.unroll)
-            assert isinstance(size, int)
             v.keep_names[n] = f"kept{k}"
-            yield f"alignas(64) {memory(n.dtype)} kept{k}[{size}];"
-        v.keep_strides = strides
+            yield f"alignas(64) {memory(n.dtype)} kept{k}[{points * width}];"
 
 
 def v_size(v: Values, a: Atom) -> str:

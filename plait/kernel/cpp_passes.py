@@ -13,6 +13,7 @@ from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Size, bounds, mul
 from plait.kernel.cpp_space import (
     Space,
+    blocks,
     coefficient,
     dependences,
     extent,
@@ -34,7 +35,7 @@ class Nest:
 
     axis: the vectorised loop variable, or None (no loop at all). inner: it is a reduction axis. lanes: vector length, 1 for scalar code.
     unroll: vectors in flight. passes: full-level statements a pass. last: outer-level stores. kept: full-level node -> pass that computes it
-    and keeps it in a row buffer. order: the reduction axes, outermost first, as they are looped over.
+    and keeps it in a row buffer; keep_limit: with sizes that are not known now, the points that such a buffer holds (0: sizes are known). order: the reduction axes, outermost first, as they are looped over.
     tile: an outer variable along which the loads `tiled` are contiguous while the axis is not: these go through lanes x lanes tiles."""
 
     space: Space
@@ -45,14 +46,15 @@ class Nest:
     passes: tuple[tuple[Stmt, ...], ...]
     last: tuple[Store, ...]
     kept: dict[Node, int]
+    keep_limit: int
     order: tuple[Atom, ...]
     sequential: bool
     tile: Atom | None = None
     tiled: tuple[Node, ...] = ()
 
 
-def plan_nest(space: Space, lanes: int, sequential: bool) -> Nest:
-    """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar code."""
+def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> Nest:
+    """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar code. keep: may use row buffers."""
     deps = dependences(space)
     passes, last = _passes(space, deps)
     axis, inner = (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
@@ -64,9 +66,13 @@ def plan_nest(space: Space, lanes: int, sequential: bool) -> Nest:
         assert axis is not None
         order = (*(r for r in space.rvars if r != axis), axis)
     unroll = _unroll(space, deps, passes, last, axis, inner, lanes)
-    kept = _kept(space, deps, passes, 1 if inner else lanes * unroll)
+    width = 1 if inner else lanes * unroll
+    kept = _kept(space, deps, passes, width) if keep else {}
+    limit = 0
+    if kept and not all(isinstance(extent(r), int) for r in space.rvars):
+        limit = ROW_BUFFER_BYTES // (width * sum(n.dtype.nbytes for n in kept))
     tile, tiled = (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(space, axis)
-    return Nest(space, axis, inner, lanes, unroll, passes, last, kept, order, sequential, tile, tiled)
+    return Nest(space, axis, inner, lanes, unroll, passes, last, kept, limit, order, sequential, tile, tiled)
 
 
 # ---------------------------------------------------------------------------------------------- passes
@@ -107,8 +113,9 @@ def _kept(
 ) -> dict[Node, int]:
     """Full-level values needed by several passes and too dear to compute twice, with the pass that computes them."""
     points = trip_count(space.rvars)
-    if len(passes) < 2 or not isinstance(points, int) or points == 0:
+    if len(passes) < 2 or points == 0:
         return {}
+    known = points if isinstance(points, int) else 1024
     inner = frozenset(space.rvars)
     seen: dict[Node, int] = {}
     kept: dict[Node, int] = {}
@@ -122,7 +129,7 @@ def _kept(
                 continue
             here.add(n)
             if n in seen:
-                nbytes = (points + 64) * width * n.dtype.nbytes
+                nbytes = (known + 64) * width * n.dtype.nbytes
                 if n in kept:
                     continue
                 if n.dtype.nbytes >= 4 and _cost(n, inner, deps) > KEEP_COST and nbytes <= room:
@@ -260,6 +267,15 @@ def _unroll(
     return 1
 
 
+def buffer_points(nest: Nest) -> Size:
+    """Points of a row buffer: of all reduction axes, the vector axis padded to whole vectors."""
+    if not nest.order:
+        return 1
+    a, step = row_points(nest.order, nest.lanes, nest.axis if nest.inner else None)[0]
+    n = extent(a)
+    return mul(step, mul(blocks(n, nest.lanes), nest.lanes) if nest.inner and a == nest.axis else n)
+
+
 def row_points(order: tuple[Atom, ...], lanes: int, padded: Atom | None) -> list[tuple[Atom, Size]]:
     """Strides of a row buffer over the reduction axes, the innermost padded to whole vectors where it is the vector axis."""
     out: list[tuple[Atom, Size]] = []
@@ -267,8 +283,5 @@ def row_points(order: tuple[Atom, ...], lanes: int, padded: Atom | None) -> list
     for a in reversed(order):
         out.append((a, step))
         n = extent(a)
-        if a == padded:
-            assert isinstance(n, int)
-            n = -(-n // lanes) * lanes
-        step = mul(step, n)
+        step = mul(step, mul(blocks(n, lanes), lanes) if a == padded else n)
     return out[::-1]

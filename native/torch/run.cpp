@@ -339,9 +339,9 @@ void Program::share_version(Frame& f, SlotId s) const {
     owner = slots_[static_cast<size_t>(owner)].base;
   if (slots_[static_cast<size_t>(owner)].kind == SlotInfo::Kind::place) return;
   const at::Tensor& base = *f.refs[static_cast<size_t>(owner)];
-  if (!base.is_inference())
-    f.tensors[static_cast<size_t>(s)].unsafeGetTensorImpl()->set_version_counter(
-        base.unsafeGetTensorImpl()->version_counter());
+  const at::Tensor& view = f.tensors[static_cast<size_t>(s)];
+  if (base.is_inference() || view.is_inference()) return;  // these have none
+  view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
 }
 
 // ----------------------------------------------------------------------------------------------------

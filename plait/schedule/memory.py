@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate
-from plait.ir.sizes import Size, add, ceildiv, free_symbols, known_le, mul, smax, total
+from plait.ir.sizes import (
+    Size,
+    add,
+    ceildiv,
+    free_symbols,
+    known_le,
+    known_nonneg,
+    mul,
+    smax,
+    total,
+)
+from plait.schedule.align import divided
 from plait.schedule.cost import hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
@@ -195,21 +206,55 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
 
 
 def place(all_blocks: Sequence[Block]) -> tuple[dict[str, Size], Size]:
-    """Offsets of the first name of every block, and the arena's size. Blocks of known size first,
-    each in the tightest gap that fits."""
+    """Offsets of the first name of every block, and the arena's size. Blocks whose sizes are
+    multiples of one unit (1, or a product of symbols) share a region; others have slots."""
     offsets: dict[str, Size] = {}
+    regions: dict[Size, list[tuple[int, Block]]] = {}
+    others: list[Block] = []
+    for b in sorted(all_blocks, key=lambda b: (-hint(b.nbytes), b.start, b.names)):
+        count, unit = _in_units(b.nbytes)
+        if count is None:
+            others.append(b)
+        else:
+            regions.setdefault(unit, []).append((-(-count // ALIGN) * ALIGN, b))
+    top: Size = 0
+    for unit, sized in regions.items():
+        room = 0
+        for at, size, b in _packed(sized):
+            offsets[b.names[0]] = add(top, mul(at, unit))
+            room = max(room, at + size)
+        top = add(top, mul(room, unit))
+    for nbytes, users in _slots(others):
+        offsets.update((u.names[0], top) for u in users)
+        top = add(top, mul(ceildiv(nbytes, ALIGN), ALIGN))
+    return offsets, top
+
+
+def _in_units(nbytes: Size) -> tuple[int | None, Size]:
+    """(count, unit) with nbytes == count * unit, unit a product of symbols; count None for others."""
+    if isinstance(nbytes, int):
+        return nbytes, 1
+    if nbytes.const == 0 and len(nbytes.terms) == 1:
+        count = nbytes.terms[0][1]
+        unit = divided(nbytes, count)
+        if unit is not None and known_nonneg(unit):
+            return count, unit
+    return None, 1
+
+
+def _packed(sized: Sequence[tuple[int, Block]]) -> list[tuple[int, int, Block]]:
+    """(offset, size, block): each block, in turn, in the tightest gap that fits."""
     placed: list[tuple[int, int, Block]] = []
-    fixed = [b for b in all_blocks if isinstance(b.nbytes, int)]
-    for b in sorted(fixed, key=lambda b: (-hint(b.nbytes), b.start, b.names)):
-        size = -(-hint(b.nbytes) // ALIGN) * ALIGN
-        busy = sorted((at, end) for at, end, o in placed if o.start <= b.end and b.start <= o.end)
-        at = _best_gap(busy, size)
-        offsets[b.names[0]] = at
-        placed.append((at, at + size, b))
-    top: Size = max((end for _, end, _ in placed), default=0)
+    for size, b in sized:
+        rivals = [(at, at + n) for at, n, o in placed if o.start <= b.end and b.start <= o.end]
+        placed.append((_best_gap(sorted(rivals), size), size, b))
+    return placed
+
+
+def _slots(some: Sequence[Block]) -> list[tuple[Size, list[Block]]]:
+    """Slots of unlike sizes, each used by blocks that surely fit and do not live at one time."""
     slots: list[tuple[Size, list[Block]]] = []
-    symbolic = [b for b in all_blocks if not isinstance(b.nbytes, int)]
-    for b in sorted(symbolic, key=lambda b: (-hint(b.nbytes), b.start, b.names)):
+    for b in some:
         for room, users in slots:
             free = all(u.end < b.start or b.end < u.start for u in users)
             if free and (room == b.nbytes or known_le(b.nbytes, room)):
@@ -217,10 +262,7 @@ def place(all_blocks: Sequence[Block]) -> tuple[dict[str, Size], Size]:
                 break
         else:
             slots.append((b.nbytes, [b]))
-    for nbytes, users in slots:
-        offsets.update((u.names[0], top) for u in users)
-        top = add(top, mul(ceildiv(nbytes, ALIGN), ALIGN))
-    return offsets, top
+    return slots
 
 
 def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:

@@ -91,7 +91,7 @@ def _check(path: Path) -> str:
     """'good', 'damaged' or 'missing'."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError:
         return "damaged"

@@ -25,13 +25,14 @@ class ToolchainMissing(ToolchainError):
 @dataclass(frozen=True)
 class Isa:
     """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler. sleef: whose SLEEF
-    functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show."""
+    functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show. libraries: linked last."""
 
     name: str
     lanes: int
     flags: tuple[str, ...]
     sleef: str
     cpu: frozenset[str] = field(default=frozenset())
+    libraries: tuple[str, ...] = ()
 
     def lanes_of(self, nbytes: int) -> int:
         """Lanes of one register of a value with elements of that size: 64-bit values take two registers."""
@@ -47,7 +48,7 @@ ISAS: dict[str, Isa] = {
             "avx512", frozenset(("avx512f", "avx512dq", "avx512bw", "avx512vl", "fma", "f16c")),
         ),
         Isa("avx2", 8, ("-mavx2", "-mfma", "-mf16c"), "avx2", frozenset(("avx2", "fma", "f16c"))),
-        Isa("portable", 4, (), ""),
+        Isa("portable", 4, (), "", libraries=("-lm",)),  # rounding is a call of libm before SSE4.1
     )
 }  # fmt: skip
 
@@ -76,7 +77,7 @@ class Toolchain:
         with tempfile.TemporaryDirectory(prefix="plait-") as folder:
             cpp = Path(folder) / "kernels.cpp"
             cpp.write_text(source)
-            command = [self.compiler, *self.flags, str(cpp), "-o", str(path)]
+            command = [self.compiler, *self.flags, str(cpp), *self.isa.libraries, "-o", str(path)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 first = "\n".join(done.stderr.splitlines()[:20])

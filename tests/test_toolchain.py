@@ -1,0 +1,193 @@
+"""Finding the compiler and the vector instructions, and the cache of built kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import stat
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from plait.config import Config
+from plait.errors import ToolchainError, UserError
+from plait.runtime import cache, toolchain
+from plait.runtime.cache import CacheWarning, cache_key, get_or_build, trim
+from plait.runtime.toolchain import ISAS, Toolchain, ToolchainMissing, detect_isa, find_toolchain
+
+SOURCE = 'extern "C" long answer() { return 42; }'
+
+
+def config(folder: Path, **changes: object) -> Config:
+    return dataclasses.replace(Config(), cache_dir=str(folder), **changes)  # type: ignore[arg-type]
+
+
+def answer(path: Path) -> int:
+    return int(ctypes.CDLL(str(path)).answer())
+
+
+def cpuinfo(folder: Path, flags: str) -> str:
+    path = folder / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("fpu sse2 avx2 fma f16c avx512f avx512dq avx512bw avx512vl", "avx512"),
+        ("fpu sse2 avx2 fma f16c avx512f", "avx2"),
+        ("fpu sse2 avx", "portable"),
+    ],
+)
+def test_isa_is_the_widest_that_the_flags_allow(tmp_path: Path, flags: str, name: str) -> None:
+    assert detect_isa("auto", cpuinfo(tmp_path, flags)).name == name
+
+
+def test_isa_without_cpuinfo_is_portable(tmp_path: Path) -> None:
+    assert detect_isa("auto", str(tmp_path / "nowhere")).name == "portable"
+
+
+def test_isa_that_the_machine_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no avx512"):
+        detect_isa("avx512", cpuinfo(tmp_path, "sse2"))
+    assert detect_isa("portable", cpuinfo(tmp_path, "sse2 avx2 fma f16c")).name == "portable"
+
+
+def test_missing_compiler_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ToolchainMissing, match=r"no C\+\+ compiler found \(tried c\+\+, g\+\+, clang\+\+\)"):
+        find_toolchain(Config())
+    with pytest.raises(ToolchainMissing, match="tried no-such-compiler"):
+        find_toolchain(config(tmp_path, cpp_compiler="no-such-compiler"))
+
+
+def test_cxx_comes_before_the_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "mycxx"
+    fake.write_text("#!/bin/sh\necho my compiler 1.0\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CXX", "mycxx")
+    found = find_toolchain(Config())
+    assert (found.compiler, found.version) == (str(fake), "my compiler 1.0")
+
+
+def test_a_broken_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CXX", raising=False)
+    assert find_toolchain(Config()).compiler != str(broken)
+
+
+def test_refused_source_shows_the_compilers_words(tmp_path: Path) -> None:
+    with pytest.raises(ToolchainError, match="refused a kernel.*\n.*error"):
+        get_or_build("this is not C++", find_toolchain(Config()), config(tmp_path))
+    assert not list(tmp_path.rglob("*.so")), "a failed build must leave nothing behind"
+
+
+def test_second_build_is_a_hit(tmp_path: Path) -> None:
+    tools, cfg = find_toolchain(Config()), config(tmp_path)
+    first, second = get_or_build(SOURCE, tools, cfg), get_or_build(SOURCE, tools, cfg)
+    assert (first.hit, second.hit, first.path) == (False, True, second.path)
+    assert answer(second.path) == 42
+
+
+def test_key_depends_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = find_toolchain(Config())
+    keys = {
+        cache_key(SOURCE, tools),
+        cache_key(SOURCE + " ", tools),
+        cache_key(SOURCE, dataclasses.replace(tools, version="g++ 99")),
+        cache_key(SOURCE, dataclasses.replace(tools, compiler="/elsewhere/g++")),
+        cache_key(SOURCE, dataclasses.replace(tools, opt_level=3)),
+        *(cache_key(SOURCE, dataclasses.replace(tools, isa=isa)) for isa in ISAS.values() if isa != tools.isa),
+    }
+    monkeypatch.setattr("plait.__version__", "0.0.0-other")
+    keys.add(cache_key(SOURCE, tools))
+    assert len(keys) == 8
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_damaged_entry_is_built_again_with_a_warning(tmp_path: Path, damage: str) -> None:
+    tools, cfg = find_toolchain(Config()), config(tmp_path)
+    path = get_or_build(SOURCE, tools, cfg).path
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":
+        data[100] ^= 1
+    path.unlink()
+    path.write_bytes({"empty": b"", "cut": bytes(data[:-50]), "flipped": bytes(data)}[damage])
+    with pytest.warns(CacheWarning, match="damaged cache entry"):
+        again = get_or_build(SOURCE, tools, cfg)
+    assert not again.hit
+    assert answer(again.path) == 42
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_or_build(SOURCE, tools, cfg).hit
+
+
+def test_folder_that_cannot_be_written_still_builds(tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("a file where the folder should be")
+    with pytest.warns(CacheWarning, match="cannot write kernels"):
+        built = get_or_build(SOURCE, find_toolchain(Config()), config(tmp_path))
+    assert answer(built.path) == 42
+
+
+def _build_in_child(folder: str, results: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+    built = get_or_build(SOURCE + "// race", find_toolchain(Config()), config(Path(folder)))
+    results.put((str(built.path), answer(built.path)))
+
+
+def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    children = [context.Process(target=_build_in_child, args=(str(tmp_path), results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    found = [results.get(timeout=60) for _ in children]
+    for child in children:
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    assert len(set(found)) == 1
+    assert found[0][1] == 42
+    assert [p.name for p in tmp_path.rglob("*.so")] == [Path(found[0][0]).name]
+
+
+def test_trim_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
+    folder = tmp_path / "ab"
+    folder.mkdir()
+    now = time.time()
+    for k in range(5):
+        path = folder / f"{k}.so"
+        path.write_bytes(bytes(100))
+        os.utime(path, (now - 100 + k, now - 100 + k))
+    trim(tmp_path, 250)
+    assert sorted(p.name for p in folder.iterdir()) == ["3.so", "4.so"]
+    trim(tmp_path, 250)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_hit_counts_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, cfg = find_toolchain(Config()), config(tmp_path)
+    old = get_or_build(SOURCE, tools, cfg).path
+    other = get_or_build(SOURCE + "// other", tools, cfg).path
+    for path in (old, other):
+        os.utime(path, (time.time() - 1000, time.time() - 1000))
+    get_or_build(SOURCE, tools, cfg)
+    monkeypatch.setattr(cache, "MAX_BYTES", old.stat().st_size * 2 + 100)
+    get_or_build(SOURCE + "// third", tools, cfg)
+    assert old.exists()
+    assert not other.exists()
+
+
+def test_library_depends_on_nothing(tmp_path: Path) -> None:
+    """A kernel library must load in any process: no undefined symbol but libc's."""
+    path = tmp_path / "x.so"
+    Toolchain(find_toolchain(Config()).compiler, "", toolchain.ISAS["portable"], 2).compile(SOURCE, path)
+    assert b"libstdc++" not in path.read_bytes()

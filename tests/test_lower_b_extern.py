@@ -170,6 +170,15 @@ def test_custom_operators_get_eager_strides() -> None:
     assert all(e.may_keep for e in _externs(low))
 
 
+def test_what_no_instruction_can_spell_is_called_from_python() -> None:
+    low = compare(lambda x: x.to(torch.float8_e4m3fn).to(torch.float32) * 2, r(8))
+    assert [e.callable_index for e in _externs(low)][:1] == [0]
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        low = compare(lambda x, n: torch.special.zeta(x + 5, n.item() * 2), r(8), torch.tensor(3.5))
+    (call,) = _externs(low)
+    assert call.callable_index == 0 and low.fallbacks == {"aten::special_zeta.other_scalar": 1}
+
+
 # ------------------------------------------------------------------------------------------- higher-order operators
 def _cond(x):
     return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,))

@@ -1,7 +1,7 @@
 """Rules for higher-order operators: their subgraphs run as Python on real tensors, counted as fallback.
 
 Tensors and symbolic sizes among the arguments become operands; everything else (subgraphs, operators, names,
-numbers) is kept in a `HigherOrderCall`, which goes to the program's table of callables. A functionalised mutable
+numbers) is kept in a `PythonCall`, which goes to the program's table of callables. A functionalised mutable
 operator becomes a copy of what it mutates and a call in place.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch._higher_order_ops.auto_functionalize import (
     AliasViewInfo,
     NotView,
@@ -23,92 +22,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import LOOP_DTYPES
-from plait.ir.loops import Extern, ExternArg
-from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, NoRule, View, lower
-from plait.lower.extern import call_op, operand, results
+from plait.lower.extern import call_op
+from plait.lower.pycall import call_python
 from plait.lower.symbols import to_size
 
 hop = torch.ops.higher_order
-
-
-class HigherOrderCall:
-    """A callable of real tensors and ints: fills them into the arguments of a higher-order operator and calls it.
-
-    holes: which leaves of the argument tree are filled at run time. strides: of each flat result that is a tensor
-    of known sizes, else None; a result that came out with others is copied."""
-
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        leaves: Sequence[Any],
-        holes: Sequence[int],
-        tree: pytree.TreeSpec,
-        strides: Sequence[tuple[int, ...] | None],
-    ) -> None:
-        self.op, self.leaves, self.holes = op, tuple(leaves), tuple(holes)
-        self.tree, self.strides = tree, tuple(strides)
-
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        """The flat results. Raises what the operator raises."""
-        leaves = list(self.leaves)
-        for k, value in zip(self.holes, operands, strict=True):
-            leaves[k] = value
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return tuple(map(_with_strides, _flat(self.op(*args, **kwargs)), self.strides))
-
-    def __repr__(self) -> str:
-        return f"HigherOrderCall({getattr(self.op, '__name__', self.op)})"
-
-
-def _flat(value: Any) -> list[Any]:
-    return [x for v in value for x in _flat(v)] if isinstance(value, (tuple, list)) else [value]
-
-
-def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:
-    if strides is None or not isinstance(value, torch.Tensor) or value.stride() == strides:
-        return value
-    out = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return out.copy_(value)
-
-
-def _static_strides(val: Any) -> tuple[int, ...] | None:
-    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
-        return None
-    strides = val.stride()
-    return strides if all(isinstance(s, int) for s in (*val.shape, *strides)) else None
-
-
-def call_python(
-    ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Records the call of a higher-order operator as the current node and returns its results as a rule would.
-
-    Raises Unsupported for an argument that only exists at run time and is neither tensor nor int."""
-    assert ctx.node is not None
-    node, val = ctx.node, ctx.node.meta["val"]
-    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    fakes = pytree.tree_leaves((node.args, {k: node.kwargs[k] for k in kwargs}))
-    holes = [k for k, v in enumerate(leaves) if isinstance(v, (View, Expr))]
-    if any(isinstance(v, (torch.fx.Node, torch.SymFloat)) for v in leaves):
-        raise Unsupported(f"an argument of {op} that is neither tensor nor int")
-    operands: tuple[ExternArg, ...] = tuple(operand(ctx, leaves[k], fakes[k]) for k in holes)
-    kept = [None if isinstance(v, (View, Expr)) else v for v in leaves]
-    outs, symbols, result = results(ctx, val)
-    number = len(ctx.callables)
-    ctx.callables.append(
-        HigherOrderCall(op, kept, holes, tree, [_static_strides(v) for v in _flat(val)])
-    )
-    given = tuple(dict.fromkeys(leaves[k].buf for k in holes if isinstance(leaves[k], View)))
-    name = f"{op.namespace}::{op.__name__}"
-    ctx.fallback_reasons.setdefault(name, "a higher-order operator runs as Python")
-    ctx.ops.append(
-        Extern(
-            outs, name, operands, symbols=symbols, aliases=given, effectful=True,
-            callable_index=number, fallback=True, origin=ctx.origin,
-        )
-    )  # fmt: skip
-    return result
 
 
 _NAMES = (
@@ -121,9 +40,17 @@ _NAMES = (
 )  # fmt: skip
 
 
+def call_higher_order(
+    ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Records the call of a higher-order operator as the current node."""
+    name = f"{op.namespace}::{op.__name__}"
+    return call_python(ctx, op, name, args, kwargs, fallback=True, effectful=True)
+
+
 def _rule_for(op: HigherOrderOperator) -> Callable[..., Any]:
     def rule(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-        return call_python(ctx, op, args, kwargs)
+        return call_higher_order(ctx, op, args, kwargs)
 
     return rule
 
@@ -146,9 +73,8 @@ def auto_functionalized(
     try:
         return _copy_and_mutate(ctx, op, _all_bases, kwargs)
     except NoRule:
-        return call_python(
-            ctx, hop.auto_functionalized_v2, (op,), {**kwargs, "_all_bases": _all_bases}
-        )
+        rest = {**kwargs, "_all_bases": _all_bases}
+        return call_higher_order(ctx, hop.auto_functionalized_v2, (op,), rest)
 
 
 def _copy_and_mutate(

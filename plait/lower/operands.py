@@ -1,0 +1,186 @@
+"""Operands and results of calls: values of rules become operands, fake results become buffers with exactly their
+strides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from plait.errors import Unsupported
+from plait.ir.dtypes import LOOP_DTYPES, opaque
+from plait.ir.loops import ExternArg, ListArg, Scalar, TensorArg
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, View
+from plait.lower.dtypes import FROM_TORCH, from_torch
+from plait.lower.symbols import to_size
+
+NO = Scalar("none")
+
+
+def is_plain(values: Any) -> bool:
+    """Whether instructions can carry every value in nested lists, tuples and dicts (a generator or an exotic dtype
+    they cannot)."""
+    if isinstance(values, Mapping):
+        return all(map(is_plain, values.values()))
+    if isinstance(values, (list, tuple)):
+        return all(map(is_plain, values))
+    if isinstance(values, torch.dtype):
+        return values in FROM_TORCH
+    return values is None or isinstance(
+        values,
+        (
+            View,
+            Expr,
+            bool,
+            int,
+            float,
+            complex,
+            str,
+            torch.device,
+            torch.layout,
+            torch.memory_format,
+        ),
+    )
+
+
+def operand(
+    ctx: Lowering, value: Any, fake: Any = None, *, is_float: bool = False, in_place: bool = False
+) -> ExternArg:
+    """A rule's value as an operand. fake: the FX argument whose fake strides it must have (None:
+    any strides will do).
+
+    Raises Unsupported for a value that no instruction can carry, such as a generator."""
+    if isinstance(value, View):
+        return _tensor_operand(ctx, value, None if in_place else _fake_strides(fake), in_place)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        fakes = (
+            fake
+            if isinstance(fake, (list, tuple)) and len(fake) == len(value)
+            else [None] * len(value)
+        )
+        items = zip(value, fakes, strict=True)
+        return ListArg(
+            tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place) for v, f in items)
+        )
+    if isinstance(value, torch.Size):
+        return ListArg(tuple(int(v) for v in value))
+    return _scalar_operand(value, is_float)
+
+
+def _scalar_operand(value: Any, is_float: bool) -> ExternArg:
+    if value is None:
+        return NO
+    if isinstance(value, bool):
+        return Scalar("bool", str(value))
+    if isinstance(value, int):
+        return Scalar("float", float(value).hex()) if is_float else value
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, float):
+        return Scalar("float", value.hex())
+    if isinstance(value, complex):
+        return Scalar("complex", f"{value.real.hex()} {value.imag.hex()}")
+    if isinstance(value, str):
+        return Scalar("str", value)
+    if isinstance(value, torch.dtype) and value in FROM_TORCH:
+        return Scalar("dtype", FROM_TORCH[value].name)
+    if isinstance(value, torch.device):
+        return Scalar("device", str(value))
+    if isinstance(value, torch.layout):
+        return Scalar("layout", str(value).removeprefix("torch."))
+    if isinstance(value, torch.memory_format):
+        return Scalar("memory_format", str(value).removeprefix("torch."))
+    raise Unsupported(
+        f"an operand of type {type(value).__name__} cannot be part of a compiled program"
+    )
+
+
+def _fake_strides(fake: Any) -> tuple[Size, ...] | None:
+    val = fake.meta.get("val") if isinstance(fake, torch.fx.Node) else None
+    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+        return None
+    return tuple(to_size(s) for s in val.stride())
+
+
+def _tensor_operand(
+    ctx: Lowering, x: View, strides: tuple[Size, ...] | None, in_place: bool
+) -> ExternArg:
+    if x.dtype == opaque or ctx.buffers[x.buf].dtype == opaque:
+        return TensorArg(x.buf, x.shape, ctx.buffers[x.buf].strides, 0)
+    if in_place or x.dtype not in LOOP_DTYPES:
+        found = ctx.strided(x)
+        if found is None:
+            raise Unsupported(
+                f"an operator needs the memory of a view of {x.buf} that no strides describe"
+            )
+        return found
+    return ctx.tensor_arg(x, strides)
+
+
+# ----------------------------------------------------------------------------------------------
+# results
+def results(
+    ctx: Lowering, val: Any, used: frozenset[int] | None = None
+) -> tuple[tuple[str | None, ...], tuple[tuple[int, str], ...], Any]:
+    """Buffers and symbols for the results of a call with fake value `val`: (Extern.outs,
+    Extern.symbols, what a rule returns).
+
+    Results are numbered from left to right with lists laid open."""
+    outs: list[str | None] = []
+    symbols: list[tuple[int, str]] = []
+
+    def one(v: Any, wanted: bool) -> Any:
+        if isinstance(v, (tuple, list)):
+            return tuple(one(x, wanted) for x in v)
+        if isinstance(v, torch.Tensor):
+            out = _result_buffer(ctx, v) if wanted else None
+            outs.append(None if out is None else out.buf)
+            return out
+        outs.append(None)
+        if isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool):
+            size = to_size(v)
+            if (
+                isinstance(size, Expr)
+                and size.symbol is not None
+                and size.symbol.name not in ctx.symbols
+            ):
+                symbols.append((len(outs) - 1, size.symbol.name))
+                ctx.symbols[size.symbol.name] = None
+            return size
+        if v is None:
+            return None
+        raise Unsupported(
+            f"an operator returns a Python {type(v).__name__}, which a compiled program cannot hold"
+        )
+
+    if isinstance(val, (tuple, list)):
+        result: Any = tuple(one(v, used is None or k in used) for k, v in enumerate(val))
+    elif val is None:
+        result = None
+    else:
+        result = one(val, True)
+    return tuple(outs), tuple(symbols), result
+
+
+def _result_buffer(ctx: Lowering, val: torch.Tensor) -> View:
+    """A buffer with exactly the strides of a fake result; symbols that first appear in its sizes
+    are read from it."""
+    dtype = from_torch(val.dtype)
+    if val.layout != torch.strided:
+        return ctx.whole(ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), fixed=True))
+    shape = tuple(to_size(s) for s in val.shape)
+    strides = tuple(to_size(s) for s in val.stride())
+    buf = ctx.new_buffer(dtype, shape, strides, fixed=True)
+    _bind_symbols(ctx, buf, shape)
+    return ctx.whole(buf)
+
+
+def _bind_symbols(ctx: Lowering, buf: str, shape: tuple[Size, ...]) -> None:
+    """Defines the symbols that the op made: the size of a result in some dimension."""
+    for d, s in enumerate(shape):
+        atom = s.symbol if isinstance(s, Expr) else None
+        if atom is not None and atom.name not in ctx.symbols:
+            ctx.symbols[atom.name] = (buf, "size", d)

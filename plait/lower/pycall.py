@@ -1,0 +1,122 @@
+"""Calls of Python callables: what no instruction can spell (subgraphs, generators, exotic dtypes) is kept in a
+`PythonCall`.
+
+Tensors and symbolic integers among the arguments become operands, symbolic floats one-element tensors that are
+read when the call happens; everything else stays in the callable, which goes to the program's table of callables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from plait.errors import Unsupported
+from plait.ir.dtypes import f64
+from plait.ir.loops import Extern
+from plait.ir.sizes import Expr
+from plait.lower.core import Lowering, View
+from plait.lower.operands import operand, results
+from plait.lower.symbols import to_scalar_node
+
+
+class PythonCall:
+    """A callable of real tensors and ints: fills them into the arguments of an operator and calls it.
+
+    holes: which leaves of the argument tree are filled at run time; of those, `items` take the value of a
+    one-element tensor. strides: of each flat result that is a tensor of known sizes, else None; a result that came
+    out with others is copied."""
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        leaves: Sequence[Any],
+        holes: Sequence[int],
+        items: Sequence[int],
+        tree: pytree.TreeSpec,
+        strides: Sequence[tuple[int, ...] | None],
+    ) -> None:
+        self.op, self.leaves, self.holes, self.items = (
+            op,
+            tuple(leaves),
+            tuple(holes),
+            frozenset(items),
+        )
+        self.tree, self.strides = tree, tuple(strides)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        """The flat results. Raises what the operator raises."""
+        leaves = list(self.leaves)
+        for k, value in zip(self.holes, operands, strict=True):
+            leaves[k] = value.item() if k in self.items else value
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        return tuple(map(_with_strides, _flat(self.op(*args, **kwargs)), self.strides))
+
+    def __repr__(self) -> str:
+        return f"PythonCall({getattr(self.op, '__name__', self.op)})"
+
+
+def _flat(value: Any) -> list[Any]:
+    return [x for v in value for x in _flat(v)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:
+    if strides is None or not isinstance(value, torch.Tensor) or value.stride() == strides:
+        return value
+    out = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return out.copy_(value)
+
+
+def _static_strides(val: Any) -> tuple[int, ...] | None:
+    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+        return None
+    strides = val.stride()
+    return strides if all(isinstance(s, int) for s in (*val.shape, *strides)) else None
+
+
+def call_python(
+    ctx: Lowering,
+    op: Callable[..., Any],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    fallback: bool,
+    effectful: bool,
+) -> Any:
+    """Records a call of `op`, the current node's operator, from Python, and returns its results as a rule would.
+
+    Raises Unsupported for an argument that only exists at run time and is neither tensor nor number."""
+    assert ctx.node is not None
+    node, val = ctx.node, ctx.node.meta["val"]
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    fakes = pytree.tree_leaves((node.args, {k: node.kwargs[k] for k in kwargs}))
+    items = [k for k, v in enumerate(leaves) if isinstance(v, torch.SymFloat)]
+    for k in items:
+        leaves[k] = _number(ctx, leaves[k])
+    holes = [k for k, v in enumerate(leaves) if isinstance(v, (View, Expr))]
+    if any(isinstance(v, torch.fx.Node) for v in leaves):
+        raise Unsupported(f"an argument of {name} that is neither tensor nor number")
+    operands = tuple(operand(ctx, leaves[k], None if k in items else fakes[k]) for k in holes)
+    kept = [None if k in holes else v for k, v in enumerate(leaves)]
+    outs, symbols, result = results(ctx, val)
+    ctx.callables.append(
+        PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in _flat(val)])
+    )
+    given = tuple(dict.fromkeys(leaves[k].buf for k in holes if isinstance(leaves[k], View)))
+    if fallback:
+        ctx.fallback_reasons.setdefault(name, "runs as Python")
+    ctx.ops.append(
+        Extern(
+            outs, name, operands, symbols=symbols, aliases=given, effectful=effectful,
+            callable_index=len(ctx.callables) - 1, fallback=fallback, origin=ctx.origin,
+        )
+    )  # fmt: skip
+    return result
+
+
+def _number(ctx: Lowering, value: torch.SymFloat) -> View:
+    """A symbolic float as a tensor of one element."""
+    return ctx.pointwise((), f64, lambda ops, i: to_scalar_node(ops, value, ctx.float_readers()))

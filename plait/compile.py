@@ -1,7 +1,7 @@
 """The pipeline: one captured graph in, one compiled program out; a step a line, read from top to bottom.
 
-Every step is a function from data to data, run by `log.PassLog`, which times it and, when `Config.verifies`, checks what it made.
-A constraint on order is a comment on its line.
+Every step is a function from data to data, run by `log.PassLog`, which times it and, when `Config.verifies`, checks
+what it made. A constraint on order is a comment on its line.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from functools import cache, partial
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.clean import clean_graph
-from plait.kernel.cpp import Source, emit_library
+from plait.ir.verify import verify as verify_loops
+from plait.kernel.cpp import emit_library
+from plait.kernel.target import Source
 from plait.log import PassLog
-from plait.lower.graph import load_rules, lower_graph
+from plait.lower.graph import Lowered, load_rules, lower_graph
 from plait.runtime.cache import Built, get_or_build
 from plait.runtime.toolchain import Toolchain, ToolchainMissing, find_toolchain
 from plait.schedule import schedule
@@ -34,9 +36,10 @@ load_rules()  # now, not while the first graph waits
 def compile_graph(captured: Captured, cfg: Config) -> Program:
     """Compiles one graph.
 
-    Raises Unsupported, with the user's line, for what plait cannot compile, and InternalError where a stage broke a rule of its IR.
+    Raises Unsupported, with the user's line, for what plait cannot compile, and InternalError where a stage broke a
+    rule of its IR.
     """
-    log = PassLog(cfg, captured.name)
+    log = PassLog(cfg, captured.name, {"lower": _verify_loops})
     toolchain = _toolchain(cfg)
     if toolchain is None:
         cfg = replace(cfg, kernels=False)
@@ -75,6 +78,10 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     return Program(loaded, loaded.boxed, record)
 
 
+def _verify_loops(lowered: Lowered) -> None:
+    verify_loops(lowered.program, "lower")
+
+
 def _emit(plan: Plan, toolchain: Toolchain | None) -> Source:
     kernels = [s for s in plan.steps if isinstance(s, Kernel)]
     if not kernels:
@@ -84,11 +91,18 @@ def _emit(plan: Plan, toolchain: Toolchain | None) -> Source:
 
 
 def _build(source: Source, toolchain: Toolchain | None, cfg: Config) -> Built | None:
-    return None if toolchain is None or not source.entry_points else get_or_build(source.text, toolchain, cfg)
+    return (
+        None
+        if toolchain is None or not source.entry_points
+        else get_or_build(source.text, toolchain, cfg)
+    )
 
 
 def _name_kernels(plan: Plan, source: Source) -> Plan:
-    steps = tuple(replace(s, name=source.entry_points[s.name]) if isinstance(s, Kernel) else s for s in plan.steps)
+    steps = tuple(
+        replace(s, name=source.entry_points[s.name]) if isinstance(s, Kernel) else s
+        for s in plan.steps
+    )
     return replace(plan, steps=steps)
 
 

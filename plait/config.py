@@ -80,7 +80,7 @@ class Config:
     )
     max_fusion_reads: int = flag(16, doc="buffers that one kernel may read before fusion stops")
     small_matmul_flops: int = flag(
-        65536,
+        20480,
         doc="matrix products of at most this many flops become loops of ours, fused with their neighbours",
     )
     memory_planning: bool = flag(

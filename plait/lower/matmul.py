@@ -22,10 +22,14 @@ from plait.lower.shape import broadcast, scalar
 
 aten = torch.ops.aten
 
+_LANES = 16  # of a vector of f32
 
-def is_small(ctx: Lowering, flops: Size) -> bool:
-    """Whether a product costs so little that a loop of ours beats a call."""
-    return isinstance(flops, int) and flops <= ctx.cfg.small_matmul_flops
+
+def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
+    """Whether a product over k costs so little that a loop of ours beats a call. A short k fills no vector."""
+    if not isinstance(flops, int) or not isinstance(k, int):
+        return False
+    return flops * max(_LANES, k) <= ctx.cfg.small_matmul_flops * max(k, 1)
 
 
 def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
@@ -71,7 +75,7 @@ def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha:
 @lower(aten.mm.default)
 def mm(ctx: Lowering, a: View, b: View) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    if not is_small(ctx, flops):
+    if not is_small(ctx, flops, a.shape[-1]):
         return _by_aten(ctx, flops, a, b)
     return _finished(ctx, _product(ctx, a, b), None, 1, 1)
 
@@ -79,7 +83,7 @@ def mm(ctx: Lowering, a: View, b: View) -> Any:
 @lower(aten.bmm.default)
 def bmm(ctx: Lowering, a: View, b: View) -> Any:
     flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
-    if not is_small(ctx, flops):
+    if not is_small(ctx, flops, a.shape[-1]):
         return _by_aten(ctx, flops, a, b)
     return _finished(ctx, _product(ctx, a, b), None, 1, 1)
 
@@ -87,7 +91,7 @@ def bmm(ctx: Lowering, a: View, b: View) -> Any:
 @lower(aten.addmm.default)
 def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    if not is_small(ctx, flops):
+    if not is_small(ctx, flops, a.shape[-1]):
         return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
     return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
 
@@ -95,7 +99,7 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
 @lower(aten.baddbmm.default)
 def baddbmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
-    if not is_small(ctx, flops):
+    if not is_small(ctx, flops, a.shape[-1]):
         return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
     return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
 
@@ -103,7 +107,7 @@ def baddbmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha
 @lower(aten.addmv.default)
 def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops((), a.shape[0], 1, a.shape[1])
-    if not is_small(ctx, flops):
+    if not is_small(ctx, flops, a.shape[-1]):
         return _by_aten(ctx, flops, bias, a, x, beta=beta, alpha=alpha)
     compute = compute_dtype(a.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 
@@ -454,3 +455,17 @@ def test_failed_kernel_check_is_an_index_error():
     p = program((), launch("k_fails", n=8), Return(()))
     with pytest.raises(IndexError, match=r"index out of range in kernel k_fails \(check 7\)"):
         build(p)()
+
+
+def test_outputs_can_be_resized_shared_and_pickled():
+    prog, x = add_program(), torch.randn(8)
+    (out,) = prog(x, x)
+    assert out.data_ptr() % 64 == 0
+    out.resize_(100_000)
+    assert torch.equal(out[:8], x + x)
+    (shared,) = prog(x, x)
+    assert torch.equal(shared.share_memory_(), x + x)
+    assert torch.equal(copy.deepcopy(prog(x, x)[0]), x + x)
+    with torch.profiler.profile(profile_memory=True) as prof:
+        kept = prog(x, x)
+    assert sum(e.cpu_memory_usage for e in prof.events()) == kept[0].nbytes

@@ -17,6 +17,7 @@ from plait.ir.dtypes import DType, b1, f32, i64
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, contiguous_strides, evaluate
 from plait.schedule.plan import Kernel, Plan, Reduce
+from plait.schedule.verify import verify_plan
 
 NUMPY = {
     "b1": np.bool_,
@@ -522,7 +523,8 @@ def check(
     seed: int = 0,
     note: str = "",
 ) -> None:
-    """The plan computes what the program says: outputs and mutated inputs agree."""
+    """The plan is legal and computes what the program says: outputs and mutated inputs agree."""
+    verify_plan(plan)
     inputs = random_inputs(program, syms or {}, seed)
     want, got = run_program(program, inputs, syms), run_plan(plan, inputs, syms)
     names = [o.buf for o in program.outputs if isinstance(o, L.TensorArg)]

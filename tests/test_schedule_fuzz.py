@@ -15,6 +15,7 @@ from plait.config import Config
 from plait.ir import loops as L
 from plait.ir.dtypes import f32, i64
 from plait.ir.sizes import Size, smin
+from plait.ir.verify import verify
 from plait.schedule import schedule
 from tests.schedule_tools import Builder, Record, check, kernels
 
@@ -284,10 +285,19 @@ class Fuzzer:
         return self.b.program()
 
 
+def verified(step, fn, *args):  # type: ignore[no-untyped-def]
+    """Runs a step; programs that come out of it are legal."""
+    out = fn(*args)
+    if isinstance(out, L.LoopProgram):
+        verify(out, step)
+    return out
+
+
 def run(seed: int) -> tuple[int, int]:
     """(loops, kernels) of one random program, checked."""
     program = Fuzzer(seed).program()
-    plan = schedule(program, CFG)
+    verify(program, f"seed {seed}")
+    plan = schedule(program, CFG, verified)
     check(plan, program, SYM, seed, note=f"seed={seed}")
     return len(program.ops), len(kernels(plan))
 

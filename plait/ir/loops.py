@@ -240,7 +240,8 @@ class Reduction:
 class Scatter:
     """out[index] (mode)= body for every point of vars, in row-major order of vars where points collide.
 
-    out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies, reuses its memory).
+    out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies, reuses its memory);
+    where base is out (made by the scheduler only), it updates that buffer in place.
     index: over vars and Arg symbols, whose
     values are `index_args`. mode: 'store', 'add', 'mul', 'min', 'max'. mask: a b1 node or None: points to leave out."""
 

@@ -283,6 +283,38 @@ def where_not(s: Simplifier, n: Node) -> Node | None:
     return s.make("where", cond.args[0], b, a) if cond.op == "not" else None
 
 
+def turned_comparison(s: Simplifier, n: Node) -> Node | None:
+    return s.make("lt" if n.op == "gt" else "le", n.args[1], n.args[0])
+
+
+_OPPOSITE = {"lt": "le", "le": "lt", "eq": "ne", "ne": "eq"}
+
+
+def _opposite(c: Node) -> Node | None:
+    """The comparison that holds just where c does not, among integers (a NaN breaks both)."""
+    if c.op not in _OPPOSITE or c.args[0].dtype.is_float:
+        return None
+    args = c.args if c.op in ("eq", "ne") else c.args[::-1]
+    return node(_OPPOSITE[c.op], args)
+
+
+def not_of_comparison(s: Simplifier, n: Node) -> Node | None:
+    found = _opposite(n.args[0])
+    return None if found is None else s.make(found.op, *found.args)
+
+
+def where_opposite(s: Simplifier, n: Node) -> Node | None:
+    cond, a, b = n.args
+    other = _opposite(cond)
+    if other is None:
+        return None
+    if b.op == "where" and b.args[0] == other:
+        return s.make("where", cond, a, b.args[1])
+    if a.op == "where" and a.args[0] == other:
+        return s.make("where", cond, a.args[2], b)
+    return None
+
+
 # ---------------------------------------------------------------------------------------------- casts
 def cast_of_cast(s: Simplifier, n: Node) -> Node | None:
     (a,) = n.args
@@ -370,6 +402,9 @@ RULES: list[tuple[str, tuple[str, ...], Rule]] = [
     ("not not b -> b, - -x -> x", ("not", "neg"), negation),
     ("where(known, a, b), where(c, a, a)", ("where",), where_decided),
     ("where(c, where(c, a, _), b) -> where(c, a, b)", ("where",), where_nested),
+    ("where(c, a, where(not c, b, _)) -> where(c, a, b)", ("where",), where_opposite),
+    ("a > b -> b < a, a >= b -> b <= a", ("gt", "ge"), turned_comparison),
+    ("not (a < b) -> b <= a, and the like", ("not",), not_of_comparison),
     ("where(not c, a, b) -> where(c, b, a)", ("where",), where_not),
     ("cast of a cast that kept the value", ("cast",), cast_of_cast),
     ("cast of a constant", ("cast",), cast_of_const),

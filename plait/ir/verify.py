@@ -195,7 +195,8 @@ class _Verify:
         self.indices(op.index, len(out.shape), op.index_args, atoms)
         if op.mask is not None and op.mask.dtype != b1:
             raise self.fail(f"a mask of {op.mask.dtype}")
-        self.define(op.out)
+        if op.out != op.base:  # else it updates its base in place
+            self.define(op.out)
 
     def scan(self, op: Scan) -> None:
         if op.kind not in _SCANS or not 0 <= op.axis < len(op.vars):

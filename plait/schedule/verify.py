@@ -1,0 +1,128 @@
+"""The legality of Plans: what kernel targets and the wrapper may rely on.
+
+Comes in: a Plan. Raises InternalError that names the kernel or step and the rule that it breaks;
+gives back nothing. Costs one walk over all nodes, so the pipeline runs it in tests and when
+debugging. Overlaps in memory are checked on instructions, by `wrapper/verify.py`.
+"""
+
+from __future__ import annotations
+
+from plait.errors import InternalError
+from plait.ir.loops import Load, Node, index_exprs, is_arg, walk
+from plait.ir.ops import REDUCTIONS
+from plait.ir.sizes import Atom, Size, free_symbols
+from plait.schedule.deps import extent, output_buffers
+from plait.schedule.kernels import all_nodes, inner_nodes, stmt_roots
+from plait.schedule.memory import touched
+from plait.schedule.plan import Kernel, Plan, Reduce, Store
+
+_PARTS = {"welford": (".mean", ".m2", ".count")}
+
+
+def verify_plan(plan: Plan) -> None:
+    """Checks the whole plan. Raises InternalError."""
+    program = plan.program
+    known = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
+    gone: dict[str, int] = {}
+    names: set[str] = set()
+    for k, (step, dying) in enumerate(zip(plan.steps, plan.frees, strict=True)):
+        if isinstance(step, Kernel):
+            if step.name in names:
+                raise InternalError(f"two kernels are called {step.name}")
+            names.add(step.name)
+            _Kernel(step, plan).run()
+        read, made = touched(step)
+        known.update(made)
+        for name in (*read, *made):
+            if name in gone:
+                raise InternalError(f"step {k} uses {name}, which step {gone[name]} freed")
+            if name not in known:
+                raise InternalError(f"step {k} reads {name}, which nothing has made yet")
+            if name not in plan.buffers:
+                raise InternalError(f"step {k} uses {name}, which the plan does not describe")
+        gone.update((name, k) for name in dying)
+    for name in output_buffers(program):
+        if name not in known or name in gone:
+            raise InternalError(f"output {name} does not exist at the end")
+
+
+class _Kernel:
+    """The contract of one kernel (see plan.Kernel)."""
+
+    def __init__(self, kernel: Kernel, plan: Plan) -> None:
+        self.kernel, self.plan = kernel, plan
+        self.vars = {v.symbol for v in kernel.vars}
+        self.rvars = {v.symbol for v in kernel.rvars}
+        self.nodes = all_nodes(kernel.stmts)
+        self.inner = inner_nodes(self.nodes, kernel.rvars, kernel.stmts)
+
+    def fail(self, what: str) -> InternalError:
+        return InternalError(f"{self.kernel.name}: {what}")
+
+    def run(self) -> None:
+        k = self.kernel
+        args = [b.name for b in k.args]
+        if len(set(args)) != len(args):
+            raise self.fail("an argument occurs twice")
+        if any(self.plan.buffers.get(b.name) != b for b in k.args):
+            raise self.fail("an argument's layout is not the plan's")
+        if set(k.outs) != {s.buf for s in k.stmts if isinstance(s, Store)} or not k.outs:
+            raise self.fail(f"outs {k.outs} are not what it stores")
+        if len(self.vars | self.rvars) != len(k.vars) + len(k.rvars):
+            raise self.fail("two axes have one variable")
+        done: set[str] = set()
+        for s in k.stmts:
+            self.check_nodes(stmt_roots(s), done, set(args))
+            if isinstance(s, Reduce):
+                self.reduce(s, done)
+            else:
+                self.store(s)
+        self.check_sizes()
+
+    def check_nodes(self, roots: tuple[Node, ...], done: set[str], args: set[str]) -> None:
+        for n in walk(roots):
+            if n.op == "acc" and n.attr not in done:
+                raise self.fail(f"{n.attr} is used before it is reduced")
+            if isinstance(n.attr, Load):
+                if n.attr.buf not in args:
+                    raise self.fail(f"it loads {n.attr.buf}, which is no argument")
+                if len(n.attr.index) != len(self.plan.buffers[n.attr.buf].shape):
+                    raise self.fail(f"{n.attr} has another rank than its buffer")
+
+    def reduce(self, s: Reduce, done: set[str]) -> None:
+        if s.running and len(self.rvars) != 1:
+            raise self.fail(f"{s.name} runs over {len(self.rvars)} axes")
+        if not self.rvars or (s.kind not in REDUCTIONS and s.kind != "logaddexp"):
+            raise self.fail(f"{s.name} cannot be reduced by {s.kind}")
+        if s.name in done:
+            raise self.fail(f"{s.name} is reduced twice")
+        done.update((s.name, *(s.name + part for part in _PARTS.get(s.kind, ()))))
+
+    def store(self, s: Store) -> None:
+        if len(s.index) != len(self.plan.buffers[s.buf].shape):
+            raise self.fail(f"{s.buf} is stored with another rank than it has")
+        if s.value.dtype != self.plan.buffers[s.buf].dtype:
+            raise self.fail(f"{s.buf} is stored as {s.value.dtype}")
+        if s.full:
+            if not self.rvars:
+                raise self.fail(f"{s.buf} is stored at full level, but nothing is reduced")
+            return
+        if any(r in self.inner for r in stmt_roots(s)) or self.rvars & _symbols(s.index):
+            raise self.fail(f"{s.buf} is stored at outer level from values inside")
+
+    def check_sizes(self) -> None:
+        k = self.kernel
+        exprs: list[Size] = [extent(v) for v in (*k.vars, *k.rvars)]
+        for n in self.nodes:
+            exprs += index_exprs(n)
+        for s in k.stmts:
+            exprs += s.index if isinstance(s, Store) else ()
+        known = {a.symbol.name for a in k.sizes if a.symbol is not None}
+        known.update(a.name for a in (self.vars | self.rvars) if a is not None)
+        for a in _symbols(tuple(exprs)):
+            if a.name not in known and not is_arg(a):
+                raise self.fail(f"nothing tells it the value of {a.name}")
+
+
+def _symbols(exprs: tuple[Size, ...]) -> set[Atom]:
+    return {a for e in exprs if not isinstance(e, int) for a in free_symbols(e)}

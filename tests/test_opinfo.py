@@ -1,12 +1,13 @@
 """PyTorch's own op samples, forward and gradient: a fixed slice of every op here, everything under the marker `slow`.
 
 The slice: two float32 samples (one of them not contiguous), one each of bfloat16, int64 and bool, two of gradients, and
-every third op with dynamic sizes. What counts as wrong is decided in opinfo_tools.py.
+every sixth op with dynamic sizes. What counts as wrong is decided in opinfo_tools.py.
 """
 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +26,11 @@ from opinfo_tools import (
 )  # fmt: skip
 from torch.testing._internal.common_methods_invocations import op_db
 
+import plait.lower
+
 warnings.filterwarnings("ignore", category=UserWarning)
 
+EXTERN_OPS = Path(plait.lower.__file__).parent / "extern_ops.txt"
 # Its samples are views of larger memory, which copies of them are not: see test_lower_a.py.
 PARTIAL = "as_strided.partial_views"
 BEHIND_DYNAMO = [op for op in op_db if op.name in UNTRACEABLE or op.name.startswith("masked.")]
@@ -54,6 +58,10 @@ DTYPES = (
     torch.bool,
 )
 
+LISTED = {
+    line.split()[1] for line in EXTERN_OPS.read_text().splitlines() if line.startswith("fallback")
+}
+
 ops = pytest.mark.parametrize("op", ALL, ids=name_of)
 
 
@@ -65,6 +73,8 @@ def passes(outcome: Outcome) -> None:
         if "rule failed" in why or "the rule gave" in why
     }
     assert not broken, f"rules that fail: {broken}"
+    missing = {op for op, why in outcome.fallbacks.items() if why == "no lowering rule"} - LISTED
+    assert not missing, f"neither a rule nor a line in extern_ops.txt: {missing}"
 
 
 def mixed(op: Any) -> list[Case]:
@@ -91,7 +101,7 @@ def test_gradient(op: Any) -> None:
         passes(check_gradient(cases))
 
 
-@pytest.mark.parametrize("op", ALL[::3], ids=name_of)
+@pytest.mark.parametrize("op", ALL[::6], ids=name_of)
 def test_dynamic(op: Any) -> None:
     if torch.float32 in op.supported_dtypes("cpu"):
         cases = [c for c in pick(op, torch.float32, 2) if traceable(c)]

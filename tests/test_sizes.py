@@ -168,6 +168,14 @@ def test_fuzz_interning(seed: int) -> None:
         assert isinstance(a.expr, int) or a.expr is b.expr
 
 
+def test_forgetting_changes_nothing_but_sharing() -> None:
+    before = Fuzz(3).make(4).expr
+    sz.forget()
+    after = Fuzz(3).make(4).expr
+    assert sz.interned() > 0
+    assert before == after and hash(before) == hash(after)
+
+
 def test_symbols_of_one_name_with_other_ranges_are_others() -> None:
     a, b = sz.symbol("v0", extent=6), sz.symbol("v0", extent=12)
     assert sz.mod(a, 3) != sz.mod(b, 3)

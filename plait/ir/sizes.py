@@ -166,6 +166,11 @@ _exprs: dict[tuple[int, Terms], Expr] = {}
 _memo: dict[tuple[str, Size, Size], Size] = {}
 
 
+def interned() -> int:
+    """How many expressions the intern table holds."""
+    return len(_exprs)
+
+
 def forget() -> None:
     """Drops the intern tables. Expressions made before stay valid and compare equal to later ones; only sharing is
     lost."""

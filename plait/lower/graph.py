@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from plait.config import Config
 from plait.errors import PlaitError, Unsupported
 from plait.graph.captured import Captured
+from plait.ir import loops
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.loops import Buffer, Extern, LoopProgram, Scalar, TensorArg
@@ -39,6 +40,10 @@ _RULE_ERRORS = (
     NoRule, Unsupported, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
+
+
+# A process that compiles without end must not grow without end: about 100 MB of expressions and nodes.
+_MAX_INTERNED = 200_000
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ def lower_graph(captured: Captured, cfg: Config) -> Lowered:
     """The LoopProgram of a graph. Raises Unsupported, with the user's line, where neither a rule nor an extern call
     will do."""
     load_rules()
+    if sz.interned() > _MAX_INTERNED:
+        sz.forget()
+        loops.forget()
     return _Walk(captured, cfg).run()
 
 

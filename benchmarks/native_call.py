@@ -1,7 +1,7 @@
 """Nanoseconds a call of the native executor on hand-written programs, beside eager and the bare costs of Python.
 
-Usage: python benchmarks/native_call.py. Each figure is the best of nine rounds; kernels do next to nothing, so what is
-left is the executor: argument checks, output allocation, dispatch. Run it alone: two busy threads double every figure.
+Usage: python benchmarks/native_call.py. Each figure is the best of many short rounds; kernels do next to nothing, so
+what is left is the executor: argument checks, output allocation, dispatch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plait.runtime.load import Bound, Program
 from plait.wrapper.instructions import Arena, CallExtern, Place, Ref, SizeOf, Symbol, View
 from tests.native_tools import alloc, build, extern, launch, program, ret, tensor
 
-ROUNDS, CALLS = 9, 20_000
+ROUNDS, CALLS = 400, 500
 
 
 def measure(call: Callable[[], object]) -> float:

@@ -133,28 +133,25 @@ def _math_pointers(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
 
 
 @lru_cache(maxsize=8)
-def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int], dict[str, tuple[str, ...]]]:
+def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
+    """All definitions, and the places of those that plait_init fills in."""
     math, places = _math_pointers(isa)
     vectors = simd(isa)
     places = {name: k for name, k in places.items() if name not in vectors}
     table = {**{k: t for k, t in math.items() if k not in vectors}, **_builtins(), **_SCALAR, **vectors}
-    needs = {
-        name: tuple(sorted(w for w in set(re.findall(r"\w+", text)) if w in table and w != name))
-        for name, text in table.items()
-    }
-    return table, places, needs
+    return table, places
 
 
 def prelude_for(text: str, isa: Isa) -> str:
     """The part of the prelude that text needs, and plait_init."""
-    table, places, needs = _table(isa)
+    table, places = _table(isa)
     todo = [w for w in dict.fromkeys(re.findall(r"\w+", text)) if w in table]
     used: set[str] = set()
     while todo:
         name = todo.pop()
         if name not in used:
             used.add(name)
-            todo.extend(needs[name])
+            todo.extend(w for w in re.findall(r"\w+", table[name]) if w in table)
     lines = [_TYPES, _vector_types(isa), *(body for name, body in table.items() if name in used)]
     init = "".join(f" *(void**)&{name} = table[{k}];" for name, k in places.items() if name in used)
     lines.append(f'extern "C" void plait_init(void* const* table) {{{init} }}\n')

@@ -216,8 +216,18 @@ def _halves(isa: Isa) -> dict[str, str]:
     n = isa.lanes
     to_bf16 = (
         "vu32 b = (vu32)x; b = (b + 0x7fff + (b >> 16 & 1)) >> 16; "
-        "b = x != x ? splat_u32(0x7fc0) : b; return __builtin_convertvector(b, vu16);"
+        "b = x != x ? splat_u32(0x7fc0) : b; return narrow_u16(b);"
     )
+    widen = _fn("vu32", "widen_u16", "vu16 x", "return __builtin_convertvector(x, vu32);")
+    narrow = _fn("vu16", "narrow_u16", "vu32 x", "return __builtin_convertvector(x, vu16);")
+    fast_widen = fast_narrow = None
+    if isa.name == "avx512":  # g++ 12 does these in two halves
+        fast_widen = _fn(
+            "vu32", "widen_u16", "vu16 x", "return (vu32)__builtin_ia32_pmovzxwd512_mask((vi16)x, (vi32){}, -1);"
+        )
+        fast_narrow = _fn(
+            "vu16", "narrow_u16", "vu32 x", "return (vu16)__builtin_ia32_pmovdw512_mask((vi32)x, (vi16){}, -1);"
+        )
     up = _fn("vf32", "v_from_f16", "vu16 x", f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;")
     down = _fn("vu16", "v_to_f16", "vf32 x", f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;")
     fast_up = {
@@ -229,7 +239,9 @@ def _halves(isa: Isa) -> dict[str, str]:
         "avx2": "return (vu16)__builtin_ia32_vcvtps2ph256(x, 0);",
     }.get(isa.name)
     return {
-        "v_from_bf16": _fn("vf32", "v_from_bf16", "vu16 x", "return (vf32)(__builtin_convertvector(x, vu32) << 16);"),
+        "widen_u16": _either(fast_widen, widen),
+        "narrow_u16": _either(fast_narrow, narrow),
+        "v_from_bf16": _fn("vf32", "v_from_bf16", "vu16 x", "return (vf32)(widen_u16(x) << 16);"),
         "v_to_bf16": _fn("vu16", "v_to_bf16", "vf32 x", to_bf16),
         "v_from_f16": _either(fast_up and _fn("vf32", "v_from_f16", "vu16 x", fast_up), up),
         "v_to_f16": _either(fast_down and _fn("vu16", "v_to_f16", "vf32 x", fast_down), down),

@@ -353,6 +353,35 @@ def test_python_call_sees_the_callers_dispatch_state():
     assert states == [False]
 
 
+def test_python_calls_and_custom_operators_run_without_autocast():
+    dtypes = []
+
+    def hook(x):
+        dtypes.append((x @ x).dtype)
+        return x
+
+    p = program(
+        (tensor("x", 4, 4),),
+        CallPython(0, "hook", (Ref("x"),), (), ("o",)),
+        ret("o"),
+        n_callables=1,
+    )
+    prog = build(p, callables=[hook])
+    with torch.autocast("cpu", torch.bfloat16):
+        prog(torch.randn(4, 4))
+    assert dtypes == [torch.float32]
+
+
+def test_seed_is_drawn_without_python():
+    prog = build(program((), extern("plait::seed", outs=("s",)), ret("s")))
+    torch.manual_seed(7)
+    want = [torch.randint(2**63 - 1, (), dtype=torch.int64) for _ in range(3)]
+    torch.manual_seed(7)
+    got = [prog()[0] for _ in range(3)]
+    assert [g.item() for g in got] == [w.item() for w in want] and got[0].shape == ()
+    assert prog.__name__ == "test" and prog.boxed.__name__ == "test"
+
+
 def test_python_result_of_a_wrong_kind():
     p = program(
         (tensor("x", 4),), CallPython(0, "hook", (Ref("x"),), (), ("o",)), ret("o"), n_callables=1

@@ -373,12 +373,16 @@ void bound_dealloc(PyObject* self) {
   type->tp_free(self);
   Py_DECREF(type);
 }
+PyObject* bound_name(PyObject* self, void*) {
+  return PyObject_GetAttrString(reinterpret_cast<PyBound*>(self)->state->program.get(), "__name__");
+}
 PyObject* bound_program(PyObject* self, void*) {
   return Py_NewRef(reinterpret_cast<PyBound*>(self)->state->program.get());
 }
 
 PyGetSetDef bound_getset[] = {
     {"program", bound_program, nullptr, "The program that a call runs.", nullptr},
+    {"__name__", bound_name, nullptr, "The program's name.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMemberDef bound_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyBound, call), READONLY, nullptr},

@@ -248,6 +248,10 @@ void program_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
+PyObject* program_name(PyObject* self, void*) {
+  return PyUnicode_FromString(state_of(self).program->plan().name.c_str());
+}
+
 PyObject* program_stats(PyObject* self, PyObject*) {
   return guarded([&] {
     const Program& p = *state_of(self).program;
@@ -316,6 +320,9 @@ void boxed_dealloc(PyObject* self) {
   type->tp_free(self);
   Py_DECREF(type);
 }
+PyObject* boxed_name(PyObject* self, void* closure) {
+  return program_name(reinterpret_cast<PyBoxed*>(self)->program, closure);
+}
 PyObject* always_true(PyObject*, void*) { Py_RETURN_TRUE; }
 
 PyMethodDef program_methods[] = {
@@ -325,6 +332,7 @@ PyMethodDef program_methods[] = {
 PyGetSetDef program_getset[] = {
     {"boxed", program_boxed, nullptr, "The program as a callable of one list, which it clears.",
      nullptr},
+    {"__name__", program_name, nullptr, "The program's name.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMemberDef program_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyProgram, call), READONLY, nullptr},
@@ -349,6 +357,7 @@ PyType_Spec program_spec{"plait._native.Program", sizeof(PyProgram), 0,
 namespace {
 PyGetSetDef boxed_getset[] = {
     {"_boxed_call", always_true, nullptr, "True: takes one list and clears it.", nullptr},
+    {"__name__", boxed_name, nullptr, "The program's name.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMemberDef boxed_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyBoxed, call), READONLY, nullptr},

@@ -36,6 +36,7 @@ class Resolver {
   Resolver(const CallExtern& call, const Constants& constants) : in_(call), constants_(constants) {}
 
   Call run() {
+    if (in_.op == "plait::seed") return seed();
     out_.name = in_.overload.empty() ? in_.op : in_.op + "." + in_.overload;
     out_.builtin = in_.op.starts_with("aten::");
     out_.outs = in_.outs;
@@ -73,6 +74,19 @@ class Resolver {
   }
   [[noreturn]] void mismatch() const {
     fail("cannot take this operand as argument '" + argument_ + "'");
+  }
+
+  // plait::seed() is aten::randint(2**63 - 1, [], dtype=int64): its own kernel is written in
+  // Python.
+  Call seed() {
+    out_.name = in_.op;
+    out_.outs = in_.outs;
+    out_.op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::randint", "");
+    const auto dtype = static_cast<int64_t>(c10::ScalarType::Long);
+    const IValue none;
+    out_.stack = {
+        IValue(INT64_MAX), IValue(std::vector<int64_t>{}), IValue(dtype), none, none, none};
+    return std::move(out_);
   }
 
   using FillKind = Call::Fill::Kind;

@@ -494,11 +494,11 @@ void Program::check_alignment(Frame& f, const AssertAlignment& a) const {
               a.nbytes, " bytes");
 }
 
-// Code that is not ATen's may use autograd and autocast of its own: it sees the caller's dispatch
-// state, gradients off.
+// Code that is not ATen's may use autograd of its own: it sees the caller's dispatch state, but
+// gradients and autocast are off (the graph was traced with autocast decided).
 c10::impl::LocalDispatchKeySet Program::outer_keys(const Frame& f) const {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-  keys.excluded_ = keys.excluded_ - f.excluded_by_us;
+  keys.excluded_ = keys.excluded_ - (f.excluded_by_us - c10::autocast_dispatch_keyset);
   return keys;
 }
 

@@ -36,6 +36,7 @@ from plait.schedule.form import as_loop
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_SITES = 4  # places of one body where a producer is spliced in
 LAUNCH_NS = 500.0  # what a kernel costs by being there
+MORE_TO_READ = 1.25  # what several readers may each read instead of a result, in results
 FAR = 64  # ops
 COPY_COST = 1.0  # cycles of what hardly does more than move data
 
@@ -173,7 +174,7 @@ class _Inliner:
             assert reader is not None
             known = frozenset(load_of(n).buf for n in self.bodies.of(roots(reader)).loads)
             new = self._read_nbytes(facts, known)
-            if len(readers) > 1 and new > nbytes:
+            if len(readers) > 1 and new > nbytes * MORE_TO_READ:
                 return False
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)

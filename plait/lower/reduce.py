@@ -19,7 +19,7 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import Maths, convert
+from plait.lower.pointwise import Maths, convert, operand
 from plait.lower.view import add_dim, wrap_dim
 
 aten = torch.ops.aten
@@ -292,3 +292,18 @@ def _vector_norm(
         return ops.cast(v, out)
 
     return axes.restore(ctx.pointwise(axes.shape, out, body), keepdim)
+
+
+@lower(aten.dist.default)
+def _dist(ctx: Lowering, a: View, b: View, p: float = 2) -> View:
+    rank = max(len(a.shape), len(b.shape))
+    pairs = zip(*((1,) * (rank - len(x.shape)) + x.shape for x in (a, b)), strict=True)
+    shape = tuple(m if n == 1 else n for n, m in pairs)
+    dtype = ctx.out_dtype()
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        x, y = (operand(ctx, ops, v, i, shape, dtype) for v in (a, b))
+        return ops.cast(ops.op("sub", x, y), dtype)
+
+    out: View = _vector_norm(ctx, ctx.pointwise(shape, dtype, body), p)
+    return out

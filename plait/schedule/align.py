@@ -53,11 +53,6 @@ class Alignment:
     full: bool
 
 
-def same_size(a: Size, b: Size) -> bool:
-    """Whether two sizes are surely equal."""
-    return a == b
-
-
 def divided(a: Size, b: Size) -> Size | None:
     """a / b where b divides a and both are positive, else None."""
     if isinstance(a, int) and isinstance(b, int):
@@ -194,7 +189,7 @@ class _Matcher:
         while hs and gs:
             h, g = hs.pop(), gs.pop()
             assert h.extent is not None and g.extent is not None
-            if same_size(h.extent, g.extent):
+            if h.extent == g.extent:
                 self.pair(h, g)
             elif divided(g.extent, h.extent) is not None:
                 outer, inner = self.split(g, h.extent)
@@ -336,7 +331,7 @@ def align(
         return None
     vars_ = tuple(p for v in host.vars for p in m.parts(v))
     rvars = tuple(p for v in host.rvars for p in m.parts(v))
-    if not _levels_agree(m, vars_, guest, full or not guest.rvars):
+    if not _levels_agree(m, vars_, guest):
         return None
     host_env = {_atom(v): m.host_at(v) for v in host.vars + host.rvars if m.parts(v) != (v,)}
     guest_env = {_atom(v): e for v in m.guest_vars if (e := m.guest_at(v)) != v}
@@ -347,9 +342,9 @@ def _free(m: _Matcher, vars_: Sequence[Expr]) -> bool:
     return any(_atom(p) in m.free_host for v in vars_ for p in m.parts(v))
 
 
-def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: Space, one_level: bool) -> bool:
+def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: Space) -> bool:
     """Whether outer axes of the guest are outer axes of the host and reduced ones reduced ones."""
-    if one_level:
+    if not guest.rvars:  # it has one level, which align chose
         return True
     outer = {_atom(v) for v in vars_}
     for vs, want in ((guest.vars, True), (guest.rvars, False)):

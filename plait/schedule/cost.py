@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 from plait.ir.loops import Buffer, Node, index_exprs
-from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Expr, Size, add, evaluate, floordiv, free_symbols, mul, numel
-from plait.schedule.deps import extent, load_of
+from plait.schedule.deps import extent, load_of, node_cost
 
 HINT = 64  # what an unknown size is taken to be
 DRAM_BYTES_A_NS = 8.0  # one core, cold
@@ -20,20 +19,13 @@ CACHE_BYTES_A_NS = 20.0  # one core, from a shared cache
 CACHE_BYTES = 1 << 20
 CYCLES_A_NS = 10.0  # the op table counts for narrow vectors, wide ones do three times as much
 
-# Cycles of an element of the nodes that are no rows of OPS.
-SPECIAL_COST = {"cast": 0.5, "load": 0.5, "index": 0.5, "bounded": 1.0, "where": 0.5}
-
 
 def hint(e: Size) -> int:
     """A plausible value of a size."""
     if isinstance(e, int):
         return e
-    env = {a.name: _hint_of(a) for a in _symbols(e)}
+    env = {a.name: _hint_of(a) for a in free_symbols(e)}
     return evaluate(e, env)
-
-
-def _symbols(e: Expr) -> Iterable[Atom]:
-    return free_symbols(e)
 
 
 def _hint_of(a: Atom) -> int:
@@ -56,30 +48,17 @@ def buffer_nbytes(b: Buffer) -> int:
     return hint_numel(b.shape) * b.dtype.nbytes
 
 
-def node_cost(n: Node) -> float:
-    """Cycles of one element of one node, loads left out."""
-    row = OPS.get(n.op)
-    if row is not None:
-        return row.cost
-    return 0.0 if n.op == "load" else SPECIAL_COST.get(n.op, 0.0)
-
-
 def moved_ns(nbytes: float) -> float:
     """Nanoseconds that one core takes to read or write so many bytes."""
     return nbytes / (CACHE_BYTES_A_NS if nbytes <= CACHE_BYTES else DRAM_BYTES_A_NS)
 
 
-def used_vars(exprs: Iterable[Size]) -> set[Atom]:
-    """The loop variables in index expressions."""
-    return {a for e in exprs for a in free_symbols(e) if a.extent is not None}
-
-
 def evaluations(vars_: Sequence[Expr], load: Node) -> int:
     """How often the value behind a load is needed in a loop over vars: values that do not depend on
     inner variables are made once outside."""
-    if any(a.dtype.name != "b1" for a in load.args) or load.args:
+    if load.args:
         return hint_numel(extent(v) for v in vars_)
-    used = used_vars(index_exprs(load))
+    used = {a for e in index_exprs(load) if not isinstance(e, int) for a in free_symbols(e)}
     last = max((k for k, v in enumerate(vars_) if v.symbol in used), default=-1)
     return hint_numel(extent(v) for v in vars_[: last + 1])
 

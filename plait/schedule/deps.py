@@ -37,23 +37,14 @@ from plait.ir.loops import (
 from plait.ir.ops import OPS
 from plait.ir.sizes import Expr, Size, free_symbols
 
-LOOPS = (Pointwise, Reduction, Scatter, Scan)
-
-
-def is_loop(op: object) -> bool:
-    """Whether an op is computed by our own kernels."""
-    return isinstance(op, LOOPS)
-
-
 # Cycles of an element of the nodes that are no rows of OPS.
-_SPECIAL_COST = {
-    "cast": 0.5,
-    "load": 0.5,
-    "index": 0.5,
-    "bounded": 1.0,
-    "bitcast": 0.0,
-    "const": 0.0,
-}
+_SPECIAL_COST = {"cast": 0.5, "index": 0.5, "bounded": 1.0}
+
+
+def node_cost(n: Node) -> float:
+    """Cycles of one element of one node, loads left out."""
+    row = OPS.get(n.op)
+    return row.cost if row is not None else _SPECIAL_COST.get(n.op, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +88,7 @@ def _facts(roots: tuple[Node, ...]) -> Facts:
         if n.op == "index":
             indices.append(n)
         checks = checks or n.op == "bounded"
-        row = OPS.get(n.op)
-        cost += row.cost if row is not None else _SPECIAL_COST.get(n.op, 0.0)
+        cost += node_cost(n)
     return Facts(tuple(loads), tuple(indices), cost, checks, size)
 
 

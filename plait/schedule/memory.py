@@ -25,14 +25,14 @@ from plait.ir.sizes import (
     total,
 )
 from plait.schedule.align import divided
-from plait.schedule.cost import hint
+from plait.schedule.cost import buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 
 ALIGN = 64
-SLACK_NBYTES = 1 << 20  # how much more than coming and going the arena may hold
-SLACK = 1.02
+SLACK_NBYTES = 1 << 18  # how much more than coming and going the arena may hold
+SLACK = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,13 @@ def lives(plan: Plan) -> dict[str, Life]:
 
 
 def donated(plan: Plan) -> list[Life]:
-    """The lives of the inputs that are freed after their last use."""
+    """The lives of the inputs that are freed after their last use. Each counts what it holds itself:
+    several may be views of one storage, between whose elements lie those of the others."""
     last: dict[str, int] = {}
     for k, step in enumerate(plan.steps):
         last.update(dict.fromkeys(touched(step)[0], k))
     return [
-        Life(n, storage_nbytes(plan.buffers[n]), 0, last.get(n, 0))
+        Life(n, buffer_nbytes(plan.buffers[n]), 0, last.get(n, 0))
         for n in plan.program.donated
         if n in plan.buffers
     ]
@@ -145,11 +146,13 @@ def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[s
     """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers
     meant for the arena.
 
-    Both are in the arena, or both are allocations of kernels."""
+    Both are in the arena, or both are allocations; a call's own result is not handed on to an output."""
     memory = memory_roots(plan.program.ops)
-    kept = {*output_buffers(plan.program), *memory, *memory.values()}
+    outputs = set(output_buffers(plan.program))
+    kept = {*outputs, *memory, *memory.values()}
     kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
-    made_by_kernel = {n for s in plan.steps if isinstance(s, Kernel) for n in s.outs}
+    of_kernels = {n for s in plan.steps if isinstance(s, Kernel) for n in s.outs}
+    of_calls = fresh_results(plan) - inside
     out: dict[str, str] = {}
     for k, step in enumerate(plan.steps):
         if not isinstance(step, Kernel):
@@ -158,7 +161,8 @@ def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[s
             b.name
             for b in step.args
             if b.name in alive and alive[b.name].end == k and alive[b.name].start < k
-            and (b.name in made_by_kernel or b.name in inside) and b.name not in kept
+            and (b.name in of_kernels or b.name in of_calls or b.name in inside)
+            and b.name not in kept
         ]  # fmt: skip
         taken: set[str] = set()
         for new in step.outs:
@@ -166,11 +170,26 @@ def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[s
                 continue
             for old in dying:
                 fits = alive[old].nbytes == alive[new].nbytes and (old in inside) == (new in inside)
+                if new in outputs and old in of_calls:
+                    continue
                 if fits and old not in taken and overwritable(step, new, old, plan.buffers):
                     out[new] = old
                     taken.add(old)
+                    if old in of_calls:
+                        of_calls.add(new)
                     break
     return out
+
+
+def fresh_results(plan: Plan) -> set[str]:
+    """The results of calls in memory that the call made for them."""
+    return {
+        o
+        for s in plan.steps
+        if isinstance(s, Extern) and s.callable_index < 0 and not (s.fallback or s.aliases)
+        for o in s.outs
+        if o is not None
+    }
 
 
 def _held(e: Extern) -> tuple[str, ...]:
@@ -278,19 +297,32 @@ def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- peaks
-def peak_nbytes(all_lives: Sequence[Life], n_steps: int) -> int:
+def peak_nbytes(
+    all_lives: Sequence[Life], n_steps: int, scratch: Mapping[int, int] | None = None
+) -> int:
     """The most bytes alive at any step when each buffer is allocated and freed by itself (with
-    hints for unknown sizes)."""
+    hints for unknown sizes). scratch: bytes that a step holds besides."""
     change = [0] * (n_steps + 2)
     for life in all_lives:
         size = max(hint(life.nbytes), 0)
         change[life.start] += size
         change[life.end + 1] -= size
     best = now = 0
-    for c in change:
+    for k, c in enumerate(change):
         now += c
-        best = max(best, now)
+        best = max(best, now + (scratch.get(k, 0) if scratch else 0))
     return best
+
+
+def convolution_scratch(plan: Plan) -> dict[int, int]:
+    """Step -> the bytes that a convolution may hold while it runs: its operands and results once
+    more, in the layout of the library that computes it."""
+    out = {}
+    for k, step in enumerate(plan.steps):
+        if isinstance(step, Extern) and "convolution" in step.op:
+            names = (*extern_reads(step), *(o for o in step.outs if o is not None))
+            out[k] = sum(buffer_nbytes(plan.buffers[n]) for n in names)
+    return out
 
 
 def plan_memory(plan: Plan, cfg: Config) -> Plan:
@@ -301,19 +333,36 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     alive = {n: life for n, life in lives(plan).items() if n not in inputs}
     given = donated(plan)  # a backward pass frees what was saved for it as it goes
     n_steps = len(plan.steps)
-    limit = peak_nbytes([*alive.values(), *given], n_steps) * SLACK + SLACK_NBYTES
-    inside = placeable(plan, alive)
+    # Whether convolutions need their scratch is not known: the arena must be right either way.
+    cases = (convolution_scratch(plan), {})
+    limits = [
+        peak_nbytes([*alive.values(), *given], n_steps, c) * SLACK + SLACK_NBYTES for c in cases
+    ]
+    in_results = _in_results(plan, alive)
+    inside = [life for life in placeable(plan, alive) if life.name not in in_results]
     while True:
         names = {life.name for life in inside}
         over = takeovers(plan, alive, names)
         offsets, nbytes = place(blocks(inside, over))
-        outside = _merged([x for n, x in alive.items() if n not in names], over)
-        if not inside or hint(nbytes) + peak_nbytes([*outside, *given], n_steps) <= limit:
+        outside = [*_merged([x for n, x in alive.items() if n not in names], over), *given]
+        peaks = [hint(nbytes) + peak_nbytes(outside, n_steps, c) for c in cases]
+        if not inside or all(p <= most for p, most in zip(peaks, limits, strict=True)):
             break
         largest = max(hint(x.nbytes) for x in inside)
         inside = [x for x in inside if hint(x.nbytes) * 2 <= largest]
     memory = MemoryPlan(nbytes, offsets, {**over, **inputs})
     return replace(plan, memory=memory)
+
+
+def _in_results(plan: Plan, alive: Mapping[str, Life]) -> set[str]:
+    """The buffers that can live on in the memory of a call's result: they need none of the arena."""
+    results = fresh_results(plan)
+    placed = {life.name for life in placeable(plan, alive)} & results
+    out: set[str] = set()
+    for new, old in takeovers(plan, alive, placed).items():
+        if old in out or (old in results and old not in placed):
+            out.add(new)
+    return out
 
 
 def _merged(separate: Sequence[Life], over: Mapping[str, str]) -> list[Life]:

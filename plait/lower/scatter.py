@@ -313,5 +313,3 @@ def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     """Writes whose source position depends on all earlier hits."""
     assert ctx.node is not None
     return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
-
-

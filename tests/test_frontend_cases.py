@@ -43,6 +43,20 @@ def mutate_two(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
+def swap(x: Tensor, y: Tensor) -> Tensor:
+    old = x.clone()
+    x.copy_(y)
+    y.copy_(old)
+    return x + 2 * y
+
+
+def old_values(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    old = x.t().clone()
+    x.add_(1)
+    y.copy_(old.t())
+    return old, x
+
+
 def mutate_view(x: Tensor) -> Tensor:
     x[1:3].mul_(2)
     return x.sum(0)
@@ -146,6 +160,8 @@ BOTH: dict[str, tuple[Callable[..., Any], Make]] = {
 NO_GRAD: dict[str, tuple[Callable[..., Any], Make]] = {
     "input mutated": (add_in_place, x46),
     "two inputs mutated": (mutate_two, two),
+    "two inputs swapped": (swap, two),
+    "old values of a mutated input": (old_values, two),
     "part of an input mutated": (mutate_view, x46),
     "mutated and aliased inputs": (mutate_through_alias, aliased_pair),
     "one input twice, mutated": (mutate_through_alias, same_twice),

@@ -57,6 +57,21 @@ def escaping(graph: Graph) -> set[Node]:
     return found
 
 
+def written(graph: Graph) -> set[Node]:
+    """Nodes whose memory an operator of the graph writes."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for k, formal in enumerate(node.target._schema.arguments):
+            arg = node.args[k] if k < len(node.args) else node.kwargs.get(formal.name)
+            if formal.alias_info is None or not formal.alias_info.is_write:
+                continue
+            items = arg if isinstance(arg, (list, tuple)) else (arg,)
+            found.update(base_of(a) for a in items if isinstance(a, Node))
+    return found
+
+
 def is_pure(node: Node) -> bool:
     """Whether calling the node twice with equal arguments gives equal values and does nothing else.
 

@@ -2,6 +2,7 @@
 
 A view goes when sizes and strides stay the same. A copy also needs that nobody can tell the two memories apart: its
 result must not be visible to the caller, or its source must be a value of the graph's own that is not visible.
+A copy of memory that the graph writes later keeps the old values and stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from plait.graph.edit import (
     replace,
     same_layout,
     value_of,
+    written,
 )
 
 # Results are always new memory, but equal to the argument if dtype and layout stay the same.
@@ -50,6 +52,7 @@ def drop_noops(gm: GraphModule) -> int:
     """Removes no-ops in place; returns how many went."""
     visible = escaping(gm.graph)
     outputs = set(output_of(gm.graph).all_input_nodes)
+    changed = written(gm.graph)
     dropped = 0
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target not in _COPIES and node.target not in _VIEWS:
@@ -61,6 +64,8 @@ def drop_noops(gm: GraphModule) -> int:
             # Two names of one tensor among the outputs must stay two tensors.
             if node in outputs and (source in outputs or source.op != "call_function"):
                 continue
+        elif base_of(source) in changed:
+            continue
         elif node in visible:
             base = base_of(source)
             if base in visible or _is_multi_view(source):

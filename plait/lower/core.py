@@ -130,6 +130,7 @@ class Lowering:
         self.floats: dict[
             str, View
         ] = {}  # float symbols: the one-element tensors that they are the values of
+        self.mutations: list[tuple[str, View]] = []
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
         self.origin: tuple[str, ...] = ()
@@ -349,11 +350,20 @@ class Lowering:
             self.ops.append(Assert(expr, message))
 
     def mutate(self, target: str, source: View) -> None:
-        """Input buffer `target` takes the value of source (dtype and shape already agree)."""
-        mine = (
-            source.is_whole and source.buf not in self.constants and not self.is_input(source.buf)
-        )
-        self.ops.append(Mutate(target, source.buf if mine else self.copy(source).buf))
+        """Input buffer `target` takes the value of source (dtype and shape already agree), after all else: values
+        made from the input are views of what it held before."""
+        self.mutations.append((target, source))
+
+    def finish_mutations(self) -> None:
+        """Records the mutations, once everything that reads old contents is recorded."""
+        sources = [self._own(source) for _, source in self.mutations]
+        pairs = zip(self.mutations, sources, strict=True)
+        self.ops.extend(Mutate(target, source) for (target, _), source in pairs)
+
+    def _own(self, x: View) -> str:
+        """A buffer of the graph's own that holds x."""
+        mine = x.is_whole and x.buf not in self.constants and not self.is_input(x.buf)
+        return x.buf if mine else self.copy(x).buf
 
     def is_input(self, buf: str) -> bool:
         """Whether a buffer is one of the graph's inputs."""

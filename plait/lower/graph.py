@@ -384,7 +384,9 @@ class _Walk:
         items = found if isinstance(found, (tuple, list)) else (found,)
         owners: dict[str, int] = dict(self.input_storages)
         self.ctx.origin = ("output",)
-        return tuple(self._result(a, owners) for a in items)
+        results = tuple(self._result(a, owners) for a in items)
+        self.ctx.finish_mutations()
+        return results
 
     def _result(self, a: Any, owners: dict[str, int]) -> TensorArg | Scalar | Size:
         value = self._value(a)

@@ -525,5 +525,7 @@ def _copy(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View
 def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View:
     if not (x.is_whole and ctx.is_input(x.buf)):
         raise NoRule("a copy into something that is no input")
-    ctx.mutate(x.buf, convert(ctx, src, x.dtype, x.shape))
-    return x
+    value = convert(ctx, src, x.dtype, x.shape)
+    ctx.mutate(x.buf, value)
+    assert ctx.node is not None
+    return x if any(user.op == "output" for user in ctx.node.users) else value

@@ -315,10 +315,15 @@ def test_compile_time_is_linear() -> None:
         b.output(x)
         return b
 
-    took = []
-    for n in (80, 160):
+    def best(n: int) -> float:
+        """The least of three runs: a single one measures what else the machine does."""
         program = build(n).program()
-        start = time.process_time()
-        schedule(program, CFG)
-        took.append(time.process_time() - start)
-    assert took[1] < 3.5 * took[0] + 0.05, took
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            schedule(program, CFG)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    short, long = best(80), best(160)
+    assert long < 3 * short + 0.05, (short, long)

@@ -23,7 +23,7 @@ from plait.kernel.cpp_space import (
 )
 from plait.schedule.plan import Reduce, Stmt, Store
 
-ROW_BUFFER_BYTES = 65536
+ROW_BUFFER_BYTES = 131072
 """The most that one kernel keeps on the stack between passes."""
 KEEP_COST = 3.0
 """A value that costs more cycles than this is kept for a later pass, a cheaper one is computed again."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Node, Scatter, loop_vars
 from plait.ir.record import Recorder

@@ -266,6 +266,7 @@ class Resolver {
     out_.tensors.push_back(out ? tensors.back() : in_.outs[0].id);
     for (SlotId s : out_.tensors)
       if (s == kNone) fail("misses a tensor");
+    if (n == 3 && (out_.stack[3].isComplexDouble() || out_.stack[4].isComplexDouble())) return;
     if (n == 3) {
       out_.beta = out_.stack[3].toScalar().toDouble();
       out_.alpha = out_.stack[4].toScalar().toDouble();

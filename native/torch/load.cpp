@@ -262,6 +262,8 @@ class Loader {
     s.meta.strides = t.strides().vec();
   }
   void learn(const Launch& i) {
+    for (SlotId s : i.outs)
+      if (info(info(s).root).kind == Kind::input) info(info(s).root).written = true;
     for (SlotId s : i.args) touch(s);
   }
   void learn(const CallExtern& i) {
@@ -279,11 +281,15 @@ class Loader {
     p_.needs_guard_ = true;
   }
   void learn(const Copy& i) {
+    info(i.dst).written = true;
     use_header(i.dst);
     use_header(i.src);
     p_.needs_guard_ = true;
   }
-  void learn(const BumpVersion& i) { use_header(i.tensor); }
+  void learn(const BumpVersion& i) {
+    info(i.tensor).written = true;
+    use_header(i.tensor);
+  }
   void learn(const Fill& i) {
     use_header(i.tensor);
     p_.needs_guard_ = true;
@@ -325,6 +331,7 @@ class Loader {
       const auto& work = constant(l.work_ns);
       r.is_static = r.is_static && work.has_value();
       if (work) r.work_ns += *work;
+      if (work && l.parallel && *work >= kSplitTaskNs) r.split_ns += *work;
       p_.launches_.push_back(std::move(l));
     }
     push(StepKind::region, static_cast<int32_t>(p_.regions_.size()));

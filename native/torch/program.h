@@ -31,6 +31,9 @@ class Program;
 inline constexpr int64_t kTicksPerUs =
     2500;  // of the time stamp counter, roughly: for thresholds only
 
+// A kernel of less estimated work is cheaper on one thread.
+inline constexpr int64_t kSplitTaskNs = 2'000;
+
 struct Patch {
   int32_t buf;    // index into Frame::bufs
   int64_t delta;  // bytes from the root
@@ -86,6 +89,7 @@ struct SlotInfo {
   bool header = false;         // an at::Tensor of this slot is needed
   bool escapes = false;        // somebody may keep the at::Tensor
   bool needs_pointer = false;  // of a root: Frame::pointers is filled
+  bool written = false;        // an input that the program changes
   Meta meta;
   Range patches;  // of a root
 };
@@ -136,8 +140,9 @@ struct PythonCall {
 };
 
 struct RegionInfo {
-  int32_t first, n;     // launches, in order
-  int64_t work_ns = 0;  // of all, where is_static
+  int32_t first, n;      // launches, in order
+  int64_t work_ns = 0;   // of all, where is_static
+  int64_t split_ns = 0;  // of those that are divided over threads
   bool is_static = true;
 };
 

@@ -2,6 +2,7 @@
 // back.
 #include <ATen/Parallel.h>
 #include <ATen/core/TensorBase.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/record_function.h>
 #include <c10/core/AutogradState.h>
@@ -24,10 +25,22 @@ constexpr int64_t kReleaseGilTicks = 100 * kTicksPerUs;
 // threads still spin, 39 us after.
 constexpr int64_t kColdRegionNs = 60'000, kWarmRegionNs = 6'000;
 constexpr uint64_t kWarmTicks = 500 * kTicksPerUs;
-constexpr int64_t kThreadNs = 8'000;     // least share of a region for a thread
-constexpr int64_t kSplitTaskNs = 2'000;  // a smaller kernel is cheaper on one thread
+constexpr int64_t kThreadNs = 8'000;  // least share of a region for a thread
+constexpr int64_t kBarrierNs = 300;
 constexpr int64_t kSmallCopyBytes = 1 << 15;
-std::atomic<uint64_t> last_parallel{0};
+std::atomic<uint64_t> last_candidate{0};
+
+// How many threads a region is worth. After a region that could have been parallel a short while
+// ago the pool is warm, or will be from now on: a stream of middling regions pays for waking it
+// once.
+int32_t region_threads(int64_t split_ns, int32_t n_tasks) {
+  if (split_ns <= kWarmRegionNs) return 1;
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), split_ns / kThreadNs);
+  if (threads <= 1 || at::in_parallel_region()) return 1;
+  const int64_t saved_ns = split_ns - split_ns / threads - n_tasks * kBarrierNs;
+  const bool warm = __rdtsc() - last_candidate.load(std::memory_order_relaxed) < kWarmTicks;
+  return saved_ns > (warm ? kWarmRegionNs : kColdRegionNs) ? static_cast<int32_t>(threads) : 1;
+}
 
 void parallel_for(int64_t begin, int64_t end, void (*body)(int64_t, int64_t, void*),
                   void* context) {
@@ -94,6 +107,23 @@ at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type) {
   return at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
       c10::scalarTypeToTypeMeta(type)));
+}
+
+// Conjugated or negated by a bit of the tensor: kernels and headers of views know no such bits.
+bool is_lazy(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->key_set().has_any(
+      c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}));
+}
+
+// Its values in memory, with its strides.
+at::Tensor materialised(const at::Tensor& t) {
+  const DispatchGuard guard;
+  at::Tensor result = at::empty_strided(t.sizes(), t.strides(), t.options());
+  at::Tensor from = t, to = result;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (t.stride(d) == 0 && t.size(d) > 1) from = from.narrow(d, 0, 1), to = to.narrow(d, 0, 1);
+  to.copy_(from);
+  return result;
 }
 
 }  // namespace
@@ -208,18 +238,22 @@ void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
   const SlotInfo& slot = slots_[s];
   if (f.owns_inputs) f.tensors[s] = t;
   f.refs[s] = f.owns_inputs ? &f.tensors[s] : &t;
-  if (!slot.needs_pointer) return;
-  if (impl->key_set().has(c10::DispatchKey::Negative)) [[unlikely]] {
-    f.tensors[s] = t.resolve_neg();
+  if (is_lazy(t)) [[unlikely]] {
+    if (slot.written)
+      throw InputTypeError("input '" + slot.name +
+                           "' is changed in place and is a lazily conjugated or negated view");
+    f.owns_inputs = true;  // the frame drops the copy after the call
+    f.tensors[s] = materialised(t);
     f.refs[s] = &f.tensors[s];
     impl = f.tensors[s].unsafeGetTensorImpl();
   }
+  if (!slot.needs_pointer) return;
   patch(f, input.id, static_cast<char*>(impl->mutable_data()));
 }
 
 void Program::define(Frame& f, SlotId s, at::Tensor value) const {
   const size_t i = static_cast<size_t>(s);
-  f.tensors[i] = std::move(value);
+  f.tensors[i] = value.defined() && is_lazy(value) ? materialised(value) : std::move(value);
   if (!slots_[i].needs_pointer) return;
   if (!f.tensors[i].defined())
     throw std::runtime_error("'" + slots_[i].name + "' is needed and was not returned");
@@ -262,7 +296,8 @@ void Program::take_arena(Frame& f, const Step& step) const {
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
   f.arena = ArenaBlock(nbytes);
   char* data = f.arena.data();
-  if (data == f.arena_at) return;
+  const auto size = static_cast<size_t>(f.arena.size());
+  if (data == f.arena_at && f.arena_storage.nbytes() == size) return;
   f.arena_at = data;
   patch(f, step.a, data);
   if (!f.arena_storage)
@@ -271,7 +306,7 @@ void Program::take_arena(Frame& f, const Step& step) const {
                                               at::DataPtr(data, c10::kCPU), nullptr, false));
   c10::StorageImpl* storage = f.arena_storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(at::DataPtr(data, c10::kCPU));
-  storage->set_nbytes(static_cast<size_t>(f.arena.size()));
+  storage->set_nbytes(size);
 }
 
 void Program::allocate(Frame& f, SlotId s) const {
@@ -389,15 +424,15 @@ void Program::read_symbol(Frame& f, const Symbol& s) const {
 }
 
 void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
-  int64_t work_ns = r.work_ns;
+  int64_t split_ns = r.split_ns;
   Task* tasks = f.tasks.data() + r.first;
   if (!r.is_static) {
-    work_ns = 0;
+    split_ns = 0;
     for (int32_t k = 0; k < r.n; ++k) {
       const LaunchInfo& l = launches_[static_cast<size_t>(r.first + k)];
       const int64_t work = value(f, l.work_ns);
-      work_ns += work;
       tasks[k].split = l.parallel && work >= kSplitTaskNs;
+      if (tasks[k].split) split_ns += work;
     }
   }
   for (int32_t k = r.first; k < r.first + r.n; ++k) {
@@ -406,15 +441,7 @@ void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
     for (size_t i = 0; i < l.size_ids.size(); ++i)
       f.syms[static_cast<size_t>(l.sizes.first) + i] = value(f, l.size_ids[i]);
   }
-  int32_t nthreads = 1;
-  if (work_ns > kWarmRegionNs) {
-    const int64_t threads = std::min<int64_t>(at::get_num_threads(), work_ns / kThreadNs);
-    const uint64_t now = __rdtsc();
-    const bool warm = now - last_parallel.load(std::memory_order_relaxed) < kWarmTicks;
-    if (threads > 1 && work_ns - work_ns / threads > (warm ? kWarmRegionNs : kColdRegionNs) &&
-        !at::in_parallel_region())
-      nthreads = static_cast<int32_t>(threads);
-  }
+  const int32_t nthreads = region_threads(split_ns, r.n);
   Failure failure;
   const auto run = [&](int32_t first, int32_t n) {
     return nthreads == 1 ? run_serial(tasks + first, n)
@@ -429,7 +456,7 @@ void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
   } else {
     failure = run(0, r.n);
   }
-  if (nthreads > 1) last_parallel.store(__rdtsc(), std::memory_order_relaxed);
+  if (split_ns > kWarmRegionNs) last_candidate.store(__rdtsc(), std::memory_order_relaxed);
   if (failure.code != 0) [[unlikely]]
     TORCH_CHECK_INDEX(false, "index out of range in kernel ", kernel_name(r.first + failure.task),
                       " (check ", failure.code, ")");

@@ -164,7 +164,7 @@ def call_extern(
         op,
         args,
         kwargs,
-        node.meta["val"],
+        node.meta.get("val"),
         fallback=fallback,
         given=given if want else None,
         flops=flops,
@@ -231,7 +231,7 @@ def call_op(
 
 def _used(node: torch.fx.Node) -> frozenset[int] | None:
     """Which results of a node with several are read, or None where that cannot be told."""
-    val = node.meta["val"]
+    val = node.meta.get("val")
     if not isinstance(val, (tuple, list)):
         return None
     picked = set()

@@ -171,6 +171,10 @@ NO_GRAD: dict[str, tuple[Callable[..., Any], Make]] = {
     "input returned": (lambda x: x, x46),
     "input and result": (lambda x: (x, x + 1), x46),
     "complex argument": (lambda z: (z * 2, z.abs()), lambda: (torch.complex(rand(4), rand(4)),)),
+    "conjugated view": (lambda z: z.conj().t() * 2, lambda: (torch.complex(rand(4, 6), rand(4, 6)),)),
+    "conjugated argument": (lambda z: z.view(-1) * 2, lambda: (torch.complex(rand(4), rand(4)).conj(),)),
+    "negated argument": (lambda x: x.sin() + 1, lambda: (torch.complex(rand(4), rand(4)).conj().imag,)),
+    "one_hot, which asserts": (lambda i: F.one_hot(i, 3) + 1, lambda: (torch.tensor([0, 2]),)),
     "complex result": (lambda x: torch.complex(x, x), lambda: (rand(4),)),
     "transposed input mutated": (add_in_place, lambda: (rand(6, 4).t(),)),
 }  # fmt: skip

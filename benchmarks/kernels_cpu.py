@@ -1,6 +1,8 @@
-"""Generated CPU kernels against eager and the memory's bandwidth: `python -m benchmarks.kernels_cpu [--threads 1 2] [NAME ...]`.
+"""Generated CPU kernels against eager and the memory's bandwidth: `python -m benchmarks.kernels_cpu [--threads
+1 2] [NAME ...]`.
 
-For each case the time of one call (best of many), eager's, their ratio, and the rate at which the case's bytes (inputs and outputs once) move, beside
+For each case the time of one call (best of many), eager's, their ratio, and the rate at which the case's bytes
+(inputs and outputs once) move, beside
 the rate of a plain copy of the same size. `--inductor` adds torch's own compiler.
 """
 

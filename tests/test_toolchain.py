@@ -58,10 +58,14 @@ def test_isa_that_the_machine_lacks_is_refused(tmp_path: Path) -> None:
     assert detect_isa("portable", cpuinfo(tmp_path, "sse2 avx2 fma f16c")).name == "portable"
 
 
-def test_missing_compiler_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ToolchainMissing, match=r"no C\+\+ compiler found \(tried c\+\+, g\+\+, clang\+\+\)"):
+    with pytest.raises(
+        ToolchainMissing, match=r"no C\+\+ compiler found \(tried c\+\+, g\+\+, clang\+\+\)"
+    ):
         find_toolchain(Config())
     with pytest.raises(ToolchainMissing, match="tried no-such-compiler"):
         find_toolchain(config(tmp_path, cpp_compiler="no-such-compiler"))
@@ -87,7 +91,7 @@ def test_a_broken_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_refused_source_shows_the_compilers_words(tmp_path: Path) -> None:
-    with pytest.raises(ToolchainError, match="refused a kernel.*\n.*error"):
+    with pytest.raises(ToolchainError, match=r"refused a kernel.*\n.*error"):
         get_or_build("this is not C++", find_toolchain(Config()), config(tmp_path))
     assert not list(tmp_path.rglob("*.so")), "a failed build must leave nothing behind"
 
@@ -107,7 +111,11 @@ def test_key_depends_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         cache_key(SOURCE, dataclasses.replace(tools, version="g++ 99")),
         cache_key(SOURCE, dataclasses.replace(tools, compiler="/elsewhere/g++")),
         cache_key(SOURCE, dataclasses.replace(tools, opt_level=3)),
-        *(cache_key(SOURCE, dataclasses.replace(tools, isa=isa)) for isa in ISAS.values() if isa != tools.isa),
+        *(
+            cache_key(SOURCE, dataclasses.replace(tools, isa=isa))
+            for isa in ISAS.values()
+            if isa != tools.isa
+        ),
     }
     monkeypatch.setattr("plait.__version__", "0.0.0-other")
     keys.add(cache_key(SOURCE, tools))
@@ -147,7 +155,9 @@ def _build_in_child(folder: str, results: multiprocessing.Queue) -> None:  # typ
 def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    children = [context.Process(target=_build_in_child, args=(str(tmp_path), results)) for _ in range(3)]
+    children = [
+        context.Process(target=_build_in_child, args=(str(tmp_path), results)) for _ in range(3)
+    ]
     for child in children:
         child.start()
     found = [results.get(timeout=60) for _ in children]
@@ -189,5 +199,7 @@ def test_a_hit_counts_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_library_depends_on_nothing(tmp_path: Path) -> None:
     """A kernel library must load in any process: no undefined symbol but libc's."""
     path = tmp_path / "x.so"
-    Toolchain(find_toolchain(Config()).compiler, "", toolchain.ISAS["portable"], 2).compile(SOURCE, path)
+    Toolchain(find_toolchain(Config()).compiler, "", toolchain.ISAS["portable"], 2).compile(
+        SOURCE, path
+    )
     assert b"libstdc++" not in path.read_bytes()

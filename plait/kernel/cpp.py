@@ -1,6 +1,7 @@
 """The C++ target: kernels -> one translation unit without headers, and the symbols of its functions.
 
-Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms)`. Kernels that differ only in
+Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t*
+syms)`. Kernels that differ only in
 names are written once. The text depends on the kernels and the instruction set alone.
 """
 
@@ -10,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 from plait.ir.loops import Load, Node, walk
-from plait.ir.ops import SPECIAL
 from plait.kernel.cpp_expr import SCALAR, VECTOR
 from plait.kernel.cpp_nest import kernel_body
 from plait.kernel.cpp_passes import plan_nest
@@ -114,6 +114,16 @@ def structure(kernel: Kernel) -> object:
         if isinstance(s, Reduce):
             stmts.append((accs[s.name], s.kind, nodes, s.running))
         else:
-            stmts.append((buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic))
+            stmts.append(
+                (buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic)
+            )
     layout = tuple((b.dtype.name, b.strides) for b in kernel.args)
-    return (kernel.vars, kernel.rvars, tuple(rows), tuple(stmts), layout, kernel.sizes, kernel.sequential)
+    return (
+        kernel.vars,
+        kernel.rvars,
+        tuple(rows),
+        tuple(stmts),
+        layout,
+        kernel.sizes,
+        kernel.sequential,
+    )

@@ -1,6 +1,8 @@
-"""exp, tanh and erf of f32 vectors as short polynomials in registers, within one ulp: the functions that models spend their time in.
+"""exp, tanh and erf of f32 vectors as short polynomials in registers, within one ulp: the functions that models
+spend their time in.
 
-A call of SLEEF saves and restores every vector register; these stay in line. All others go through SLEEF (see cpp_prelude). Coefficients are
+A call of SLEEF saves and restores every vector register; these stay in line. All others go through SLEEF (see
+cpp_prelude). Coefficients are
 minimax fits in the weighted relative error (residual below 0.06 ulp), rounded to f32. They need fused multiply-add.
 """
 
@@ -27,42 +29,50 @@ _LOG_ERFC = (
 )  # fmt: skip
 
 
-# erf(t) = t * (c0 + u * p(u)) with u = t * 3.8125 - k, |u| <= 0.5, for t < 4.06: row j holds the coefficients of u^j for k = 0..15,
+# erf(t) = t * (c0 + u * p(u)) with u = t * 3.8125 - k, |u| <= 0.5, for t < 4.06: row j holds the coefficients
+# of u^j for k = 0..15,
 # the last row what rounding c0 lost.
 _ERF_ROWS = (
     (
-        "0x1.20dd76p+0f", "0x1.1a6004p+0f", "0x1.086b2cp+0f", "0x1.ddbad4p-1f", "0x1.a4b804p-1f", "0x1.6d8e40p-1f",
-        "0x1.3cdcc4p-1f", "0x1.143b48p-1f", "0x1.e688f6p-2f", "0x1.b16990p-2f", "0x1.8651a4p-2f", "0x1.62e4a4p-2f",
+        "0x1.20dd76p+0f", "0x1.1a6004p+0f", "0x1.086b2cp+0f", "0x1.ddbad4p-1f",
+        "0x1.a4b804p-1f", "0x1.6d8e40p-1f", "0x1.3cdcc4p-1f", "0x1.143b48p-1f",
+        "0x1.e688f6p-2f", "0x1.b16990p-2f", "0x1.8651a4p-2f", "0x1.62e4a4p-2f",
         "0x1.4554a0p-2f", "0x1.2c4ea8p-2f", "0x1.16db6ap-2f", "0x1.044444p-2f",
     ),
     (
-        "-0x1.433480p-27f", "-0x1.96e3e8p-5f", "-0x1.68615cp-4f", "-0x1.bc8238p-4f", "-0x1.c91e34p-4f", "-0x1.a35c54p-4f",
-        "-0x1.65c3f2p-4f", "-0x1.250348p-4f", "-0x1.d864a8p-5f", "-0x1.7d5a32p-5f", "-0x1.374dfcp-5f", "-0x1.01e67cp-5f",
+        "-0x1.433480p-27f", "-0x1.96e3e8p-5f", "-0x1.68615cp-4f", "-0x1.bc8238p-4f",
+        "-0x1.c91e34p-4f", "-0x1.a35c54p-4f", "-0x1.65c3f2p-4f", "-0x1.250348p-4f",
+        "-0x1.d864a8p-5f", "-0x1.7d5a32p-5f", "-0x1.374dfcp-5f", "-0x1.01e67cp-5f",
         "-0x1.b1b284p-6f", "-0x1.7198a4p-6f", "-0x1.3eb126p-6f", "-0x1.159e16p-6f",
     ),
     (
-        "-0x1.a7f720p-6f", "-0x1.758f48p-6f", "-0x1.ea5018p-7f", "-0x1.7061bep-8f", "0x1.1082a0p-9f", "0x1.aee5a2p-8f",
-        "0x1.074d04p-7f", "0x1.eefbd8p-8f", "0x1.9a20bep-8f", "0x1.3fa5b6p-8f", "0x1.e7a022p-9f", "0x1.74a926p-9f",
+        "-0x1.a7f720p-6f", "-0x1.758f48p-6f", "-0x1.ea5018p-7f", "-0x1.7061bep-8f",
+        "0x1.1082a0p-9f", "0x1.aee5a2p-8f", "0x1.074d04p-7f", "0x1.eefbd8p-8f",
+        "0x1.9a20bep-8f", "0x1.3fa5b6p-8f", "0x1.e7a022p-9f", "0x1.74a926p-9f",
         "0x1.209fd8p-9f", "0x1.c6b4aap-10f", "0x1.6c30d6p-10f", "0x1.281f0ep-10f",
     ),
     (
-        "-0x1.f8a92cp-20f", "0x1.01ea70p-9f", "0x1.919156p-9f", "0x1.86ab8ep-9f", "0x1.0ebee6p-9f", "0x1.f01d7ep-11f",
-        "0x1.877d68p-14f", "-0x1.6ec616p-12f", "-0x1.f03234p-12f", "-0x1.c40610p-12f", "-0x1.628036p-12f", "-0x1.05aad6p-12f",
+        "-0x1.f8a92cp-20f", "0x1.01ea70p-9f", "0x1.919156p-9f", "0x1.86ab8ep-9f",
+        "0x1.0ebee6p-9f", "0x1.f01d7ep-11f", "0x1.877d68p-14f", "-0x1.6ec616p-12f",
+        "-0x1.f03234p-12f", "-0x1.c40610p-12f", "-0x1.628036p-12f", "-0x1.05aad6p-12f",
         "-0x1.7c9828p-13f", "-0x1.16fd8cp-13f", "-0x1.9ff01ap-14f", "-0x1.3bd25ep-14f",
     ),
     (
-        "0x1.1bd4cap-11f", "0x1.ac7cbap-12f", "0x1.049e9ap-13f", "-0x1.351504p-13f", "-0x1.2389c2p-12f", "-0x1.0ef7b8p-12f",
-        "-0x1.531cd8p-13f", "-0x1.107286p-14f", "-0x1.3278c6p-18f", "0x1.5101c2p-16f", "0x1.906fe8p-16f", "0x1.4b03aep-16f",
+        "0x1.1bd4cap-11f", "0x1.ac7cbap-12f", "0x1.049e9ap-13f", "-0x1.351504p-13f",
+        "-0x1.2389c2p-12f", "-0x1.0ef7b8p-12f", "-0x1.531cd8p-13f", "-0x1.107286p-14f",
+        "-0x1.3278c6p-18f", "0x1.5101c2p-16f", "0x1.906fe8p-16f", "0x1.4b03aep-16f",
         "0x1.e2f004p-17f", "0x1.52873cp-17f", "0x1.da2f2cp-18f", "0x1.511b22p-18f",
     ),
     (
-        "-0x1.b40bd8p-17f", "-0x1.810a98p-15f", "-0x1.022220p-14f", "-0x1.64d482p-15f", "-0x1.3c0f2cp-17f", "0x1.ec67d6p-17f",
-        "0x1.664208p-16f", "0x1.0ef566p-16f", "0x1.0ef434p-17f", "0x1.356f86p-19f", "-0x1.8940f4p-22f", "-0x1.217e3ep-20f",
+        "-0x1.b40bd8p-17f", "-0x1.810a98p-15f", "-0x1.022220p-14f", "-0x1.64d482p-15f",
+        "-0x1.3c0f2cp-17f", "0x1.ec67d6p-17f", "0x1.664208p-16f", "0x1.0ef566p-16f",
+        "0x1.0ef434p-17f", "0x1.356f86p-19f", "-0x1.8940f4p-22f", "-0x1.217e3ep-20f",
         "-0x1.0a272ep-20f", "-0x1.858a64p-21f", "-0x1.096726p-21f", "-0x1.65a420p-22f",
     ),
     (
-        "-0x1.f71d24p-25f", "0x1.038680p-25f", "0x1.3e075ep-26f", "0x1.4ad7eap-27f", "0x1.ddfa46p-26f", "-0x1.035acep-26f",
-        "0x1.20fe3ap-27f", "0x1.10a9b0p-26f", "0x1.7984acp-28f", "0x1.af154ep-28f", "-0x1.68ee9cp-27f", "0x1.19385ep-28f",
+        "-0x1.f71d24p-25f", "0x1.038680p-25f", "0x1.3e075ep-26f", "0x1.4ad7eap-27f",
+        "0x1.ddfa46p-26f", "-0x1.035acep-26f", "0x1.20fe3ap-27f", "0x1.10a9b0p-26f",
+        "0x1.7984acp-28f", "0x1.af154ep-28f", "-0x1.68ee9cp-27f", "0x1.19385ep-28f",
         "-0x1.4c398cp-27f", "0x1.f8c79ep-27f", "-0x1.011224p-30f", "-0x1.74cfb8p-29f",
     ),
 )  # fmt: skip
@@ -80,7 +90,9 @@ def elementary(isa: Isa) -> dict[str, str]:
     """Definitions by the names of the prelude's maths functions. Empty without fused multiply-add."""
     if not isa.sleef:
         return {}
-    scale_gcc = "return __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);" if isa.name == "avx512" else ""
+    scale_gcc = (
+        "return __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);" if isa.name == "avx512" else ""
+    )
     scale = """\
   vi32 k = __builtin_convertvector(n, vi32), h = k >> 1;
   return p * (vf32)((h + 127) << 23) * (vf32)((k - h + 127) << 23);"""
@@ -122,7 +134,9 @@ static inline vf32 m_erf_f32(vf32 x) {{
 }}"""
     if isa.name != "avx512":
         return two_ranges
-    rows = "\n".join(f"  const vf32 c{j} = {{{', '.join(row)}}};" for j, row in enumerate(_ERF_ROWS))
+    rows = "\n".join(
+        f"  const vf32 c{j} = {{{', '.join(row)}}};" for j, row in enumerate(_ERF_ROWS)
+    )
     p = "__builtin_shuffle(c5, k)"
     for row in (4, 3, 2, 1, 6):
         p = f"v_fma_f32({p}, u, __builtin_shuffle(c{row}, k))"

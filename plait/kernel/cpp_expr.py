@@ -1,8 +1,11 @@
 """Op tables of the C++ target: one expression an op, for scalars and for vectors of whole registers.
 
-A value of dtype d is one C++ expression, or two in vector code when d has 64 bits (each half of the lanes has a register of its own).
-Bools are `bool` in scalar code and a vi32 of 0 / -1 in vector code; f16 and bf16 are their bits in a u16 and are computed in f32.
-Functions named here are defined in `cpp_prelude.py`, which is asked for by name. Rows are templates over {0}, {1}, {2} (arguments),
+A value of dtype d is one C++ expression, or two in vector code when d has 64 bits (each half of the lanes has a
+register of its own).
+Bools are `bool` in scalar code and a vi32 of 0 / -1 in vector code; f16 and bf16 are their bits in a u16 and
+are computed in f32.
+Functions named here are defined in `cpp_prelude.py`, which is asked for by name. Rows are templates over {0},
+{1}, {2} (arguments),
 {t} (dtype name) or functions of (dtype, arguments).
 """
 
@@ -34,13 +37,19 @@ def _float_or(on_float: str, other: str) -> Row:
 
 
 SCALAR: dict[str, Row] = {
-    **{op: f"({{0}} {sign} {{1}})" for op, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items()},
+    **{
+        op: f"({{0}} {sign} {{1}})"
+        for op, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items()
+    },
     **{op: f"({{0}} {sign} {{1}})" for op, sign in {"and": "&", "or": "|", "xor": "^"}.items()},
     **{op: f"({{0}} {sign} {{1}})" for op, sign in _COMPARE.items()},
     **_MATH,
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("min", "max", "fmin", "fmax", "copysign")},
-    **{op: f"s_{op}({{0}})" for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "isinf", "signbit")},
+    **{
+        op: f"s_{op}({{0}})"
+        for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "isinf", "signbit")
+    },
     "not": _bool_or("!{0}", "~{0}"),
     "neg": "-{0}",
     "abs": "s_abs({0})",
@@ -53,13 +62,20 @@ SCALAR: dict[str, Row] = {
     "philox": "philox({0}, {1}, {2})",
 }
 
-# Rows of vector code work on one register of 32- or 64-bit lanes at a time; compares, where, casts and narrow types are below.
+# Rows of vector code work on one register of 32- or 64-bit lanes at a time; compares, where, casts and narrow
+# types are below.
 VECTOR: dict[str, Row] = {
     **SCALAR,
     **_VMATH,
-    **{op: f"v_{op}_{{t}}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
+    **{
+        op: f"v_{op}_{{t}}({{0}}, {{1}})"
+        for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")
+    },
     **{op: f"v_{op}_{{t}}({{0}}, {{1}})" for op in ("min", "max", "fmin", "fmax", "copysign")},
-    **{op: f"v_{op}_{{t}}({{0}})" for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "abs")},
+    **{
+        op: f"v_{op}_{{t}}({{0}})"
+        for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "abs")
+    },
     "min": _bool_or("({0} & {1})", "v_min_{t}({0}, {1})"),
     "max": _bool_or("({0} | {1})", "v_max_{t}({0}, {1})"),
     "not": "~{0}",
@@ -189,7 +205,8 @@ def vector_op(op: str, d: DType, args: tuple[Parts, ...], out: DType) -> Parts:
     """One op of the table on vectors. d: dtype of the last argument."""
     if op == "where":
         return tuple(
-            f"({mask_part(args[0][0], d, k)} ? {args[1][k]} : {args[2][k]})" for k in range(n_parts(d))
+            f"({mask_part(args[0][0], d, k)} ? {args[1][k]} : {args[2][k]})"
+            for k in range(n_parts(d))
         )
     if d.name in ("f16", "bf16"):
         wide = tuple(vector_cast(a, d, f32) for a in args)

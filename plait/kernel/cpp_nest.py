@@ -1,8 +1,11 @@
 """Writes one kernel's loop nest as C++: the body of a function (tid, nthreads, bufs, syms).
 
-Comes in: a `Nest`. The nest is a chain of blocks: function, row (outer loop variables), vector, inner loops. A value is written
-once, in the outermost block where all that it depends on is known; that is all the hoisting there is. Addresses are split the same way.
-Vector values run over `lanes` consecutive values of the nest's axis; the last, partial vector uses lanes < n only (`tail`).
+Comes in: a `Nest`. The nest is a chain of blocks: function, row (outer loop variables), vector, inner loops. A
+value is written
+once, in the outermost block where all that it depends on is known; that is all the hoisting there is. Addresses
+are split the same way.
+Vector values run over `lanes` consecutive values of the nest's axis; the last, partial vector uses lanes < n
+only (`tail`).
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class NestWriter:
         if nest.tile is not None:
             block = symbol(f"{nest.tile.name}'", extent=blocks(extent(nest.tile), nest.lanes))
             self.tile_block = block.symbol
-            self.outer = tuple(self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer)
+            self.outer = tuple(
+                self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer
+            )
 
     def text(self, instead: str) -> str:
         """The function's body."""
@@ -49,7 +54,9 @@ class NestWriter:
         with v.block():
             self._arguments()
             if self.nest.keep_limit:
-                v.line(f"if ({v.integer(buffer_points(self.nest))} > {self.nest.keep_limit}) return {instead}(tid, nthreads, bufs, syms);")
+                points = v.integer(buffer_points(self.nest))
+                call = f"return {instead}(tid, nthreads, bufs, syms);"
+                v.line(f"if ({points} > {self.nest.keep_limit}) {call}")
             if v.checks:
                 v.line("i64 fail = 0;")
             self._share()
@@ -99,7 +106,11 @@ class NestWriter:
         vector = nest.axis is not None and not nest.inner
         if self.outer or vector:
             v.line("i64 u = lo;")
-        per_row = v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll)) if vector and nest.axis else "1"
+        per_row = (
+            v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll))
+            if vector and nest.axis
+            else "1"
+        )
         if self.outer:
             self._first_point(per_row, vector)
         elif vector:
@@ -159,7 +170,9 @@ class NestWriter:
             return
         for reps in dict.fromkeys((nest.unroll, 1)):
             step = lanes * reps
-            if isinstance(n, int) and (n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)):
+            if isinstance(n, int) and (
+                n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)
+            ):
                 continue
             with self._segment(f"for (; {x} + {step} <= {end}; {x} += {step}) {{", reps, False):
                 yield
@@ -190,7 +203,8 @@ class NestWriter:
             self._tiles(self.nest.tile, self.tile_block)
             return
         for s in self.nest.last:
-            for v.rep in range(v.reps):
+            for rep in range(v.reps):
+                v.rep = rep
                 self.access.store(s)
         v.rep = 0
 
@@ -211,14 +225,24 @@ class NestWriter:
         self.accs.begin(reduces, reps)
         loops = [a for a in nest.order if not (nest.inner and a == nest.axis)]
         innermost = nest.axis if nest.inner else loops.pop() if loops else None
-        with v.nested([(a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v.integer(extent(a))}; ++{v.names[a]}) {{") for a in loops]):
+        with v.nested(
+            [
+                (
+                    a,
+                    f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v.integer(extent(a))}; ++{v.names[a]}) {{",
+                )
+                for a in loops
+            ]
+        ):
             if innermost is None:
                 self._statements(stmts)
             else:
                 self._innermost(innermost, stmts, reduces, reps)
         self.accs.finish(reduces, reps)
 
-    def _innermost(self, a: Atom, stmts: tuple[Stmt, ...], reduces: list[Reduce], reps: int) -> None:
+    def _innermost(
+        self, a: Atom, stmts: tuple[Stmt, ...], reduces: list[Reduce], reps: int
+    ) -> None:
         """The innermost loop, cut into chunks where sums need a second level of accumulators to stay accurate."""
         v, nest = self.v, self.nest
         x, n = v.names[a], v.integer(extent(a))
@@ -241,7 +265,8 @@ class NestWriter:
 
     def _statements(self, stmts: tuple[Stmt, ...]) -> None:
         v = self.v
-        for v.rep in range(v.reps):
+        for rep in range(v.reps):
+            v.rep = rep
             for s in stmts:
                 if isinstance(s, Reduce):
                     self.accs.update(s)

@@ -1,7 +1,9 @@
 """The fixed text that kernels build on: types, loads and stores, conversions, and functions that are no C++ operator.
 
-A prelude is a table name -> C++ text for one instruction set. `prelude_for(text, isa)` returns the entries that a text names, with what these
-name in turn, in table order: a library holds only what it uses. No header is included and nothing is linked: functions of
+A prelude is a table name -> C++ text for one instruction set. `prelude_for(text, isa)` returns the entries that
+a text names, with what these
+name in turn, in table order: a library holds only what it uses. No header is included and nothing is linked:
+functions of
 SLEEF and libm are pointers that `plait_init` takes from the table of `plait/runtime/mathtable.py`.
 """
 
@@ -18,7 +20,8 @@ from plait.runtime.toolchain import Isa
 
 _TYPES = """\
 typedef signed char i8; typedef unsigned char u8; typedef short i16; typedef unsigned short u16;
-typedef int i32; typedef unsigned u32; typedef long i64; typedef unsigned long u64; typedef float f32; typedef double f64;
+typedef int i32; typedef unsigned u32; typedef long i64; typedef unsigned long u64;
+typedef float f32; typedef double f64;
 """
 
 _SCALAR: dict[str, str] = {
@@ -53,10 +56,12 @@ static inline f64 s_copysign(f64 a, f64 b) { return __builtin_copysign(a, b); }"
     "{ return b < 0 || b >= (T)(8 * sizeof(T)) ? 0 : (T)((u64)a << b); }",
     "s_shr": "template <class T> static inline T s_shr(T a, T b) "
     "{ return b < 0 || b >= (T)(8 * sizeof(T)) ? (T)(a < 0 ? -1 : 0) : (T)(a >> b); }",
-    "s_pymod": "template <class T> static inline T s_pymod(T m, T b) { return m != 0 && (m < 0) != (b < 0) ? m + b : m; }",
+    "s_pymod": "template <class T> static inline T s_pymod(T m, T b) "
+    "{ return m != 0 && (m < 0) != (b < 0) ? m + b : m; }",
     "div_floor": "static inline i64 div_floor(i64 a, i64 b) { i64 q = a / b; return q - (a % b < 0); }",
     "mod_floor": "static inline i64 mod_floor(i64 a, i64 b) { i64 r = a % b; return r < 0 ? r + b : r; }",
-    "from_bf16": "static inline f32 from_bf16(u16 x) { u32 b = (u32)x << 16; f32 r; __builtin_memcpy(&r, &b, 4); return r; }",
+    "from_bf16": "static inline f32 from_bf16(u16 x) "
+    "{ u32 b = (u32)x << 16; f32 r; __builtin_memcpy(&r, &b, 4); return r; }",
     "to_bf16": """\
 static inline u16 to_bf16(f32 x) {
   u32 b; __builtin_memcpy(&b, &x, 4);
@@ -74,12 +79,14 @@ static inline u16 to_f16(f32 x) {
   u32 b, r; __builtin_memcpy(&b, &x, 4);
   u32 s = b >> 16 & 0x8000; b &= 0x7fffffff;
   if (b >= 0x47800000u) return (u16)(s | (b > 0x7f800000u ? 0x7e00 : 0x7c00));
-  if (b < 0x38800000u) { f32 m; __builtin_memcpy(&m, &b, 4); m += 0.5f; __builtin_memcpy(&r, &m, 4); return (u16)(s | (r - 0x3f000000u)); }
+  if (b < 0x38800000u) { f32 m; __builtin_memcpy(&m, &b, 4); m += 0.5f; __builtin_memcpy(&r, &m, 4); return
+  (u16)(s | (r - 0x3f000000u)); }
   return (u16)(s | ((b - 0x38000000u + 0xfff + (b >> 13 & 1)) >> 13));
 }""",
     "philox": """\
 static inline i64 philox(i64 seed, i64 counter, i64 word) {
-  u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c0 = (u32)counter, c1 = (u32)((u64)counter >> 32), c2 = (u32)(word >> 2), c3 = 0;
+  u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c0 = (u32)counter, c1 = (u32)((u64)counter >> 32);
+  u32 c2 = (u32)(word >> 2), c3 = 0;
   for (int i = 0; i < 10; ++i) {
     u64 a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
     c0 = (u32)(b >> 32) ^ c1 ^ k0; c1 = (u32)b; c2 = (u32)(a >> 32) ^ c3 ^ k1; c3 = (u32)a;
@@ -123,11 +130,12 @@ def _math_pointers(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
                 text[f"m_{op}_{d}"] = f"static v{d} (*m_{op}_{d})({', '.join([f'v{d}'] * arity)});"
                 places[f"m_{op}_{d}"] = INDEX[vector_name(op, d, isa.sleef)]
             else:
+                n = isa.lanes_of(DTYPES[d].nbytes)
                 params = ", ".join(f"v{d} {x}" for x in "abc"[:arity])
                 lanes = ", ".join(f"{x}[k]" for x in "abc"[:arity])
                 text[f"m_{op}_{d}"] = (
                     f"static v{d} m_{op}_{d}({params}) "
-                    f"{{ v{d} r; for (int k = 0; k < {isa.lanes_of(DTYPES[d].nbytes)}; ++k) r[k] = s_{op}_{d}({lanes}); return r; }}"
+                    f"{{ v{d} r; for (int k = 0; k < {n}; ++k) r[k] = s_{op}_{d}({lanes}); return r; }}"
                 )
     return text, places
 
@@ -138,7 +146,12 @@ def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
     math, places = _math_pointers(isa)
     vectors = simd(isa)
     places = {name: k for name, k in places.items() if name not in vectors}
-    table = {**{k: t for k, t in math.items() if k not in vectors}, **_builtins(), **_SCALAR, **vectors}
+    table = {
+        **{k: t for k, t in math.items() if k not in vectors},
+        **_builtins(),
+        **_SCALAR,
+        **vectors,
+    }
     return table, places
 
 

@@ -1,6 +1,7 @@
 """Vector functions of the prelude, one table an instruction set.
 
-Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow code of it and an instruction exists,
+Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow code of it and
+an instruction exists,
 an instruction's builtin is used under g++. vT is one register of T (see cpp_prelude). m: a mask, lanes 0 or -1.
 """
 
@@ -17,7 +18,18 @@ _FLOATS = ("f32", "f64")
 def simd(isa: Isa) -> dict[str, str]:
     """name -> definition, in an order in which later entries use earlier ones."""
     out: dict[str, str] = {}
-    for part in (_shape, _memory, _arithmetic, _rounding, _lanewise, _halves, _horizontal, _scans, _tiles, _random):
+    for part in (
+        _shape,
+        _memory,
+        _arithmetic,
+        _rounding,
+        _lanewise,
+        _halves,
+        _horizontal,
+        _scans,
+        _tiles,
+        _random,
+    ):
         out.update(part(isa))
     return {**out, **elementary(isa)}
 
@@ -51,7 +63,8 @@ def _shape(isa: Isa) -> dict[str, str]:
             _fn(f"v{t}", f"cat_{t}", f"h{t} a, h{t} b", f"return __builtin_shufflevector(a, b, {every});"),
         )) + "\n#else\n" + _fn(
             f"v{t}", f"cat_{t}", f"h{t} a, h{t} b",
-            f"v{t} r; __builtin_memcpy(&r, &a, sizeof a); __builtin_memcpy((char*)&r + sizeof a, &b, sizeof b); return r;",
+            f"v{t} r; __builtin_memcpy(&r, &a, sizeof a); "
+            "__builtin_memcpy((char*)&r + sizeof a, &b, sizeof b); return r;",
         ) + "\n#endif"  # fmt: skip
         out[f"cat_{t}"] = shuffles
         for half, start in (("lo", 0), ("hi", n // 2)):
@@ -65,7 +78,9 @@ def _shape(isa: Isa) -> dict[str, str]:
                 "#endif",
             ))  # fmt: skip
     numbers = ", ".join(map(str, range(n)))
-    out["lane_mask"] = _fn("vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));")
+    out["lane_mask"] = _fn(
+        "vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));"
+    )
     for half, start in (("lo", 0), ("hi", n // 2)):
         steps = ", ".join(map(str, range(start, start + n // 2)))
         body = f"return splat_i64(a) + (vi64){{{steps}}} * c;"
@@ -76,13 +91,20 @@ def _shape(isa: Isa) -> dict[str, str]:
     elif isa.name == "avx2":
         gcc = _fn("bool", "any", "vi32 m", "return __builtin_ia32_movmskps256((vf32)m) != 0;")
     out["any"] = _either(
-        gcc, _fn("bool", "any", "vi32 m", f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;")
+        gcc,
+        _fn(
+            "bool",
+            "any",
+            "vi32 m",
+            f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;",
+        ),
     )
     return out
 
 
 def _memory(isa: Isa) -> dict[str, str]:
-    """ld, st: whole registers; ldn, stn: the first n lanes (n may be <= 0 or past the end); ldm, stm: where the mask holds."""
+    """ld, st: whole registers; ldn, stn: the first n lanes (n may be <= 0 or past the end); ldm, stm: where
+    the mask holds."""
     out = {}
     for t in _NUMBERS:
         n, v = _lanes(isa, t), f"v{t}"
@@ -130,7 +152,9 @@ def _masked_builtins(isa: Isa, t: str) -> dict[str, str]:
         "ldn": _fn(v, f"ldn_{t}", f"const {t}* p, i64 n", load.replace("MASK", count)),
         "stn": _fn("void", f"stn_{t}", f"{t}* p, {v} x, i64 n", store.replace("MASK", count)),
         "ldm": _fn(v, f"ldm_{t}", f"const {t}* p, {_mask(t)} m", load.replace("MASK", lanes)),
-        "stm": _fn("void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m", store.replace("MASK", lanes)),
+        "stm": _fn(
+            "void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m", store.replace("MASK", lanes)
+        ),
     }
 
 
@@ -145,9 +169,14 @@ def _arithmetic(isa: Isa) -> dict[str, str]:
             out[f"v_max_{t}"] = _fn(v, f"v_max_{t}", two, "return (a > b) | (a != a) ? a : b;")
             out[f"v_fmin_{t}"] = _fn(v, f"v_fmin_{t}", two, "return (a <= b) | (b != b) ? a : b;")
             out[f"v_fmax_{t}"] = _fn(v, f"v_fmax_{t}", two, "return (a >= b) | (b != b) ? a : b;")
-            out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});")
+            out[f"v_abs_{t}"] = _fn(
+                v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});"
+            )
             out[f"v_copysign_{t}"] = _fn(
-                v, f"v_copysign_{t}", two, f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});"
+                v,
+                f"v_copysign_{t}",
+                two,
+                f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});",
             )
             one = f"splat_{t}(1)"
             zero = f"({v}){{}}"
@@ -155,44 +184,63 @@ def _arithmetic(isa: Isa) -> dict[str, str]:
                 v, f"v_sign_{t}", f"{v} a", f"return a > 0 ? {one} : (a < 0 ? -{one} : {zero});"
             )
             out[f"v_pymod_{t}"] = _fn(
-                v, f"v_pymod_{t}", f"{v} m, {v} b", "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;"
+                v,
+                f"v_pymod_{t}",
+                f"{v} m, {v} b",
+                "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;",
             )
         else:
             out[f"v_min_{t}"] = _fn(v, f"v_min_{t}", two, "return a < b ? a : b;")
             out[f"v_max_{t}"] = _fn(v, f"v_max_{t}", two, "return a > b ? a : b;")
             out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", "return a < 0 ? -a : a;")
-            out[f"v_sign_{t}"] = _fn(v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);")
+            out[f"v_sign_{t}"] = _fn(
+                v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);"
+            )
             inside = f"(vu{bits})b < {bits}"
             shift = f"({v})((vu{bits})b & {bits - 1})"
-            out[f"v_shl_{t}"] = _fn(v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};")
+            out[f"v_shl_{t}"] = _fn(
+                v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};"
+            )
             rest = f"({v})(a < 0)" if t.startswith("i") else f"({v}){{}}"
-            out[f"v_shr_{t}"] = _fn(v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};")
+            out[f"v_shr_{t}"] = _fn(
+                v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};"
+            )
     return out
 
 
 def _rounding(isa: Isa) -> dict[str, str]:
     """Square root, rounding to integers, fused multiply-add: an instruction each where there is one."""
     out = {}
-    modes = {"floor": ("floor", 9), "ceil": ("ceil", 10), "trunc": ("trunc", 11), "round": ("rint", 8)}
+    modes = {
+        "floor": ("floor", 9),
+        "ceil": ("ceil", 10),
+        "trunc": ("trunc", 11),
+        "round": ("rint", 8),
+    }
     for t in _FLOATS:
         v, n, f, s = f"v{t}", _lanes(isa, t), "f" if t == "f32" else "", "s" if t == "f32" else "d"
         for op, name, mode in (("sqrt", "sqrt", 0), *((op, *m) for op, m in modes.items())):
-            plain = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_{name}{f}(a[k]); return r;"
+            plain = (
+                f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_{name}{f}(a[k]); return r;"
+            )
             fast = None
             if isa.name == "avx512" and op == "sqrt":
                 fast = f"return __builtin_ia32_sqrtp{s}512_mask(a, a, -1, 4);"
             elif isa.name == "avx512":
                 fast = f"return __builtin_ia32_rndscalep{s}_mask(a, {mode}, a, -1, 4);"
             elif isa.name == "avx2":
-                fast = f"return __builtin_ia32_{'sqrt' if op == 'sqrt' else 'round'}p{s}256(a{'' if op == 'sqrt' else f', {mode}'});"
+                call = f"sqrtp{s}256(a)" if op == "sqrt" else f"roundp{s}256(a, {mode})"
+                fast = f"return __builtin_ia32_{call};"
             elif op == "sqrt":
                 fast = f"return __builtin_ia32_sqrtp{s}(a);"
             out[f"v_{op}_{t}"] = _either(
-                fast and _fn(v, f"v_{op}_{t}", f"{v} a", fast), _fn(v, f"v_{op}_{t}", f"{v} a", plain)
+                fast and _fn(v, f"v_{op}_{t}", f"{v} a", fast),
+                _fn(v, f"v_{op}_{t}", f"{v} a", plain),
             )
         three = f"{v} a, {v} b, {v} c"
         plain = _fn(v, f"v_fma_{t}", three,
-                    f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_fma{f}(a[k], b[k], c[k]); return r;")  # fmt: skip
+                    f"{v} r; for (int k = 0; k < {n}; ++k) "
+                    f"r[k] = __builtin_fma{f}(a[k], b[k], c[k]); return r;")  # fmt: skip
         fast = {"avx512": f"return __builtin_ia32_vfmaddp{s}512_mask(a, b, c, -1, 4);",
                 "avx2": f"return __builtin_ia32_vfmaddp{s}256(a, b, c);"}.get(isa.name)  # fmt: skip
         out[f"v_fma_{t}"] = _either(fast and _fn(v, f"v_fma_{t}", three, fast), plain)
@@ -223,13 +271,29 @@ def _halves(isa: Isa) -> dict[str, str]:
     fast_widen = fast_narrow = None
     if isa.name == "avx512":  # g++ 12 does these in two halves
         fast_widen = _fn(
-            "vu32", "widen_u16", "vu16 x", "return (vu32)__builtin_ia32_pmovzxwd512_mask((vi16)x, (vi32){}, -1);"
+            "vu32",
+            "widen_u16",
+            "vu16 x",
+            "return (vu32)__builtin_ia32_pmovzxwd512_mask((vi16)x, (vi32){}, -1);",
         )
         fast_narrow = _fn(
-            "vu16", "narrow_u16", "vu32 x", "return (vu16)__builtin_ia32_pmovdw512_mask((vi32)x, (vi16){}, -1);"
+            "vu16",
+            "narrow_u16",
+            "vu32 x",
+            "return (vu16)__builtin_ia32_pmovdw512_mask((vi32)x, (vi16){}, -1);",
         )
-    up = _fn("vf32", "v_from_f16", "vu16 x", f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;")
-    down = _fn("vu16", "v_to_f16", "vf32 x", f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;")
+    up = _fn(
+        "vf32",
+        "v_from_f16",
+        "vu16 x",
+        f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;",
+    )
+    down = _fn(
+        "vu16",
+        "v_to_f16",
+        "vf32 x",
+        f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;",
+    )
     fast_up = {
         "avx512": "return __builtin_ia32_vcvtph2ps512_mask((vi16)x, (vf32){}, -1, 4);",
         "avx2": "return __builtin_ia32_vcvtph2ps256((vi16)x);",
@@ -278,7 +342,8 @@ def _horizontal(isa: Isa) -> dict[str, str]:
 
 
 def _scans(isa: Isa) -> dict[str, str]:
-    """scan_<kind>_<type>(a, carry): lane k is carry and lanes 0..k of a combined. last_<type>: the last lane in every lane."""
+    """scan_<kind>_<type>(a, carry): lane k is carry and lanes 0..k of a combined. last_<type>: the last
+    lane in every lane."""
     out = {}
     for t in _NUMBERS:
         n, v = _lanes(isa, t), f"v{t}"
@@ -288,7 +353,9 @@ def _scans(isa: Isa) -> dict[str, str]:
             how, steps = _COMBINE[kind], []
             for s in (1 << k for k in range(n.bit_length() - 1)):
                 picks = ", ".join(str(k if k < s else n + k - s) for k in range(n))
-                steps.append(f"a = {how.format(f'__builtin_shufflevector(e, a, {picks})', 'a', t=t)};")
+                steps.append(
+                    f"a = {how.format(f'__builtin_shufflevector(e, a, {picks})', 'a', t=t)};"
+                )
             loop = f"{t} r = carry[0]; for (int k = 0; k < {n}; ++k) a[k] = r = {_scalar_combine(kind)}; return a;"
             name = f"scan_{kind}_{t}"
             out[name] = "\n".join((
@@ -305,7 +372,8 @@ def _scalar_combine(kind: str) -> str:
 
 
 def _tiles(isa: Isa) -> dict[str, str]:
-    """turn_<type>(p, step, out, na, nb): out[b * lanes + a] = p[a * step + b] for a < na, b < nb; whole tiles in registers."""
+    """turn_<type>(p, step, out, na, nb): out[b * lanes + a] = p[a * step + b] for a < na, b < nb; whole
+    tiles in registers."""
     out = {}
     n = isa.lanes
     for t in _NUMBERS:

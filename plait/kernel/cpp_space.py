@@ -1,7 +1,9 @@
 """A kernel in linear form: what the C++ emitter works on.
 
-Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element offset, data-dependent indices
-have symbols that are unique in the kernel, axes of size 1 are gone, adjacent axes that every access walks through as one are
+Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element offset, data-
+dependent indices
+have symbols that are unique in the kernel, axes of size 1 are gone, adjacent axes that every access walks
+through as one are
 merged, and Welford reductions and scans of f32 are rewritten into plain sums. Nothing here knows C++.
 """
 
@@ -31,7 +33,8 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 @dataclass(frozen=True)
 class Space:
     """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear) indices.
-    indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position in the argument list."""
+    indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position in the
+    argument list."""
 
     vars: tuple[Atom, ...]
     rvars: tuple[Atom, ...]
@@ -171,7 +174,12 @@ def _plain_reductions(space: Space) -> Space:
         s = _mapped(s, lambda n: rewrite(n, fn, memo))
         if isinstance(s, Reduce) and s.kind == "welford":
             stmts.extend(_welford(s, count, accs))
-        elif isinstance(s, Reduce) and s.running and s.value.dtype == f32 and s.kind in ("sum", "prod"):
+        elif (
+            isinstance(s, Reduce)
+            and s.running
+            and s.value.dtype == f32
+            and s.kind in ("sum", "prod")
+        ):
             # Eager's cumsum and cumprod of float32 accumulate in double.
             stmts.append(replace(s, value=cast(s.value, f64)))
             accs[s.name] = cast(node("acc", (), s.name, f64), f32)
@@ -192,7 +200,11 @@ def _is_rewritten(s: Reduce) -> bool:
 
 def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     dtype = s.value.dtype
-    n = const(count, dtype) if isinstance(count, int) else cast(node("index", (), count, i64), dtype)
+    n = (
+        const(count, dtype)
+        if isinstance(count, int)
+        else cast(node("index", (), count, i64), dtype)
+    )
     zero = const(0, dtype)
     mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), n))
     if not isinstance(count, int) or count == 0:
@@ -231,14 +243,21 @@ def _offsets(space: Space) -> list[Size]:
     return list(dict.fromkeys(out))
 
 
-def _substituted(space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None) -> Space:
+def _substituted(
+    space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None
+) -> Space:
     """The space with loop variables replaced in every offset; axis `drop` leaves, env's other axis becomes `put`."""
     memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "load":
             assert isinstance(n.attr, Load)
-            return node("load", args, Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked), n.dtype)
+            return node(
+                "load",
+                args,
+                Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked),
+                n.dtype,
+            )
         if n.op == "index":
             assert isinstance(n.attr, (int, Expr))
             return node("index", args, substitute(n.attr, env), n.dtype)

@@ -1,14 +1,16 @@
 """Values and integer expressions of one kernel as C++ variables, each defined once in the outermost block that can.
 
-A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting level; a node's block is the deepest one that
-binds something that the node depends on. `rep` numbers the vectors that are in flight at once: a vector value has one copy for each.
+A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting level; a
+node's block is the deepest one that
+binds something that the node depends on. `rep` numbers the vectors that are in flight at once: a vector value
+has one copy for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import ContextManager, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node
@@ -124,7 +126,7 @@ class Values:
         with self.loop(loops[0][1], (loops[0][0],)), self.nested(loops[1:]):
             yield
 
-    def maybe(self, opening: str | None) -> ContextManager[None]:
+    def maybe(self, opening: str | None) -> AbstractContextManager[None]:
         """A C++ block, or nothing."""
         return nullcontext() if opening is None else self.loop(opening, ())
 
@@ -156,7 +158,11 @@ class Values:
                 stack.pop()
                 continue
             kept = self.nest.kept.get(n, self.pass_number) < self.pass_number
-            todo = () if kept else [a for a in n.args if self.key(a) not in self.chain[self.depth(a)].memo]
+            todo = (
+                ()
+                if kept
+                else [a for a in n.args if self.key(a) not in self.chain[self.depth(a)].memo]
+            )
             if todo:
                 stack.extend(todo)
                 continue
@@ -246,11 +252,19 @@ class Values:
         limit = self.define("vu64", f"splat_u64((u64)({size}))", depth)
         bads = tuple(f"((vu64){p} >= {limit})" for p in lanes)
         bad_lanes = self.define("vi32", mask_from(bads, n.dtype), depth)
-        seen = bad_lanes + (f" & {self.vector(n.args[1])[0]}" if len(n.args) > 1 else "") + (" & lm" if self.tail else "")
+        seen = (
+            bad_lanes
+            + (f" & {self.vector(n.args[1])[0]}" if len(n.args) > 1 else "")
+            + (" & lm" if self.tail else "")
+        )
         self.line(f"if (any({seen})) {report}", depth)
         zero = "(vi64){}"
         return self.define_parts(
-            n.dtype, tuple(f"{mask_part(bad_lanes, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(lanes)), depth
+            n.dtype,
+            tuple(
+                f"{mask_part(bad_lanes, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(lanes)
+            ),
+            depth,
         )
 
     def _index(self, n: Node) -> Parts:
@@ -264,7 +278,9 @@ class Values:
             return self.loader.lane_values(e)
         first = self.define("i64", f"{self.integer(e)}{self.rep_offset(step)}", depth)
         c = self.integer(step)
-        return self.define_parts(n.dtype, (f"iota_lo({first}, {c})", f"iota_hi({first}, {c})"), depth)
+        return self.define_parts(
+            n.dtype, (f"iota_lo({first}, {c})", f"iota_hi({first}, {c})"), depth
+        )
 
     # ------------------------------------------------------------------------------------ integer expressions
     @property
@@ -321,7 +337,9 @@ class Values:
         depth = self.expr_depth(e)
         memo = self.chain[depth].memo
         if e not in memo:
-            memo[e] = (self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),)
+            memo[e] = (
+                self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),
+            )
         return memo[e][0]
 
 
@@ -334,4 +352,3 @@ def atom_text(a: Atom, x: str, y: str) -> str:
     if a.kind in ("min", "max"):
         return f"({x}) {'<' if a.kind == 'min' else '>'} ({y}) ? ({x}) : ({y})"
     return f"({x}) {_SIGN[a.kind]} ({y})"
-

@@ -1,8 +1,11 @@
 """Built kernel libraries on disk, by content: source, flags, compiler and plait version name the file.
 
-An entry is one file, a shared object followed by a checksum, written beside its place and renamed into it: processes that build the same library
-at once both succeed, and a process that has loaded a file keeps it. Entries are checked when read; a damaged one is built again with a warning.
-The folder is kept below a size by dropping what was used longest ago. Where it cannot be written, libraries go to a folder of this process.
+An entry is one file, a shared object followed by a checksum, written beside its place and renamed into it:
+processes that build the same library
+at once both succeed, and a process that has loaded a file keeps it. Entries are checked when read; a damaged
+one is built again with a warning.
+The folder is kept below a size by dropping what was used longest ago. Where it cannot be written, libraries go
+to a folder of this process.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Built:
 
 
 def cache_key(source: str, toolchain: Toolchain) -> str:
-    """The name of a library: hex digest of everything that it depends on. The order of the maths table is part of the source."""
+    """The name of a library: hex digest of everything that it depends on. The order of the maths table is
+    part of the source."""
     parts = (source, *toolchain.flags, toolchain.compiler, toolchain.version, plait.__version__)
     digest = hashlib.sha256()
     for part in parts:
@@ -50,7 +54,8 @@ def cache_key(source: str, toolchain: Toolchain) -> str:
 
 
 def get_or_build(source: str, toolchain: Toolchain, cfg: Config) -> Built:
-    """The shared object of a source: from the cache, or built now. Raises ToolchainError if the compiler refuses the source."""
+    """The shared object of a source: from the cache, or built now. Raises ToolchainError if the compiler
+    refuses the source."""
     folder = Path(cfg.cache_dir).expanduser() / "kernels"
     key = cache_key(source, toolchain)
     path = folder / key[:2] / f"{key}.so"
@@ -59,13 +64,19 @@ def get_or_build(source: str, toolchain: Toolchain, cfg: Config) -> Built:
         _touch(path)
         return Built(path, True)
     if state == "damaged":
-        warnings.warn(f"plait: damaged cache entry {path} is built again", CacheWarning, stacklevel=2)
+        warnings.warn(
+            f"plait: damaged cache entry {path} is built again", CacheWarning, stacklevel=2
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _build(source, toolchain, path)
     except OSError as error:
         path = _own_folder() / f"{key}.so"
-        warnings.warn(f"plait: cannot write kernels to {folder} ({error}); nothing is cached", CacheWarning, stacklevel=2)
+        warnings.warn(
+            f"plait: cannot write kernels to {folder} ({error}); nothing is cached",
+            CacheWarning,
+            stacklevel=2,
+        )
         _build(source, toolchain, path)
         return Built(path, False)
     trim(folder, MAX_BYTES)
@@ -114,7 +125,8 @@ def _own_folder() -> Path:
 
 
 def trim(folder: Path, max_bytes: int) -> None:
-    """Drops the entries used longest ago until the folder holds at most max_bytes. Other processes may do so at the same time."""
+    """Drops the entries used longest ago until the folder holds at most max_bytes. Other processes may do
+    so at the same time."""
     entries: list[tuple[float, int, Path]] = []
     for path in folder.glob("*/*.so"):
         try:

@@ -1,7 +1,9 @@
 """The machine's C++ compiler and vector instructions, and the way from kernel source to a shared object.
 
-`find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs nothing but libc. Raises ToolchainMissing
-where no compiler works, which the pipeline turns into one warning and a fallback, and ToolchainError where it refuses a source.
+`find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs nothing but
+libc. Raises ToolchainMissing
+where no compiler works, which the pipeline turns into one warning and a fallback, and ToolchainError where it
+refuses a source.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class ToolchainMissing(ToolchainError):
 
 @dataclass(frozen=True)
 class Isa:
-    """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler. sleef: whose SLEEF
+    """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler. sleef:
+    whose SLEEF
     functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show. libraries: linked last."""
 
     name: str
@@ -60,7 +63,8 @@ BASE_FLAGS = (
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A C++ compiler that works. compiler: the command. version: its first line of --version. isa: what it compiles for."""
+    """A C++ compiler that works. compiler: the command. version: its first line of --version. isa: what it
+    compiles for."""
 
     compiler: str
     version: str
@@ -88,7 +92,8 @@ class Toolchain:
 
 
 def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
-    """The widest instructions that this machine has, or those asked for. Raises UserError if the machine lacks them."""
+    """The widest instructions that this machine has, or those asked for. Raises UserError if the machine
+    lacks them."""
     try:
         text = Path(cpuinfo).read_text()
     except OSError:
@@ -98,14 +103,22 @@ def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
     if wanted != "auto":
         isa = ISAS[wanted]
         if not isa.cpu <= have:
-            raise UserError(f"this machine has no {', '.join(sorted(isa.cpu - have))}", hint="isa='auto'")
+            raise UserError(
+                f"this machine has no {', '.join(sorted(isa.cpu - have))}", hint="isa='auto'"
+            )
         return isa
     return next(i for i in ISAS.values() if i.cpu <= have)
 
 
 def find_toolchain(cfg: Config) -> Toolchain:
     """The compiler that cfg names, else $CXX, c++, g++, clang++: the first that exists. Raises ToolchainMissing."""
-    return _find(cfg.cpp_compiler, os.environ.get("CXX", ""), os.environ.get("PATH", ""), cfg.isa, cfg.opt_level)
+    return _find(
+        cfg.cpp_compiler,
+        os.environ.get("CXX", ""),
+        os.environ.get("PATH", ""),
+        cfg.isa,
+        cfg.opt_level,
+    )
 
 
 @lru_cache(maxsize=8)

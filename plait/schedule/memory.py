@@ -334,7 +334,7 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     given = donated(plan)  # a backward pass frees what was saved for it as it goes
     n_steps = len(plan.steps)
     # Whether convolutions need their scratch is not known: the arena must be right either way.
-    cases = (convolution_scratch(plan), {})
+    cases: tuple[dict[int, int], ...] = (convolution_scratch(plan), {})
     limits = [
         peak_nbytes([*alive.values(), *given], n_steps, c) * SLACK + SLACK_NBYTES for c in cases
     ]

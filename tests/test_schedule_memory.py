@@ -196,3 +196,19 @@ def test_storage_counts_gaps() -> None:
 
     assert storage_nbytes(Buffer("x", f32, (4, 8), (16, 1))) == (3 * 16 + 8) * 4
     assert storage_nbytes(Buffer("x", f32, (0, 8), (16, 1))) == 0
+
+
+def test_an_old_value_outlives_the_fill_before_a_scatter() -> None:
+    """The new value of an input is made by two kernels; the first must not run over what others still read."""
+    b = Builder()
+    x, at = b.input(4, 6), b.input(5, dtype=i64)
+    zeros = b.pointwise((4, 6), lambda o, i, j: o.f(0.0))
+    g = b.pointwise((5, 6), lambda o, i, j: o.load(x, o.checked(o.load(at, i), 4), j))
+    out = b.buffer((4, 6))
+    i, j = loop_vars("i", (5, 6))
+    o = Record(b)
+    index = (arg_symbol(0, 4), j)
+    b.ops.append(Scatter(out, zeros, (i, j), index, (o.load(at, i),), o.load(g, i, j), "add"))
+    b.output(b.extern((5, 6), g))
+    b.ops.append(Mutate(x, out))
+    plan_of(b)

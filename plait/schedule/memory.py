@@ -377,7 +377,11 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
     kept = {*output_buffers(program), *memory, *memory.values(), *program.constants}
     kept.update(i for i in program.inputs if isinstance(i, str))
     kept.update(n for s in plan.steps if isinstance(s, Extern) for n in _held(s))
-    maker = {n: k for k, s in enumerate(plan.steps) if isinstance(s, Kernel) for n in s.outs}
+    # The first kernel that writes counts (a fill before a scatter): from then on the old value is gone.
+    maker: dict[str, int] = {}
+    for k, made in enumerate(plan.steps):
+        for name in made.outs if isinstance(made, Kernel) else ():
+            maker.setdefault(name, k)
     last_read: dict[str, int] = {}
     for k, step in enumerate(plan.steps):
         if not isinstance(step, Mutate):

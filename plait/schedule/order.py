@@ -41,7 +41,10 @@ def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
     """The units with the readers of an input's old value before the group that makes its new one,
     where that is possible: then the new value can be written over the old one."""
     out = list(all_units)
-    maker = {name: k for k, u in enumerate(out) if isinstance(u.item, Group) for name in u.writes}
+    maker: dict[str, int] = {}  # the first group that writes
+    for k, made in enumerate(out):
+        for name in made.writes if isinstance(made.item, Group) else ():
+            maker.setdefault(name, k)
     for u in all_units:
         if not isinstance(u.item, Mutate) or u.item.source not in maker:
             continue

@@ -52,6 +52,18 @@ class Loaded:
         threads: int = 1,
     ) -> int:
         """Runs a kernel on arrays (by buffer name, memory as their buffer says) and returns its code."""
+        codes = [self.part(kernel, arrays, t, threads, sizes) for t in range(threads)]
+        return next((c for c in codes if c), 0)
+
+    def part(
+        self,
+        kernel: Kernel,
+        arrays: dict[str, np.ndarray],
+        tid: int,
+        threads: int,
+        sizes: dict[str, int] | None = None,
+    ) -> int:
+        """Runs the share of one thread."""
         fn = getattr(self.lib, self.source.entry_points[kernel.name])
         fn.restype = ctypes.c_int64
         bufs = (ctypes.c_void_p * max(1, len(kernel.args)))(
@@ -59,8 +71,7 @@ class Loaded:
         )
         values = [(sizes or {})[str(s)] for s in kernel.sizes]
         syms = (ctypes.c_int64 * max(1, len(values)))(*values)
-        codes = [fn(ctypes.c_int64(t), ctypes.c_int64(threads), bufs, syms) for t in range(threads)]
-        return next((c for c in codes if c), 0)
+        return int(fn(ctypes.c_int64(tid), ctypes.c_int64(threads), bufs, syms))
 
 
 def usable_isas() -> list[Isa]:

@@ -13,7 +13,6 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import NoneType
 from typing import Any
 
 from plait.errors import UserError
@@ -45,7 +44,6 @@ class Config:
     verify: bool = flag(
         False, doc="check the IR between passes (also on when debug >= 1)", in_key=False
     )
-    record_function: bool = flag(False, doc="show every kernel as a range of torch.profiler")
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
     wrapper: str = flag(
@@ -62,12 +60,6 @@ class Config:
         "", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++"
     )
     opt_level: int = flag(2, doc="-O level for kernels", choices=(0, 1, 2, 3))
-    threads: int | None = flag(
-        None, doc="threads of a parallel region; None follows torch.get_num_threads()"
-    )
-    min_parallel_bytes: int = flag(
-        131072, doc="bytes of memory traffic below which a kernel runs on the calling thread alone"
-    )
     # -- what the compiler does
     kernels: bool = flag(
         True,
@@ -154,7 +146,7 @@ class Row:
     def check(self, value: Any, what: str) -> Any:
         """value itself if the flag may hold it, else UserError. A bool is not taken for an int."""
         if type(value) not in self.types:
-            names = " or ".join("None" if t is NoneType else t.__name__ for t in self.types)
+            names = " or ".join(t.__name__ for t in self.types)
             raise UserError(
                 f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.doc
             )
@@ -166,8 +158,6 @@ class Row:
     def parse(self, text: str) -> Any:
         """The value that an environment variable spells."""
         what = f"environment variable {self.env}"
-        if NoneType in self.types and text.lower() in ("", "none"):
-            return None
         if bool in self.types:
             if text.lower() not in _TRUE + _FALSE:
                 raise UserError(f"{what} is {text!r}", hint="0 or 1")
@@ -185,7 +175,7 @@ def _rows() -> tuple[Row, ...]:
     hints = typing.get_type_hints(Config)
     rows = []
     for f in dataclasses.fields(Config):
-        types = typing.get_args(hints[f.name]) or (hints[f.name],)
+        types = (hints[f.name],)
         m = f.metadata
         env = m["env"] or f"PLAIT_{f.name.upper()}"
         rows.append(Row(f.name, f.default, types, env, m["doc"], m["in_key"], m["choices"]))

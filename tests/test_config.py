@@ -18,11 +18,10 @@ from plait.log import IR, REASONS, STAGES, PassLog
 
 
 def test_environment_overrides_defaults() -> None:
-    env = {"PLAIT_DEBUG": "3", "PLAIT_FUSION": "0", "PLAIT_THREADS": "2", "PLAIT_ISA": "avx2", "PLAIT_CXX": "clang++"}
+    env = {"PLAIT_DEBUG": "3", "PLAIT_FUSION": "0", "PLAIT_OPT_LEVEL": "1", "PLAIT_ISA": "avx2", "PLAIT_CXX": "clang++"}
     cfg = Config.from_env(env)
-    assert (cfg.debug, cfg.fusion, cfg.threads, cfg.isa, cfg.cpp_compiler) == (3, False, 2, "avx2", "clang++")
+    assert (cfg.debug, cfg.fusion, cfg.opt_level, cfg.isa, cfg.cpp_compiler) == (3, False, 1, "avx2", "clang++")
     assert Config.from_env({}) == Config()
-    assert Config.from_env({"PLAIT_THREADS": "none"}).threads is None
 
 
 @pytest.mark.parametrize(

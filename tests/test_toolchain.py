@@ -15,7 +15,7 @@ import pytest
 
 from plait.config import Config
 from plait.errors import ToolchainError, UserError
-from plait.runtime import cache, toolchain
+from plait.runtime import toolchain
 from plait.runtime.cache import CacheWarning, cache_key, get_or_build, trim
 from plait.runtime.toolchain import ISAS, Toolchain, ToolchainMissing, detect_isa, find_toolchain
 
@@ -183,15 +183,15 @@ def test_trim_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_hit_counts_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_counts_as_use(tmp_path: Path) -> None:
     tools, cfg = find_toolchain(Config()), config(tmp_path)
     old = get_or_build(SOURCE, tools, cfg).path
     other = get_or_build(SOURCE + "// other", tools, cfg).path
     for path in (old, other):
         os.utime(path, (time.time() - 1000, time.time() - 1000))
     get_or_build(SOURCE, tools, cfg)
-    monkeypatch.setattr(cache, "MAX_BYTES", old.stat().st_size * 2 + 100)
     get_or_build(SOURCE + "// third", tools, cfg)
+    trim(tmp_path / "kernels", old.stat().st_size * 2 + 100)
     assert old.exists()
     assert not other.exists()
 

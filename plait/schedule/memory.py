@@ -335,9 +335,10 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     n_steps = len(plan.steps)
     # Whether convolutions need their scratch is not known: the arena must be right either way.
     cases: tuple[dict[int, int], ...] = (convolution_scratch(plan), {})
-    limits = [
-        peak_nbytes([*alive.values(), *given], n_steps, c) * SLACK + SLACK_NBYTES for c in cases
-    ]
+    free = [peak_nbytes([*alive.values(), *given], n_steps, c) for c in cases]
+    limits = [most * SLACK + SLACK_NBYTES for most in free]
+    # The pool keeps the arena of a backward pass while other parts of a training step may peak.
+    idle_limit = limits[-1] - free[-1] if given else limits[-1]
     in_results = _in_results(plan, alive)
     inside = [life for life in placeable(plan, alive) if life.name not in in_results]
     while True:
@@ -346,7 +347,8 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
         offsets, nbytes = place(blocks(inside, over))
         outside = [*_merged([x for n, x in alive.items() if n not in names], over), *given]
         peaks = [hint(nbytes) + peak_nbytes(outside, n_steps, c) for c in cases]
-        if not inside or all(p <= most for p, most in zip(peaks, limits, strict=True)):
+        fits = all(p <= most for p, most in zip(peaks, limits, strict=True))
+        if not inside or (fits and hint(nbytes) <= idle_limit):
             break
         largest = max(hint(x.nbytes) for x in inside)
         inside = [x for x in inside if hint(x.nbytes) * 2 <= largest]

@@ -1,0 +1,196 @@
+"""Memory of whole calls: the peak against eager's, and nothing left behind by thousands of calls.
+
+A peak is the most bytes that PyTorch's CPU allocator handed out during one call and had not got back, plus the
+blocks that plait's arena pool keeps for that call, counted for the whole call.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
+from torch.nn import functional as F
+
+from plait.runtime.load import arena_stats, trim_arenas
+from tests.models import MODELS, images, tokens
+
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with attention of four heads."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads.unbind())
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Pointwise(nn.Module):
+    """A chain of elementwise operations and two row-wise ones, with a weight so that it can be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x) * torch.sigmoid(x) * self.scale - torch.exp(x)
+        return torch.softmax(F.gelu(F.layer_norm(y, (1024,))), -1)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    **{n: (MODELS[n][0], partial(tokens, 128)) for n in ("gpt2", "bert", "llama")},
+    **{n: (MODELS[n][0], partial(images, 128)) for n in ("vit", "resnet", "unet")},
+    "tf6": (
+        lambda: nn.Sequential(*(Block(256) for _ in range(6))),
+        lambda: torch.randn(8, 64, 256),
+    ),
+    "pw": (Pointwise, lambda: torch.randn(1024, 1024)),
+}
+
+
+def allocator_peak(call: Callable[[], object]) -> int:
+    """The most bytes that one call had from the CPU allocator at once. What was there before does not count, even if
+    the call frees it; what it returns counts to the end."""
+    config = ProfilerConfig(
+        ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
+    )
+    activities = {ProfilerActivity.CPU}
+    torch.autograd._prepare_profiler(config, activities)
+    torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+    try:
+        kept = call()
+    finally:
+        result = torch.autograd._disable_profiler()
+    del kept
+    found, todo = [], list(result.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        tag, fields = event.typed
+        if tag == _EventType.Allocation:
+            found.append((event.start_time_ns, len(found), fields.ptr, fields.alloc_size))
+    assert found, "the profiler saw no allocations"
+    sizes: dict[int, int] = {}
+    held = peak = 0
+    # The tree holds events of one moment in the order in which they came; the stack reversed it.
+    for _, _, ptr, nbytes in sorted(found, key=lambda e: (e[0], -e[1])):
+        held -= sizes.pop(ptr, 0)
+        if nbytes > 0:
+            sizes[ptr] = nbytes
+            held += nbytes
+            peak = max(peak, held)
+    return peak
+
+
+def peak(call: Callable[[], object]) -> tuple[int, int]:
+    """Peak of a call that has been made before, and how much of it is arenas; in bytes."""
+    for _ in range(2):
+        call()
+    gc.collect()
+    trim_arenas()
+    idle = arena_stats()["held_bytes"]
+    call()
+    arena = arena_stats()["held_bytes"] - idle
+    return allocator_peak(call) + arena, arena
+
+
+def step(f: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> None:
+    """Forward and backward, with fresh gradients."""
+    model.zero_grad(set_to_none=True)
+    f(x).square().mean().backward()
+
+
+def infer(f: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return f(x)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
+def test_peak(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
+    make, data = CASES[name]
+    model, x = make(), data()
+    for m in model.modules():
+        if isinstance(m, nn.Dropout):
+            m.p = 0.0
+    model.train(mode is step)
+    compiled = torch.compile(model, backend="plait")
+    eager, _ = peak(partial(mode, model, model, x))
+    plait, arena = peak(partial(mode, compiled, model, x))
+    line = (
+        f"eager {eager / MIB:.2f} MiB, plait {plait / MIB:.2f} MiB, of it arenas {arena / MIB:.2f}"
+    )
+    record_property("peak", line)
+    print(f"{name} {mode.__name__}: {line}")
+    assert eager > MIB, "the program is too small to show anything"
+    assert plait <= eager * 1.02 + MIB, line
+
+
+def test_the_peak_is_measured_exactly() -> None:
+    old = torch.empty(MIB)
+
+    def call() -> Tensor:
+        nonlocal old
+        a = torch.empty(1000, dtype=torch.uint8)
+        old = torch.empty(0)  # was there before: freeing it does not count
+        b = torch.empty(5000, dtype=torch.uint8)
+        del a
+        c = torch.empty(500, dtype=torch.uint8)
+        del b
+        return c
+
+    assert allocator_peak(call) == 6000
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors that Python knows of."""
+    gc.collect()
+    held = {}
+    for obj in gc.get_objects():
+        if type(obj) in (Tensor, nn.Parameter):
+            storage = obj.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+def resident_bytes() -> int:
+    """What the process holds in memory."""
+    with Path("/proc/self/statm").open() as f:
+        return int(f.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
+def test_nothing_leaks(mode: Callable[..., object]) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
+    compiled = torch.compile(model, backend="plait")
+    call = partial(mode, compiled, model, torch.randn(64, 64))
+    for _ in range(200):
+        call()
+    tensors, arenas, resident = live_bytes(), arena_stats(), resident_bytes()
+    for _ in range(2000):
+        call()
+    assert live_bytes() == tensors
+    assert arena_stats() == arenas
+    # One tensor of a call's 64 x 64 floats left behind each time would be 32 MB.
+    assert resident_bytes() - resident < 8 * MIB

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait.runtime.toolchain import Isa
-from tests.fuzz_kernels import Maker, compare
+from tests.fuzz_kernels import Maker, check, compare
 from tests.kernel_tools import Loaded, usable_isas
 
 
@@ -30,3 +30,9 @@ def test_random_kernels(isa: Isa, first: int, tmp_path: Path) -> None:
                     f"python -m tests.fuzz_kernels {seed} {isa.name}  # threads={threads}: {text[:300]}"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("seed", [275, 421, 481, 20041])
+def test_seeds_that_failed_once(seed: int, tmp_path: Path) -> None:
+    for isa in usable_isas():
+        assert check(seed, isa, tmp_path, threads=2) == ""

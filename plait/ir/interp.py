@@ -276,6 +276,8 @@ class Space:
             offset = np.where(mask, offset, 0)
             if not mask.any():
                 return np.zeros(mask.shape, self._type(n.dtype))
+        if 0 in self.shape():  # no point exists: nothing is read, and the buffer may hold nothing
+            return np.zeros(offset.shape, self._type(n.dtype))
         if offset.size and (offset.min() < 0 or offset.max() >= memory.size):
             raise IndexError(f"{n} leaves its buffer")
         out = from_memory(memory[offset], n.dtype).astype(self._type(n.dtype))

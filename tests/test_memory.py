@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,11 @@ from torch._C._profiler import (
 )
 from torch.nn import functional as F
 
+from plait.config import Config
 from plait.runtime.load import arena_stats, trim_arenas
+from plait.schedule import schedule
 from tests.models import MODELS, images, tokens
+from tests.schedule_tools import Builder
 
 MIB = 1 << 20
 
@@ -194,3 +198,28 @@ def test_nothing_leaks(mode: Callable[..., object]) -> None:
     assert arena_stats() == arenas
     # One tensor of a call's 64 x 64 floats left behind each time would be 32 MB.
     assert resident_bytes() - resident < 8 * MIB
+
+
+def test_kernels_write_over_the_results_of_calls() -> None:
+    """Between two calls a kernel needs no memory of its own; what is returned is not on a call's memory."""
+    b = Builder()
+    x = b.input(64, 64)
+    first = b.extern((64, 64), x, may_keep=False, fallback=False)
+    inner = b.map("tanh", first)
+    second = b.extern((64, 64), inner, may_keep=False, fallback=False)
+    b.output(b.map("exp", second))
+    memory = schedule(b.program(), Config()).memory
+    assert memory.in_place == {inner: first} and not memory.offsets
+
+
+def test_what_a_backward_pass_keeps_idle_is_small() -> None:
+    b = Builder()
+    x = b.input(512, 1024)
+    b.donated.append(x)
+    y = b.extern((512, 1024), b.map("tanh", x), may_keep=False)
+    b.output(b.reduce((), (512, 1024), "sum", lambda o, i, j: o.load(y, i, j)))
+    program = b.program()
+    nbytes = [
+        schedule(p, Config()).memory.arena_nbytes for p in (program, replace(program, donated=()))
+    ]
+    assert nbytes == [64, 512 * 1024 * 4]  # a scalar's line of cache, or the large one too

@@ -1,7 +1,8 @@
 """Random PyTorch functions as source text: what the graph fuzzer compiles, and what its repro prints.
 
-`generate(seed)` gives a self-contained function `f(x, y, z)` over float tensors; every statement is one op whose result shape is
-tracked here, so that all programs are valid. `python -m tests.fuzz_graphs SEED...` runs seeds and prints each failing program.
+`generate(seed)` gives a self-contained function `f(x, y, z)` over float tensors; every statement is one op whose
+result shape is tracked here, so that all programs are valid. `python -m tests.fuzz_graphs SEED...` runs seeds and
+prints each failing program.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
-UNARY = ("torch.relu({})", "torch.tanh({})", "torch.sigmoid({})", "torch.exp(-{}.abs())", "{} * 0.5", "{}.abs() + 1", "torch.sin({})",
-         "F.gelu({})", "F.silu({})", "-{}", "{}.clamp(-1, 1)", "{}.to(torch.float64).to({}.dtype)", "{}.to(torch.bfloat16).to({}.dtype)",
-         "torch.where({0} > 0, {0}, {0} * 0.1)", "({0} > 0.3).to({0}.dtype)", "{}.contiguous()")  # fmt: skip
+UNARY = (
+    "torch.relu({})", "torch.tanh({})", "torch.sigmoid({})", "torch.exp(-{}.abs())", "{} * 0.5", "{}.abs() + 1",
+    "torch.sin({})", "F.gelu({})", "F.silu({})", "-{}", "{}.clamp(-1, 1)", "{}.to(torch.float64).to({}.dtype)",
+    "{}.to(torch.bfloat16).to({}.dtype)", "torch.where({0} > 0, {0}, {0} * 0.1)", "({0} > 0.3).to({0}.dtype)",
+    "{}.contiguous()",
+)  # fmt: skip
 BINARY = (
     "{} + {}",
     "{} - {}",
@@ -185,7 +189,7 @@ def _structured(rng: random.Random, a: str, s: Shape) -> tuple[str, Shape]:
 
 
 def check(p: Program, dynamic: bool = False, backward: bool = False) -> None:
-    """Compiles p with plait and compares with eager by distance from float64. Raises AssertionError with the program."""
+    """Compiles p and compares with eager by distance from float64. Raises AssertionError with the program."""
     torch._dynamo.reset()
     scope: dict[str, object] = {}
     exec(compile(p.source(), f"<fuzz {p.seed}>", "exec"), scope)
@@ -201,7 +205,7 @@ def check(p: Program, dynamic: bool = False, backward: bool = False) -> None:
     for k, (e, g, t) in enumerate(zip(eager, got, truth, strict=True)):
         _compare(e, g, t, f"output {k}\n{where}")
     if backward and all(o.is_floating_point() for o in eager):
-        for outs, ins in ((eager, xs), (got, ys), (truth, zs)):
+        for outs in (eager, got, truth):
             used = [o.sum() for o in outs if o.requires_grad]
             if not used:
                 return

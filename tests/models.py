@@ -1,4 +1,4 @@
-"""Models of the test suite, small and with random weights: transformers' by their configs, a ResNet and a U-Net of our own."""
+"""Models of the test suite, small and with random weights: transformers' by their configs, a ResNet and a U-Net."""
 
 from __future__ import annotations
 

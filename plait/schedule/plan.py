@@ -1,6 +1,7 @@
 """What the scheduler hands on: kernels to emit, calls to make, in order, with the memory each buffer gets.
 
-A `Kernel` is one iteration space with a straight list of statements; kernel targets turn it into source, `wrapper/build.py` turns the whole
+A `Kernel` is one iteration space with a straight list of statements; kernel targets turn it into
+source, `wrapper/build.py` turns the whole
 `Plan` into instructions. Nothing here knows a target.
 """
 
@@ -17,8 +18,10 @@ from plait.ir.sizes import Expr, Size
 class Reduce:
     """Combines `value` over all rvars into the result `name`, one value per point of vars.
 
-    kind: a row of ops.REDUCTIONS. Later statements read it as node acc[name] (welford: acc[name + '.mean'], '.m2', '.count').
-    running=True (kinds sum, prod, max, min; one rvar): a scan: acc[name] at full level is the combination of values up to and including this point."""
+    kind: a row of ops.REDUCTIONS. Later statements read it as node acc[name] (welford: acc[name
+    + '.mean'], '.m2', '.count').
+    running=True (kinds sum, prod, max, min; one rvar): a scan: acc[name] at full level is the
+    combination of values up to and including this point."""
 
     name: str
     kind: str
@@ -30,8 +33,10 @@ class Reduce:
 class Store:
     """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min', 'max'.
 
-    full: executed at every point of vars x rvars; otherwise once per point of vars. index is LOGICAL, over vars, rvars and Arg symbols $k, which mean
-    index_args[k]. mask: nothing is stored where it is false. atomic: points of different threads may collide."""
+    full: executed at every point of vars x rvars; otherwise once per point of vars. index is
+    LOGICAL, over vars, rvars and Arg symbols $k, which mean
+    index_args[k]. mask: nothing is stored where it is false. atomic: points of different threads
+    may collide."""
 
     buf: str
     index: tuple[Size, ...]
@@ -48,14 +53,19 @@ Stmt = Reduce | Store
 
 @dataclass(frozen=True)
 class Kernel:
-    """One loop nest: for every point of vars (independent of each other, any order, may be split over threads), run stmts; those at full level and
+    """One loop nest: for every point of vars (independent of each other, any order, may be split
+    over threads), run stmts; those at full level and
     the Reduces run over all points of rvars (row-major).
 
-    A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier statement of the kernel is never loaded again: later statements hold its
-    node. vars are in the memory order the scheduler chose: the last of (vars, rvars) is meant to be innermost, but an emitter may
+    A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier
+    statement of the kernel is never loaded again: later statements hold its
+    node. vars are in the memory order the scheduler chose: the last of (vars, rvars) is meant to
+    be innermost, but an emitter may
     vectorise any axis.
-    name: telling and unique in the program. args: buffers in the order of the pointer arguments (each once; an in-place pair is two args). outs: those written.
-    sizes: the size symbols used, in the order of the integer arguments. sequential: points must run in row-major order on one thread (scatters that collide, ordered).
+    name: telling and unique in the program. args: buffers in the order of the pointer arguments
+    (each once; an in-place pair is two args). outs: those written.
+    sizes: the size symbols used, in the order of the integer arguments. sequential: points must
+    run in row-major order on one thread (scatters that collide, ordered).
     work_ns: estimate on one core. origin: source lines and ATen ops."""
 
     name: str
@@ -98,7 +108,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """arena_nbytes: size of the block. offsets: buffer -> byte offset in it. in_place: output or intermediate -> the dying buffer whose memory it takes over
+    """arena_nbytes: size of the block. offsets: buffer -> byte offset in it. in_place: output or
+    intermediate -> the dying buffer whose memory it takes over
     (Reuse). Buffers in none of these are allocated by themselves (outputs, extern results)."""
 
     arena_nbytes: Size = 0
@@ -108,7 +119,8 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheduled program. steps run in order; frees[k]: buffers whose last use is step k. buffers: final layouts of everything that still exists."""
+    """The scheduled program. steps run in order; frees[k]: buffers whose last use is step k.
+    buffers: final layouts of everything that still exists."""
 
     program: LoopProgram
     steps: tuple[Step, ...]

@@ -49,7 +49,8 @@ class Kernel:
         self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool
     ) -> None:
         """The same, unseen by a profiler."""
-        bufs = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+        plain = [_without_lazy_bits(t) for t in tensors]
+        bufs = (ctypes.c_void_p * len(plain))(*(t.data_ptr() for t in plain))
         syms = (ctypes.c_int64 * len(sizes))(*sizes)
         n = torch.get_num_threads() if parallel and work_ns >= _MIN_SPLIT_NS else 1
         if n == 1:
@@ -59,6 +60,16 @@ class Kernel:
             failed = max(list(shares))
         if failed:
             raise IndexError(f"index out of range in kernel {self.name} (check {failed})")
+
+
+def _without_lazy_bits(t: Tensor) -> Tensor:
+    """t, or its values in memory with its strides if a bit of t says conjugate or negate: kernels know no such bits."""
+    if not (t.is_neg() or t.is_conj()):
+        return t
+    held = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+    whole = [slice(0, 1) if r == 0 else slice(None) for r in t.stride()]
+    held[tuple(whole)].copy_(t[tuple(whole)])
+    return held
 
 
 @lru_cache(maxsize=4)
@@ -212,9 +223,9 @@ def require(holds: int, message: str) -> None:
 
 
 def require_layout(t: Tensor, name: str, shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Raises RuntimeError unless t has these sizes and strides (free in dimensions of size 0 and 1)."""
+    """Raises RuntimeError unless t has these sizes and strides (free in dimensions of size 1, and in empty tensors)."""
     same = t.dim() == len(shape) and all(
-        n == m and (n <= 1 or s == r)
+        n == m and (n == 1 or s == r or t.numel() == 0)
         for n, m, s, r in zip(t.shape, shape, t.stride(), strides, strict=True)
     )
     if not same:

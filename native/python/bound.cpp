@@ -31,6 +31,8 @@ struct InputSpec {
   enum class Kind { bound, tensor, symbol, integer, object, none } kind;
   Py_ssize_t arg = 0;  // tensor, integer, object: number of the user's argument
   at::Tensor tensor;   // bound
+  bool strided = false;
+  c10::DimVector bound_sizes, bound_strides;  // bound, strided: what the program was compiled for
   std::vector<Dim> sizes, strides;
   enum class Layout { any, listed, contiguous } layout = Layout::any;
   Dim integer;  // integer, symbol
@@ -62,6 +64,11 @@ class BoundMaker {
               "is no tensor, a tensor was bound to it");
       InputSpec s{InputSpec::Kind::bound};
       s.tensor = unpack(spec);
+      if (s.tensor.layout() == c10::kStrided) {
+        s.strided = true;
+        s.bound_sizes = s.tensor.sizes();
+        s.bound_strides = s.tensor.strides();
+      }
       b_.inputs.push_back(std::move(s));
       return;
     }
@@ -247,6 +254,41 @@ void bind_tensor(const BoundState& b, const Program& p, Frame& f, const Input& i
   p.bind(f, input, t);
 }
 
+// Kernels have the layout of bound tensors built in, but an assignment to `.data` may change it.
+[[noreturn, gnu::cold]] void fail_moved(const Input& input, size_t position, const InputSpec& s) {
+  const at::Tensor& t = s.tensor;
+  const auto layout = [](c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+    return " with sizes " + at::str(sizes) + " and strides " + at::str(strides);
+  };
+  const bool opaque = input.dtype == DType::kAny;
+  throw InputError("parameter " + std::to_string(position) + ": its data is now " +
+                   torch_name(from_scalar_type(t.scalar_type())) + " on " + t.device().str() +
+                   layout(t.sizes(), t.strides()) + ", the program was compiled for " +
+                   (opaque ? "this dtype" : torch_name(input.dtype)) + " on " + input.device +
+                   layout(s.bound_sizes, s.bound_strides));
+}
+
+bool has_layout(const InputSpec& s) {
+  const c10::IntArrayRef sizes = s.tensor.sizes(), strides = s.tensor.strides();
+  const size_t rank = s.bound_sizes.size();
+  if (sizes.size() != rank) return false;
+  bool same_sizes = true, same_strides = true;
+  for (size_t d = 0; d < rank; ++d) {
+    same_sizes &= sizes[d] == s.bound_sizes[d];
+    same_strides &= strides[d] == s.bound_strides[d] || sizes[d] == 1;
+  }
+  return same_sizes && (same_strides || s.tensor.numel() == 0);
+}
+
+void bind_bound(const Program& p, Frame& f, const Input& input, size_t position,
+                const InputSpec& s) {
+  if (!s.strided)
+    p.require_fit(input, s.tensor);
+  else if (p.misfit(input, s.tensor) != Program::Misfit::none || !has_layout(s)) [[unlikely]]
+    fail_moved(input, position, s);
+  p.bind(f, input, s.tensor);
+}
+
 int64_t check_integer(const BoundState& b, const InputSpec& s, PyObject* arg, Symbols& symbols) {
   if (!PyLong_Check(arg)) fail(b, s, std::string("expected an int, got ") + Py_TYPE(arg)->tp_name);
   const int64_t value = integer(arg);
@@ -295,8 +337,7 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
       const InputSpec& spec = b.inputs[i];
       switch (spec.kind) {
         case InputSpec::Kind::bound:
-          p.require_fit(inputs[i], spec.tensor);
-          p.bind(call.frame(), inputs[i], spec.tensor);
+          bind_bound(p, call.frame(), inputs[i], i, spec);
           break;
         case InputSpec::Kind::tensor:
           bind_tensor(b, p, call.frame(), inputs[i], spec, args[spec.arg], symbols);

@@ -65,9 +65,20 @@ class PythonBound:
         self.specs = tuple(specs)
         self.names = tuple(names)
         self.single = single
+        self.bound = [
+            (k, spec, _layout(spec))
+            for k, spec in enumerate(self.specs)
+            if isinstance(spec, torch.Tensor) and spec.layout == torch.strided
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._ordered(args, kwargs)
+        for position, tensor, layout in self.bound:
+            if _layout(tensor) != layout:
+                raise InputError(
+                    f"parameter {position}: its data is now {_spelled(_layout(tensor))}, "
+                    f"the program was compiled for {_spelled(layout)}"
+                )
         symbols: dict[str, int] = {}
         inputs = []
         for spec in self.specs:
@@ -96,6 +107,21 @@ class PythonBound:
             if name not in given:
                 raise InputError(f"input {name!r} is missing")
         return [given[name] for name in self.names]
+
+
+Layout = tuple[torch.dtype, torch.device, list[int], list[int]]
+
+
+def _layout(t: torch.Tensor) -> Layout:
+    """What kernels have built in of a bound tensor; strides that nothing reads are 1."""
+    free = t.numel() == 0
+    strides = [1 if free or n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)]
+    return t.dtype, t.device, list(t.shape), strides
+
+
+def _spelled(layout: Layout) -> str:
+    dtype, device, sizes, strides = layout
+    return f"{_short(dtype)} on {device} with sizes {sizes} and strides {strides}"
 
 
 def _check(

@@ -270,6 +270,11 @@ CASES: dict[str, Case] = {
         (AssertSizeStride("x", (2, 1, 3), (3, 77, 1)), give("x")),
         lambda: [torch.randn(2, 1, 3)],
     ),
+    "layout of no elements": Case(
+        (tensor(shape=(0, 3), strides=(3, 1)),),
+        (AssertSizeStride("x", (0, 3), (9, 9)), give("x")),
+        lambda: [torch.randn(0, 3)],
+    ),
     "layout fails": Case(
         X,
         (AssertSizeStride("x", (6,), (2,)), give("x")),

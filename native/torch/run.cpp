@@ -501,16 +501,23 @@ void Program::check_finite(Frame& f, const CheckFinite& c) const {
 
 void Program::check_size_stride(Frame& f, const AssertSizeStride& a) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(a.tensor)];
-  bool same = t.dim() == static_cast<int64_t>(a.shape.sizes.size());
-  std::vector<int64_t> sizes, strides;
-  for (size_t d = 0; d < a.shape.sizes.size(); ++d) {
-    sizes.push_back(value(f, a.shape.sizes[d]));
-    strides.push_back(value(f, a.shape.strides[d]));
-    if (!same) continue;
-    same = t.sizes()[d] == sizes[d] && (sizes[d] <= 1 || t.strides()[d] == strides[d]);
+  const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
+  const size_t rank = a.shape.sizes.size();
+  bool same = sizes.size() == rank, same_strides = true;
+  for (size_t d = 0; same && d < rank; ++d) {
+    same = sizes[d] == value(f, a.shape.sizes[d]);
+    same_strides &= sizes[d] == 1 || strides[d] == value(f, a.shape.strides[d]);
   }
-  TORCH_CHECK(same, "'", slot(a.tensor).name, "' has sizes ", list(t.sizes()), " and strides ",
-              list(t.strides()), ", expected ", list(sizes), " and ", list(strides));
+  if (same && (same_strides || t.numel() == 0)) [[likely]]
+    return;
+  const auto values = [&](const std::vector<ExprId>& ids) {
+    std::vector<int64_t> out;
+    for (ExprId e : ids) out.push_back(value(f, e));
+    return list(out);
+  };
+  TORCH_CHECK(false, "'", slot(a.tensor).name, "' has sizes ", list(sizes), " and strides ",
+              list(strides), ", expected ", values(a.shape.sizes), " and ",
+              values(a.shape.strides));
 }
 
 void Program::check_alignment(Frame& f, const AssertAlignment& a) const {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from plait.errors import InternalError
-from plait.ir.dtypes import DType
+from plait.ir.dtypes import DType, opaque
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -30,6 +30,9 @@ from plait.wrapper.passes import place_frees
 
 ARENA = "arena"
 
+# Whose operators are trusted to give the results that were promised when the graph was traced.
+_TRUSTED = ("aten::", "prims::", "plait::")
+
 
 def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> ins.WrapperProgram:
     """The program of a plan, tensors freed after their last use.
@@ -45,6 +48,7 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> ins.Wra
     for step in plan.steps:
         b.add_step(step)
         b.define_symbols()
+        b.check_results(step)  # sizes that only the results tell are symbols by now
     b.add_return()
     callables = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
     origins = [
@@ -191,6 +195,16 @@ class _Builder:
             self.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
         else:
             self.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep))
+
+    def check_results(self, step: Step) -> None:
+        """Custom and higher-order operators promise sizes and strides that kernels then take for granted."""
+        if not isinstance(step, Extern) or step.op.startswith(_TRUSTED):
+            return
+        for name in step.outs:
+            if name is None or (b := self.buffer(name)).dtype == opaque:  # may have no strides
+                continue
+            if all(a.name in self.how for e in (*b.shape, *b.strides) for a in free_symbols(e)):
+                self.body.append(ins.AssertSizeStride(name, b.shape, b.strides))
 
     def call_into(self, e: Extern) -> tuple[str, ...]:
         """Memory for all results, if the plan has a place for each and the op can write there; else ()."""

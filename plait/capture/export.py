@@ -64,7 +64,13 @@ def _bound(traced: Traced, cfg: Config) -> Callable[..., Any]:
     """Compiles and binds; adds Python only for what the native callable does not do."""
     n_state = len(traced.state)
     name = f"export_{next(_serial)}"
-    captured = Captured(traced.graph, name, "inference", static_inputs=tuple(range(n_state)))
+    captured = Captured(
+        traced.graph,
+        name,
+        "inference",
+        static_inputs=tuple(range(n_state)),
+        bumped_inputs=traced.mutated,
+    )
     program = compile_captured(captured, cfg)
     signature = traced.signature
     specs = [

@@ -80,9 +80,11 @@ class Signature:
 @dataclass(frozen=True)
 class Traced:
     """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
-    inputs are written back by a trailing copy_. fakes: the fake tensors of the latter."""
+    inputs are written back by a trailing copy_. mutated: the positions of these. fakes: the fake tensors of the
+    VALUEs."""
 
     graph: GraphModule
+    mutated: tuple[int, ...]
     state: tuple[torch.Tensor, ...]
     fakes: tuple[torch.Tensor, ...]
     signature: Signature
@@ -138,7 +140,8 @@ def trace(
     assert out_spec is not None
     leaves = tuple(VALUE if tensor else x for tensor, x in zip(is_tensor, real_leaves, strict=True))
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
-    return Traced(graph, tuple(state.values()), fakes, signature, env.size_facts(fakes, graph))
+    facts = env.size_facts(fakes, graph)
+    return Traced(graph, mutated, tuple(state.values()), fakes, signature, facts)
 
 
 def _is_value(x: Any) -> bool:

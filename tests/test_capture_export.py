@@ -172,7 +172,9 @@ def test_dynamic_batch() -> None:
 
 def test_one_dim_in_two_inputs_must_agree() -> None:
     n = Dim("n")
-    run = agrees(lambda x, y: x + y, (X, Y), (X[:2], Y[:2]), dynamic_shapes={"x": {0: n}, "y": {0: n}})
+    run = agrees(
+        lambda x, y: x + y, (X, Y), (X[:2], Y[:2]), dynamic_shapes={"x": {0: n}, "y": {0: n}}
+    )
     with pytest.raises(InputError, match="'y'"):
         run(X, Y[:2])
 
@@ -192,7 +194,9 @@ def test_automatic_dimension_with_a_condition() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.view(-1, 3, 2) + 1 if x.shape[0] % 3 == 0 else x
 
-    run = agrees(fn, (torch.randn(6, 4),), (torch.randn(9, 4),), dynamic_shapes={"x": {0: Dim.AUTO}})
+    run = agrees(
+        fn, (torch.randn(6, 4),), (torch.randn(9, 4),), dynamic_shapes={"x": {0: Dim.AUTO}}
+    )
     with pytest.raises(InputError, match="sizes break a condition of the program"):
         run(torch.randn(7, 4))
 
@@ -206,6 +210,135 @@ def test_dynamic_shapes_that_contradict() -> None:
         plait.compile(lambda x: x.view(2, 2, 6) + 1, (X,), dynamic_shapes={"x": {0: Dim("n")}})
     with pytest.raises(UserError, match="dynamic_shapes does not fit"):
         plait.compile(lambda x: x, (X,), dynamic_shapes={"z": {0: Dim("n")}})
+
+
+def bumps(run: Callable[..., Any], x: Tensor, *buffers: Tensor) -> list[int]:
+    """By how much a call of run raises the autograd version of each tensor that it may change."""
+    before = [t._version for t in (x, *buffers)]
+    run(x)
+    return [t._version - was for t, was in zip((x, *buffers), before, strict=True)]
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(1))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.sum(0))  # type: ignore[operator]
+        x.mul_(2)
+        return x + self.seen + self.kept
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+def test_mutated_inputs_and_buffers_get_a_new_version(wrapper: str) -> None:
+    module = Counts()
+    run = plait.compile(module, (X.clone(),), options={"wrapper": wrapper})
+    with torch.no_grad():
+        eager = bumps(module, X.clone(), *module.buffers())
+    assert eager == [1, 0, 1]
+    assert bumps(run, X.clone(), *module.buffers()) == eager
+
+
+def test_autograd_sees_that_a_saved_input_was_changed() -> None:
+    run = plait.compile(lambda x: x.mul_(2).sum(), (X.clone(),))
+    w, x = torch.ones(4, 6, requires_grad=True), X.clone()
+    loss = (w * x).sum()
+    run(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+SAME_MEMORY: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "two views": lambda x: (y := x + 1, (y.view(-1), y.view(-1)))[1],
+    "value and view": lambda x: (y := x + 1, y.view_as(y)),
+    "value and detached": lambda x: (y := x + 1, y.detach(), y),
+    "one value twice": lambda x: (y := x + 1, y),
+    "one view twice": lambda x: (y := (x + 1).t(), y),
+    "two views of an input": lambda x: (x.view(-1), x.view(-1)),
+    "input and view": lambda x: (x, x.view_as(x), x),
+    "transposed twice": lambda x: (y := x.exp(), y.t(), y.t(), y.t().t()),
+    "only a view of an input": lambda x: (x.view_as(x),),
+    "changed in place": lambda x: (x.clone().add_(1), (y := x.exp()).view_as(y), y),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+@pytest.mark.parametrize("name", SAME_MEMORY)
+def test_results_are_the_same_objects_as_in_eager(name: str, wrapper: str) -> None:
+    fn = SAME_MEMORY[name]
+    run = agrees(fn, (X,), options={"wrapper": wrapper})
+    given, wanted = (X, *run(X)), (X, *fn(X))
+    pairs = [(i, j) for i in range(len(given)) for j in range(i)]
+    assert [given[i] is given[j] for i, j in pairs] == [wanted[i] is wanted[j] for i, j in pairs]
+
+
+# ------------------------------------------------------------------------------------------------ wrong promises
+@torch.library.custom_op("plait_export::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    return (x + 1).t().contiguous().t()
+
+
+@torch.library.custom_op("plait_export::shorter", mutates_args=())
+def shorter(x: Tensor) -> Tensor:
+    return x[:1].clone()
+
+
+@torch.library.custom_op("plait_export::positives", mutates_args=())
+def positives(x: Tensor, extra: int) -> Tensor:
+    rows = x[x[:, 0] > 0]
+    return torch.cat([rows, rows[:, :extra]], 1)
+
+
+turned.register_fake(torch.empty_like)
+shorter.register_fake(torch.empty_like)
+
+
+@positives.register_fake
+def _(x: Tensor, extra: int) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (turned, r"has sizes \[4, 6\] and strides \[1, 4\], expected \[4, 6\] and \[6, 1\]"),
+        (shorter, r"has sizes \[1, 6\] .* expected \[4, 6\]"),
+        (lambda x: positives(x, 2), r"has sizes \[2, 8\] .* expected \[2, 6\] and \[6, 1\]"),
+    ],
+)
+def test_custom_ops_that_break_their_promise_are_found_out(
+    op: Callable[[Tensor], Tensor], message: str, wrapper: str
+) -> None:
+    run = plait.compile(lambda x: op(x) * 2, (X,), options={"wrapper": wrapper})
+    with pytest.raises(RuntimeError, match=message):
+        run(X)
+
+
+def test_custom_ops_whose_sizes_depend_on_data() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return positives(x, 0) * 2
+
+    agrees(
+        fn, (X,), (-X.flip(0),), (X.abs() + 1,), (-X.abs() - 1,), (X.abs() - X[:, :1].abs().mean(),)
+    )
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+@pytest.mark.parametrize(
+    "data", [torch.ones(3, 2), torch.ones(3), torch.ones(6, 3).t(), torch.ones(3, 6).double()]
+)  # fmt: skip
+def test_parameters_must_keep_their_layout(data: Tensor, wrapper: str) -> None:
+    module = nn.Linear(6, 3)
+    run = plait.compile(module, (X,), options={"wrapper": wrapper})
+    module.weight.data = torch.ones(3, 6)
+    torch.testing.assert_close(run(X), module(X).detach())
+    module.weight.data = data
+    now = rf"parameter 0: its data is now float\d\d on cpu with sizes \[{str(list(data.shape))[1:-1]}\]"
+    with pytest.raises(InputError, match=now):
+        run(X)
 
 
 # ------------------------------------------------------------------------------------------------ bad calls
@@ -257,7 +390,9 @@ def test_wrong_uses_of_compile() -> None:
         plait.compile(3, (X,))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="example_inputs must be a tuple"):
         plait.compile(nn.ReLU(), 3)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="example_inputs do not fit Linear: too many positional arguments"):
+    with pytest.raises(
+        UserError, match="example_inputs do not fit Linear: too many positional arguments"
+    ):
         plait.compile(nn.Linear(6, 3), (X, X))
     with pytest.raises(UserError, match="unknown option 'fast'"):
         plait.compile(nn.Linear(6, 3), (X,), options={"fast": True})

@@ -241,6 +241,15 @@ def passed(body: str) -> list[str]:
     return [line(i) for i in p.body]
 
 
+def test_equal_views_that_are_returned_stay_apart() -> None:
+    lines = passed("""
+a = view(x, f32[4] @ (1,), 2)
+b = view(x, f32[4] @ (1,), 2)
+return (a, b, a)
+""")
+    assert lines[-1] == "return (a, b, a)"
+
+
 def test_equal_views_merge_and_views_of_views_are_taken_from_the_base() -> None:
     lines = passed("""
 a = view(x, f32[4] @ (1,), 2)

@@ -90,6 +90,7 @@ class _Walk:
         self.facts: list[tuple[Size, tuple[str, str, int] | str]] = []
         self.constants: dict[str, View] = {}
         self.outputs: tuple[TensorArg | Scalar | Size, ...] = ()
+        self.results: dict[torch.fx.Node, TensorArg] = {}
 
     def run(self) -> Lowered:
         ctx = self.ctx
@@ -392,7 +393,10 @@ class _Walk:
         value = self._value(a)
         if isinstance(value, View):
             assert isinstance(a, torch.fx.Node)
-            return self._tensor_result(value, a.meta["val"], owners)
+            if a not in self.results:  # one node returned twice is one tensor
+                out = self._tensor_result(value, a.meta["val"], owners)
+                self.results[a] = self._distinct(a, out)
+            return self.results[a]
         if value is None:
             return Scalar("none")
         if isinstance(value, bool):
@@ -416,6 +420,18 @@ class _Walk:
         out = self.ctx.tensor_arg(x, strides)
         owners.setdefault(out.buf, storage)
         return out
+
+    def _distinct(self, node: torch.fx.Node, out: TensorArg) -> TensorArg:
+        """out as a tensor of its own where another node's result, or an input, is the same memory seen alike: eager
+        makes a new object for every view."""
+        b = self.ctx.buffers[out.buf]
+        whole = TensorArg(b.name, b.shape, b.strides, 0)
+        is_input = node.op != "placeholder" and b.name in self.input_storages and out == whole
+        if not is_input and out not in self.results.values():
+            return out
+        dtype = out.dtype or b.dtype
+        view = self.ctx.alias(self.ctx.whole(b.name), dtype, out.shape, out.strides, out.offset)
+        return TensorArg(view.buf, out.shape, out.strides, 0)
 
 
 def _is_token(node: torch.fx.Node) -> bool:

@@ -42,7 +42,10 @@ def run_passes(
 
 # ---------------------------------------------------------------------------------------------- views, dead code
 def merge_views(p: ins.WrapperProgram) -> ins.WrapperProgram:
-    """Equal views of one tensor become one, and a view of a view is taken from the tensor itself."""
+    """Equal views of one tensor become one, and a view of a view is taken from the tensor itself.
+
+    Views that are returned stay: results of different names are different objects to the caller."""
+    returned = {n for i in p.body if isinstance(i, ins.Return) for n in used(i)}
     first: dict[ins.View, str] = {}
     made: dict[str, ins.View] = {}
     names: dict[str, str] = {}
@@ -52,7 +55,7 @@ def merge_views(p: ins.WrapperProgram) -> ins.WrapperProgram:
         if isinstance(now, ins.View):
             now = _through(now, made.get(now.base))
             known = first.setdefault(replace(now, name=""), now.name)
-            if known != now.name:
+            if known != now.name and now.name not in returned:
                 names[now.name] = known
                 continue
             made[now.name] = now

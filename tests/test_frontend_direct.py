@@ -93,7 +93,11 @@ def test_wrapped(fn: Callable[..., Any], make: Callable[[], Sequence[Any]] | Non
 
 @pytest.mark.parametrize(
     "fn",
-    [lambda x: (y := x + 1, y.t()), lambda x: ((y := x.sin())[0], y[1]), lambda x: (y := x.exp().view(-1), y[:3])],
+    [
+        lambda x: (y := x + 1, y.t()),
+        lambda x: ((y := x.sin())[0], y[1]),
+        lambda x: (y := x.exp().view(-1), y[:3]),
+    ],
 )
 def test_views_of_an_intermediate_are_direct_and_share_memory(fn: Callable[..., Any]) -> None:
     """Without gradients AOTAutograd leaves such views to the graph."""
@@ -117,7 +121,9 @@ def test_training_is_wrapped() -> None:
         roads.append("wrapped" if isinstance(out, types.FunctionType) else "direct")
         return out
 
-    torch.compile(lambda x: x.sin(), backend=backend)(torch.randn(3, requires_grad=True)).sum().backward()
+    torch.compile(lambda x: x.sin(), backend=backend)(
+        torch.randn(3, requires_grad=True)
+    ).sum().backward()
     assert roads == ["wrapped"]
 
 

@@ -22,6 +22,7 @@ from plait.runtime.cache import Built, get_or_build
 from plait.runtime.toolchain import Toolchain, ToolchainMissing, find_toolchain
 from plait.schedule import schedule
 from plait.schedule.plan import Kernel, Plan
+from plait.schedule.verify import verify_plan
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.passes import run_passes
@@ -39,7 +40,7 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     Raises Unsupported, with the user's line, for what plait cannot compile, and InternalError where a stage broke a
     rule of its IR.
     """
-    log = PassLog(cfg, captured.name, {"lower": _verify_loops})
+    log = PassLog(cfg, captured.name, {"lower": _verify_loops, "schedule": verify_plan})
     toolchain = _toolchain(cfg)
     if toolchain is None:
         cfg = replace(cfg, kernels=False)

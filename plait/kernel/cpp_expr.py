@@ -32,10 +32,6 @@ def _bool_or(scalar_bool: str, other: str) -> Row:
     return lambda d, a: (scalar_bool if d == b1 else other).format(*a, t=d.name)
 
 
-def _float_or(on_float: str, other: str) -> Row:
-    return lambda d, a: (on_float if d.is_float else other).format(*a, t=d.name)
-
-
 SCALAR: dict[str, Row] = {
     **{
         op: f"({{0}} {sign} {{1}})"

@@ -1,121 +1,130 @@
-"""Generated CPU kernels against eager and the memory's bandwidth: `python -m benchmarks.kernels_cpu [--threads
-1 2] [NAME ...]`.
+"""Single ops and small chains, plait against eager and Inductor: `python -m benchmarks.kernels_cpu [NAME ...]`.
 
-For each case the time of one call (best of many), eager's, their ratio, and the rate at which the case's bytes
-(inputs and outputs once) move, beside
-the rate of a plain copy of the same size. `--inductor` adds torch's own compiler.
+Every case of `kernel_cases` is called through each side in turn, in blocks of a few milliseconds; the best block
+counts (CPU time with one thread, wall clock with more). plait is `plait.compile`, so that kernels are compared and
+not Dynamo's guards, which `--dynamo` adds as a column of their own. Rows are sorted by plait/eager; MISSED marks
+those above 1.02 where eager takes 20 us or more. A NAME may hold wildcards.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+import plait
+from benchmarks.kernel_cases import Case, cases
+
+FLOOR_US = 20.0
+TOLERANCE = 1.02
+
+Row = dict[str, Any]
 
 
-def pw(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The pointwise benchmark of the peers' table."""
-    y = torch.tanh(x) * torch.sigmoid(x) - torch.exp(-x.abs())
-    y = torch.nn.functional.layer_norm(y, (y.shape[-1],), w, b)
-    return torch.softmax(torch.nn.functional.gelu(y), -1)
-
-
-def cases() -> dict[str, Case]:
-    """Name -> function and inputs."""
-    f = torch.nn.functional
-    torch.manual_seed(0)
-    x, y, w, b = (
-        torch.randn(1024, 1024),
-        torch.randn(1024, 1024),
-        torch.randn(1024),
-        torch.randn(1024),
-    )
-    h = x.bfloat16()
-    small = torch.randn(4096, 64)
-    image = torch.randn(8, 64, 56, 56)
-    table, ids = torch.randn(5000, 256), torch.randint(0, 5000, (4096,))
-    scores = torch.randn(4, 8, 128, 128)
-    return {
-        "pw": (pw, (x, w, b)),
-        "softmax": (lambda a: torch.softmax(a, -1), (x,)),
-        "softmax_64": (lambda a: torch.softmax(a, -1), (small,)),
-        "softmax_scores": (lambda a: torch.softmax(a * 0.125, -1), (scores,)),
-        "softmax_columns": (lambda a: torch.softmax(a, 0), (x,)),
-        "layer_norm": (lambda a, w, b: f.layer_norm(a, (1024,), w, b), (x, w, b)),
-        "gelu": (f.gelu, (x,)),
-        "gelu_tanh": (lambda a: f.gelu(a, approximate="tanh"), (x,)),
-        "silu_mul": (lambda a, c: f.silu(a) * c, (x, y)),
-        "add": (lambda a, c: a + c * 2, (x, y)),
-        "add_bf16": (lambda a: a + a * 2, (h,)),
-        "tanh": (torch.tanh, (x,)),
-        "sum_all": (lambda a: (a * a).sum(), (x,)),
-        "sum_rows": (lambda a: (a * 2).sum(1), (x,)),
-        "sum_columns": (lambda a: (a * 2).sum(0), (x,)),
-        "argmax_rows": (lambda a: (a * 2).argmax(1), (x,)),
-        "cumsum": (lambda a: (a * 2).cumsum(1), (x,)),
-        "transpose": (lambda a: (a.t() + 1).contiguous(), (x,)),
-        "add_transposed": (lambda a, c: a.t() + c, (x, y)),
-        "heads": (lambda a: (a * 2).view(4, 256, 16, 64).transpose(1, 2).contiguous(), (x,)),
-        "batch_norm": (lambda a: f.batch_norm(a, None, None, training=True), (image,)),
-        "embedding": (lambda t, i: f.embedding(i, t) * 2, (table, ids)),
-        "cat": (lambda a, c: torch.cat([a * 2, c], 1), (x, y)),
-        "mask_fill": (lambda a, c: torch.where(a > c, a, -1e9), (x, y)),
-        "dropout_bits": (lambda a: f.dropout(a, 0.1, True), (x,)),
-    }
-
-
-def best_ms(fn: Callable[..., object], args: Sequence[torch.Tensor], seconds: float = 0.4) -> float:
-    """The shortest call in milliseconds."""
-    fn(*args)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+def race(
+    sides: dict[str, Callable[..., Any]], args: Sequence[torch.Tensor], seconds: float, threads: int
+) -> dict[str, float]:
+    """Microseconds a call: the best block of each side, blocks interleaved."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    best = dict.fromkeys(sides, float("inf"))
+    counts: dict[str, int] = {}
+    for name, fn in sides.items():
+        fn(*args)
         start = time.perf_counter()
         fn(*args)
-        best = min(best, time.perf_counter() - start)
-    return best * 1e3
+        counts[name] = max(1, int(0.003 / max(1e-6, time.perf_counter() - start)))
+    end = time.perf_counter() + seconds * len(sides)
+    while time.perf_counter() < end:
+        for name, fn in sides.items():
+            start = clock()
+            for _ in range(counts[name]):
+                fn(*args)
+            best[name] = min(best[name], (clock() - start) / counts[name] * 1e6)
+    return best
+
+
+def measure(name: str, case: Case, peers: Sequence[str], seconds: float, threads: int) -> Row:
+    """One row of the table. peers: 'dynamo' (plait under torch.compile), 'inductor'."""
+    call, args = case
+
+    def fn(*a: torch.Tensor) -> Any:
+        return call(*a)
+
+    torch._dynamo.reset()
+    backends = {"dynamo": "plait", "inductor": "inductor"}
+    with torch.no_grad():
+        sides: dict[str, Callable[..., Any]] = {
+            "eager": call,
+            "plait": plait.compile(_with_arity(call, len(args)), args),
+            **{p: torch.compile(fn, backend=backends[p], dynamic=False) for p in peers},
+        }
+        return {"name": name, **race(sides, args, seconds, threads)}
+
+
+def _with_arity(call: Callable[..., Any], n: int) -> Callable[..., Any]:
+    """call as a function whose signature names its arguments."""
+    made: tuple[Callable[..., Any], ...] = (
+        lambda: call(),
+        lambda a: call(a),
+        lambda a, b: call(a, b),
+        lambda a, b, c: call(a, b, c),
+    )
+    return made[n]
+
+
+def missed(row: Row) -> bool:
+    """Whether plait is slower than eager where that counts."""
+    return bool(row["eager"] >= FLOOR_US and row["plait"] > TOLERANCE * row["eager"])
+
+
+def table(rows: Sequence[Row], peers: Sequence[str], threads: int) -> str:
+    """All rows, worst first, and a summary."""
+    head = f"{'threads ' + str(threads):24} {'eager us':>9} {'plait us':>9} {'/eager':>7}"
+    lines = [head + "".join(f" {p:>9} {'plait/':>7}" for p in peers)]
+    for r in sorted(rows, key=lambda r: -r["plait"] / r["eager"]):
+        text = f"{r['name']:24} {r['eager']:9.1f} {r['plait']:9.1f} {r['plait'] / r['eager']:7.2f}"
+        text += "".join(f" {r[p]:9.1f} {r['plait'] / r[p]:7.2f}" for p in peers)
+        lines.append(text + ("  MISSED" if missed(r) else ""))
+    lines.append(f"{sum(map(missed, rows))} of {len(rows)} missed")
+    for p in peers:
+        behind = sum(r["plait"] > TOLERANCE * r[p] for r in rows)
+        lines.append(f"slower than {p}: {behind} of {len(rows)}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table of each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
-    parser.add_argument("--inductor", action="store_true")
+    parser.add_argument("--threads", nargs="*", type=int, default=[1])
+    parser.add_argument("--inductor", action="store_true", help="race torch's own compiler too")
+    parser.add_argument("--dynamo", action="store_true", help="plait under torch.compile too")
+    parser.add_argument("--seconds", type=float, default=0.2, help="a side and case")
+    parser.add_argument("--json", type=Path, help="append one JSON line a row")
     options = parser.parse_args()
+    every = cases()
+    names = [
+        n for n in every if not options.names or any(fnmatch.fnmatch(n, p) for p in options.names)
+    ]
+    if not names:
+        parser.error(f"no case is called {' or '.join(options.names)}")
+    peers = [p for p in ("dynamo", "inductor") if getattr(options, p)]
     for threads in options.threads:
         torch.set_num_threads(threads)
-        print(
-            f"{'threads ' + str(threads):16} {'plait ms':>9} {'eager ms':>9} {'ratio':>6} {'GB/s':>6} {'copy GB/s':>9}"
-        )
-        for name, (fn, args) in cases().items():
-            if options.names and name not in options.names:
-                continue
-            with torch.no_grad():
-                print(f"{name:16} {row(fn, args, options.inductor)}", flush=True)
-
-
-def row(fn: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...], inductor: bool) -> str:
-    """One line of the table."""
-    torch._dynamo.reset()
-    mine = torch.compile(fn, backend="plait", dynamic=False)
-    out = mine(*args)
-    ours, eager = best_ms(mine, args), best_ms(fn, args)
-    nbytes = sum(t.nbytes for t in (*args, out))
-    source, target = (
-        torch.empty(nbytes // 2, dtype=torch.uint8),
-        torch.empty(nbytes // 2, dtype=torch.uint8),
-    )
-    copy = best_ms(target.copy_, (source,), 0.1)
-    text = f"{ours:9.3f} {eager:9.3f} {ours / eager:6.2f} {nbytes / ours / 1e6:6.1f} {nbytes / copy / 1e6:9.1f}"
-    if inductor:
-        torch._dynamo.reset()
-        theirs = best_ms(torch.compile(fn, backend="inductor", dynamic=False), args)
-        text += f"   inductor {theirs:.3f} ({ours / theirs:.2f})"
-    return text
+        rows = []
+        for name in names:
+            row = measure(name, every[name], peers, options.seconds, threads)
+            rows.append(row)
+            if options.json:
+                with options.json.open("a") as out:
+                    out.write(json.dumps({"threads": threads, **row}) + "\n")
+        print(table(rows, peers, threads), flush=True)
 
 
 if __name__ == "__main__":

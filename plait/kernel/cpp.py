@@ -22,7 +22,8 @@ from plait.schedule.plan import Kernel, Reduce
 
 _SPECIAL = {
     "const": "cpp_expr.literal", "index": "Values._index", "cast": "cpp_expr.scalar_cast, vector_cast",
-    "bitcast": "cpp_expr.vector_bitcast", "load": "Access.load", "bounded": "Values._bounded", "acc": "Values._acc",
+    "bitcast": "cpp_expr.vector_bitcast", "load": "Access.load", "bounded": "Values._bounded",
+    "nonzero": "Values._nonzero", "acc": "Values._acc",
 }  # fmt: skip
 
 

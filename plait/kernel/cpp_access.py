@@ -136,7 +136,7 @@ class Access:
             raw.append(name)
         if n.dtype != b1:
             return tuple(raw)
-        return (v.define("vi32", f"(vi32)(__builtin_convertvector({raw[0]}, vi32) != 0)", depth),)
+        return (v.define("vi32", f"mask_of_u8({raw[0]})", depth),)
 
     def _broadcast(self, n: Node, buf: str, offset: Size, mask: Node | None) -> Parts:
         """One element for all lanes: where a mask that differs between lanes holds, or in every lane."""
@@ -321,7 +321,7 @@ class Access:
         if s.mode != "store":
             value = vector_op(_UPDATE[s.mode], d, (self._old(d, ats), value), d)
         for k, at in enumerate(ats):
-            text = f"__builtin_convertvector({value[k]} & 1, vu8)" if d == b1 else value[k]
+            text = f"u8_of_mask({value[k]})" if d == b1 else value[k]
             if mask is not None:
                 v.line(f"stm_{t}({at}, {text}, {mask_part(f'({mask})', _stored(d), k)});")
             elif v.tail:
@@ -338,7 +338,7 @@ class Access:
             text = f"ldn_{t}({at}, {left})" if v.tail else f"ld_{t}({at})"
             names.append(v.define(f"v{t}", text))
         if d == b1:
-            return (v.define("vi32", f"(vi32)(__builtin_convertvector({names[0]}, vi32) != 0)"),)
+            return (v.define("vi32", f"mask_of_u8({names[0]})"),)
         return tuple(names)
 
     def _lane_store(self, s: Store, offset: Size) -> None:

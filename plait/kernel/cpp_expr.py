@@ -228,8 +228,9 @@ def mask_from(parts: Parts, d: DType) -> str:
     if d.nbytes == 4:
         return f"(vi32){parts[0]}"
     if d.nbytes == 8:
-        return f"cat_i32({', '.join(f'__builtin_convertvector({p}, hi32)' for p in parts)})"
-    return f"__builtin_convertvector({parts[0]}, vi32)"
+        return f"join_i64((vi64){parts[0]}, (vi64){parts[1]})"
+    lanes = f"i{8 * d.nbytes}"
+    return convert(f"(v{lanes}){parts[0]}", lanes, "i32")
 
 
 def mask_part(mask: str, d: DType, part: int) -> str:
@@ -237,8 +238,8 @@ def mask_part(mask: str, d: DType, part: int) -> str:
     if d == b1 or d.nbytes == 4:
         return mask
     if d.nbytes == 8:
-        return f"__builtin_convertvector({'hi' if part else 'lo'}_i32({mask}), vi64)"
-    return f"__builtin_convertvector({mask}, vi{8 * d.nbytes})"
+        return convert(f"{'hi' if part else 'lo'}_i32({mask})", "hi32", "i64")
+    return convert(mask, "i32", f"i{8 * d.nbytes}")
 
 
 def splat(x: str, d: DType) -> Parts:
@@ -260,24 +261,27 @@ def vector_cast(x: Parts, src: DType, dst: DType) -> Parts:
         return (mask_from(tuple(f"({p} != 0)" for p in x), src),)
     if src == b1:
         return vector_cast((f"({x[0]} & 1)",), i32, dst)
+    t, u = memory(src), memory(dst)
     if src.nbytes == 8 and dst.nbytes == 8:
-        return tuple(_convert(p, vtype(dst)) for p in x)
+        return tuple(convert(p, t, u) for p in x)
     if src.nbytes == 8:
         mid = dst if dst.nbytes == 4 else DTYPES["i32"]
-        joined = f"cat_{mid.name}({', '.join(_convert(p, f'h{mid.name}') for p in x)})"
+        joined = f"cat_{mid.name}({', '.join(convert(p, t, f'h{mid.name}') for p in x)})"
         return vector_cast((joined,), mid, dst)
     if dst.nbytes == 8:
         if src.nbytes < 4:
             mid = DTYPES["u32" if src.kind == "u" else "i32"]
             return vector_cast(vector_cast(x, src, mid), mid, dst)
-        return tuple(_convert(f"{h}_{src.name}({x[0]})", vtype(dst)) for h in ("lo", "hi"))
+        return tuple(convert(f"{h}_{t}({x[0]})", f"h{t}", u) for h in ("lo", "hi"))
     if (src.is_float and dst.nbytes < 4) or (dst.is_float and src.nbytes < 4):
         return vector_cast(vector_cast(x, src, i32), i32, dst)
-    return (_convert(x[0], vtype(dst)),)
+    return (convert(x[0], t, u),)
 
 
-def _convert(x: str, to: str) -> str:
-    return f"__builtin_convertvector({x}, {to})"
+def convert(x: str, src: str, dst: str) -> str:
+    """One register converted lane by lane (prelude functions cvt_*). src, dst: type names, h<type> for half of the
+    lanes."""
+    return f"cvt_{src}_{dst}({x})"
 
 
 def vector_bitcast(x: Parts, dst: DType) -> Parts:

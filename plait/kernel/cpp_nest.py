@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from plait.ir.loops import walk
 from plait.ir.sizes import Atom, Size, product, symbol
 from plait.kernel.cpp_access import Access
 from plait.kernel.cpp_expr import memory
@@ -35,7 +34,7 @@ class NestWriter:
 
     def __init__(self, kernel: Kernel, nest: Nest, isa: Isa) -> None:
         self.kernel, self.nest = kernel, nest
-        self.v = Values(nest, isa, [n for n in walk(nest.space.roots()) if n.op == "bounded"])
+        self.v = Values(nest, isa, kernel.checks)
         self.access = Access(self.v)
         self.v.loader = self.access
         self.accs = Accumulators(self.v)

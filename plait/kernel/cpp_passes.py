@@ -62,7 +62,7 @@ def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> 
     """Chooses passes, axis and buffers. lanes: of a vector of 32-bit elements; 1 asks for scalar code.
     keep: may use row buffers."""
     deps = dependences(space)
-    passes, last = _passes(space, deps)
+    passes, last = passes_of(space, deps)
     axis, inner = (
         (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
     )
@@ -88,7 +88,7 @@ def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> 
 
 
 # ---------------------------------------------------------------------------------------------- passes
-def _passes(
+def passes_of(
     space: Space, deps: Callable[[Node], frozenset[object]]
 ) -> tuple[tuple[tuple[Stmt, ...], ...], tuple[Store, ...]]:
     """Cuts the full-level statements into passes by their dependence on finished reductions.

@@ -20,6 +20,7 @@ def simd(isa: Isa) -> dict[str, str]:
     out: dict[str, str] = {}
     for part in (
         _shape,
+        _conversions,
         _memory,
         _arithmetic,
         _rounding,
@@ -102,6 +103,62 @@ def _shape(isa: Isa) -> dict[str, str]:
     return out
 
 
+def _conversions(isa: Isa) -> dict[str, str]:
+    """cvt_<from>_<to>: lanes converted; h<type> is half of the lanes of a 32-bit type. join_i64: two registers of
+    64-bit masks as one of 32-bit ones. mask_of_u8, u8_of_mask: bools in memory. Left alone, g++ takes loaded bytes
+    apart one by one and does some conversions in two halves."""
+    fast = _conversion_builtins() if isa.name == "avx512" else {}
+    full, narrow, words = ("f32", "i32", "u32"), ("i16", "u16", "i8", "u8"), ("f64", "i64", "u64")
+    pairs = [(a, b) for a in (*full, *narrow) for b in (*full, *narrow)]
+    pairs += [(a, b) for a in words for b in words]
+    pairs += [(a, f"h{b}") for a in words for b in full] + [
+        (f"h{a}", b) for a in full for b in words
+    ]
+    out = {}
+    for a, b in pairs:
+        result, param = (t if t[0] == "h" else f"v{t}" for t in (b, a))
+        name = f"cvt_{a}_{b}"
+        plain = _fn(result, name, f"{param} x", f"return __builtin_convertvector(x, {result});")
+        builtin = fast.get((a, b))
+        out[name] = _either(
+            builtin and _fn(result, name, f"{param} x", f"return ({result}){builtin};"), plain
+        )
+    n = isa.lanes
+    evens = ", ".join(str(2 * k) for k in range(n))
+    both = ", ".join(f"cvt_i64_hi32({x})" for x in "ab")
+    out["join_i64"] = "\n".join((
+        "#if __has_builtin(__builtin_shufflevector)",
+        _fn("vi32", "join_i64", "vi64 a, vi64 b", f"return __builtin_shufflevector((vi32)a, (vi32)b, {evens});"),
+        "#else",
+        _fn("vi32", "join_i64", "vi64 a, vi64 b", f"return cat_i32({both});"),
+        "#endif",
+    ))  # fmt: skip
+    out["mask_of_u8"] = _fn("vi32", "mask_of_u8", "vu8 x", "return (vi32)(cvt_u8_i32(x) != 0);")
+    out["u8_of_mask"] = _fn("vu8", "u8_of_mask", "vi32 m", "return cvt_i32_u8(m) & 1;")
+    return out
+
+
+def _conversion_builtins() -> dict[tuple[str, str], str]:
+    """Conversions of AVX-512 as g++'s builtins."""
+    bytes_, wide = (
+        "char __attribute__((vector_size(16)))",
+        "long long __attribute__((vector_size(64)))",
+    )
+    out = {}
+    for s, extend in (("i", "s"), ("u", "z")):
+        for t in ("i32", "u32"):
+            out[f"{s}8", t] = f"__builtin_ia32_pmov{extend}xbd512_mask(({bytes_})x, (vi32){{}}, -1)"
+            out[f"{s}16", t] = f"__builtin_ia32_pmov{extend}xwd512_mask((vi16)x, (vi32){{}}, -1)"
+            out[t, f"{s}8"] = f"__builtin_ia32_pmovdb512_mask((vi32)x, ({bytes_}){{}}, -1)"
+            out[t, f"{s}16"] = "__builtin_ia32_pmovdw512_mask((vi32)x, (vi16){}, -1)"
+        for t in ("i64", "u64"):
+            half = "(hi32)x"
+            out[f"h{s}32", t] = f"__builtin_ia32_pmov{extend}xdq512_mask({half}, ({wide}){{}}, -1)"
+            out[t, f"h{s}32"] = f"__builtin_ia32_pmovqd512_mask(({wide})x, (hi32){{}}, -1)"
+    out["hf32", "f64"] = "__builtin_ia32_cvtps2pd512_mask(x, (vf64){}, -1, 4)"
+    return out
+
+
 def _memory(isa: Isa) -> dict[str, str]:
     """ld, st: whole registers; ldn, stn: the first n lanes (n may be <= 0 or past the end); ldm, stm: where
     the mask holds."""
@@ -129,6 +186,8 @@ def _memory(isa: Isa) -> dict[str, str]:
 def _masked_builtins(isa: Isa, t: str) -> dict[str, str]:
     """Masked loads and stores of 32- and 64-bit lanes as instructions. MASK stands for the mask."""
     nbytes, v = DTYPES[t].nbytes, f"v{t}"
+    if nbytes < 4 and isa.name == "avx512":
+        return _narrow_masked_builtins(t)
     if nbytes < 4 or isa.name == "portable":
         return {}
     f, letter = ("f32", "s") if nbytes == 4 else ("f64", "d")
@@ -158,6 +217,27 @@ def _masked_builtins(isa: Isa, t: str) -> dict[str, str]:
     }
 
 
+def _narrow_masked_builtins(t: str) -> dict[str, str]:
+    """Masked loads and stores of 8- and 16-bit lanes of AVX-512."""
+    v, nbytes = f"v{t}", DTYPES[t].nbytes
+    one, letters, size = ("char", "qi", 128) if nbytes == 1 else ("short", "hi", 256)
+    lanes = f"{one} __attribute__((vector_size(16 * {nbytes})))"
+    test = "cvtb2mask128" if nbytes == 1 else "cvtw2mask256"
+    mask = f"__builtin_ia32_{test}(({lanes})m)"
+    count = "n >= 16 ? -1 : n <= 0 ? 0 : (1 << n) - 1"
+    load = f"return ({v})__builtin_ia32_loaddqu{letters}{size}_mask((const {one}*)p, ({lanes}){{}}, (u16)(MASK));"
+    store = f"__builtin_ia32_storedqu{letters}{size}_mask(({one}*)p, ({lanes})x, (u16)(MASK));"
+    return {
+        f"ld{kind}": _fn(v, f"ld{kind}_{t}", f"const {t}* p, {more}", load.replace("MASK", text))
+        for kind, more, text in (("n", "i64 n", count), ("m", f"{_mask(t)} m", mask))
+    } | {
+        f"st{kind}": _fn(
+            "void", f"st{kind}_{t}", f"{t}* p, {v} x, {more}", store.replace("MASK", text)
+        )
+        for kind, more, text in (("n", "i64 n", count), ("m", f"{_mask(t)} m", mask))
+    }
+
+
 def _arithmetic(isa: Isa) -> dict[str, str]:
     """Functions that plain vector operators express."""
     out = {}
@@ -165,8 +245,15 @@ def _arithmetic(isa: Isa) -> dict[str, str]:
         v, bits, two = f"v{t}", 8 * DTYPES[t].nbytes, f"v{t} a, v{t} b"
         if t in _FLOATS:
             sign = f"(vu{bits})splat_{t}(-0.0)"
-            out[f"v_min_{t}"] = _fn(v, f"v_min_{t}", two, "return (a < b) | (a != a) ? a : b;")
-            out[f"v_max_{t}"] = _fn(v, f"v_max_{t}", two, "return (a > b) | (a != a) ? a : b;")
+            # `a < b ? a : b` is one instruction, and b where either is a NaN.
+            out[f"v_min_{t}"] = _fn(
+                v, f"v_min_{t}", two, f"{v} r = a < b ? a : b; return a != a ? a : r;"
+            )
+            out[f"v_max_{t}"] = _fn(
+                v, f"v_max_{t}", two, f"{v} r = a > b ? a : b; return a != a ? a : r;"
+            )
+            out[f"v_lower_{t}"] = _fn(v, f"v_lower_{t}", two, "return b < a ? b : a;")
+            out[f"v_upper_{t}"] = _fn(v, f"v_upper_{t}", two, "return b > a ? b : a;")
             out[f"v_fmin_{t}"] = _fn(v, f"v_fmin_{t}", two, "return (a <= b) | (b != b) ? a : b;")
             out[f"v_fmax_{t}"] = _fn(v, f"v_fmax_{t}", two, "return (a >= b) | (b != b) ? a : b;")
             out[f"v_abs_{t}"] = _fn(
@@ -264,24 +351,8 @@ def _halves(isa: Isa) -> dict[str, str]:
     n = isa.lanes
     to_bf16 = (
         "vu32 b = (vu32)x; b = (b + 0x7fff + (b >> 16 & 1)) >> 16; "
-        "b = x != x ? splat_u32(0x7fc0) : b; return narrow_u16(b);"
+        "b = x != x ? splat_u32(0x7fc0) : b; return cvt_u32_u16(b);"
     )
-    widen = _fn("vu32", "widen_u16", "vu16 x", "return __builtin_convertvector(x, vu32);")
-    narrow = _fn("vu16", "narrow_u16", "vu32 x", "return __builtin_convertvector(x, vu16);")
-    fast_widen = fast_narrow = None
-    if isa.name == "avx512":  # g++ 12 does these in two halves
-        fast_widen = _fn(
-            "vu32",
-            "widen_u16",
-            "vu16 x",
-            "return (vu32)__builtin_ia32_pmovzxwd512_mask((vi16)x, (vi32){}, -1);",
-        )
-        fast_narrow = _fn(
-            "vu16",
-            "narrow_u16",
-            "vu32 x",
-            "return (vu16)__builtin_ia32_pmovdw512_mask((vi32)x, (vi16){}, -1);",
-        )
     up = _fn(
         "vf32",
         "v_from_f16",
@@ -303,9 +374,7 @@ def _halves(isa: Isa) -> dict[str, str]:
         "avx2": "return (vu16)__builtin_ia32_vcvtps2ph256(x, 0);",
     }.get(isa.name)
     return {
-        "widen_u16": _either(fast_widen, widen),
-        "narrow_u16": _either(fast_narrow, narrow),
-        "v_from_bf16": _fn("vf32", "v_from_bf16", "vu16 x", "return (vf32)(widen_u16(x) << 16);"),
+        "v_from_bf16": _fn("vf32", "v_from_bf16", "vu16 x", "return (vf32)(cvt_u16_u32(x) << 16);"),
         "v_to_bf16": _fn("vu16", "v_to_bf16", "vf32 x", to_bf16),
         "v_from_f16": _either(fast_up and _fn("vf32", "v_from_f16", "vu16 x", fast_up), up),
         "v_to_f16": _either(fast_down and _fn("vu16", "v_to_f16", "vf32 x", fast_down), down),

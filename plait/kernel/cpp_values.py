@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType
-from plait.ir.loops import Node
+from plait.ir.loops import Node, check_of
 from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols
 from plait.kernel.cpp_expr import (
     Parts,
@@ -70,7 +71,7 @@ class Block:
 class Values:
     """The state of writing one kernel: blocks, names, and the vector copy that is being written."""
 
-    def __init__(self, nest: Nest, isa: Isa, checks: Sequence[Node]) -> None:
+    def __init__(self, nest: Nest, isa: Isa, checks: Sequence[Check]) -> None:
         self.nest, self.isa = nest, isa
         self.lanes = nest.lanes
         self.deps = dependences(nest.space)
@@ -78,7 +79,7 @@ class Values:
         self.depth_of: dict[object, int] = {}
         self.names: dict[Atom, str] = {}
         self.bases: dict[str, str] = {}
-        self.checks = {n: k + 1 for k, n in enumerate(checks)}
+        self.checks = {c: k + 1 for k, c in enumerate(checks)}
         self.acc_values: dict[tuple[str, int], Parts] = {}
         self.vector_roots: set[object] = set() if self.lanes == 1 else {nest.axis}
         self.keep_names: dict[Node, str] = {}
@@ -209,6 +210,8 @@ class Values:
             return self._index(n)
         if n.op == "bounded":
             return self._bounded(n)
+        if n.op == "nonzero":
+            return self._nonzero(n)
         if not vector:
             return (self.define(ctype(n.dtype), self._scalar(n), depth),)
         return self.define_parts(n.dtype, self._vector(n), depth)
@@ -233,31 +236,38 @@ class Values:
         args = tuple(self.vector(a) for a in n.args)
         if n.op == "cast":
             return vector_cast(args[0], n.args[0].dtype, n.dtype)
+        if n.op in ("min", "max") and n.dtype.name in ("f32", "f64"):
+            return self._bound(n, args)
         if n.op == "bitcast":
             return vector_bitcast(args[0], n.dtype)
         return vector_op(n.op, n.args[-1].dtype, args, n.dtype)
 
+    def _bound(self, n: Node, args: tuple[Parts, ...]) -> Parts:
+        """min or max of floats: one instruction where one side is a constant that is no NaN."""
+        for k, other in ((0, 1), (1, 0)):
+            c = n.args[other]
+            if c.op == "const" and c.attr == c.attr:
+                name = {"min": "lower", "max": "upper"}[n.op]
+                return tuple(
+                    f"v_{name}_{n.dtype.name}({x}, {y})"
+                    for x, y in zip(args[k], args[other], strict=True)
+                )
+        return vector_op(n.op, n.dtype, args, n.dtype)
+
     def _bounded(self, n: Node) -> Parts:
         """The run-time check of an index: outside [0, size) the kernel fails and the value is 0."""
-        assert isinstance(n.attr, (int, Expr))
-        depth, size = self.depth(n), self.integer(n.attr)
-        report = f"fail = fail ? fail : {self.checks[n]};"
+        assert isinstance(n.attr, Bound)
+        depth, size = self.depth(n), self.integer(n.attr.size)
         if not self.is_vector(n):
             x = self.get(n.args[0])[0]
             bad = self.define("bool", f"(u64){x} >= (u64)({size})", depth)
-            also = f" && {self.get(n.args[1])[0]}" if len(n.args) > 1 else ""
-            self.line(f"if ({bad}{also}) {report}", depth)
+            self._fail_if(n, bad)
             return (self.define("i64", f"{bad} ? 0 : {x}", depth),)
         lanes = self.vector(n.args[0])
         limit = self.define("vu64", f"splat_u64((u64)({size}))", depth)
         bads = tuple(f"((vu64){p} >= {limit})" for p in lanes)
         bad_lanes = self.define("vi32", mask_from(bads, n.dtype), depth)
-        seen = (
-            bad_lanes
-            + (f" & {self.vector(n.args[1])[0]}" if len(n.args) > 1 else "")
-            + (" & lm" if self.tail else "")
-        )
-        self.line(f"if (any({seen})) {report}", depth)
+        self._fail_if(n, bad_lanes)
         zero = "(vi64){}"
         return self.define_parts(
             n.dtype,
@@ -266,6 +276,29 @@ class Values:
             ),
             depth,
         )
+
+    def _nonzero(self, n: Node) -> Parts:
+        """The run-time check of a divisor; the value stays what it is, since dividing by 0 gives 0 here."""
+        parts = self.get(n.args[0])
+        if not self.is_vector(n):
+            self._fail_if(n, f"{parts[0]} == 0")
+            return parts
+        parts = self.vector(n.args[0])
+        zeros = mask_from(tuple(f"({p} == 0)" for p in parts), n.dtype)
+        self._fail_if(n, zeros)
+        return parts
+
+    def _fail_if(self, n: Node, bad: str) -> None:
+        """Reports n's check where `bad` holds: a bool, or a vi32 mask of lanes if n is a vector."""
+        check = check_of(n)
+        assert check is not None
+        depth, report = self.depth(n), f"fail = fail ? fail : {self.checks[check]};"
+        if not self.is_vector(n):
+            also = f" && {self.get(n.args[1])[0]}" if len(n.args) > 1 else ""
+            self.line(f"if ({bad}{also}) {report}", depth)
+            return
+        also = f" & {self.vector(n.args[1])[0]}" if len(n.args) > 1 else ""
+        self.line(f"if (any({bad}{also}{' & lm' if self.tail else ''})) {report}", depth)
 
     def _index(self, n: Node) -> Parts:
         e = n.attr

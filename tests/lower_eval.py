@@ -35,6 +35,7 @@ from plait.lower.dtypes import TO_TORCH
 from plait.lower.graph import Lowered
 
 T = torch.Tensor
+ERRORS = {"IndexError": IndexError, "RuntimeError": RuntimeError}
 _SIMPLE: dict[str, Callable[..., T]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "and": torch.bitwise_and, "or": torch.bitwise_or,
     "xor": torch.bitwise_xor, "not": torch.bitwise_not, "neg": torch.neg, "abs": torch.abs, "truediv": torch.div,
@@ -158,15 +159,20 @@ class Evaluate:
         if n.op == "load":
             return self._load(n.attr, args, env)
         if n.op == "bounded":
-            size = _size(n.attr, env)
+            size = _size(n.attr.size, env)
             bad = (args[0] < 0) | (args[0] >= size)
             if len(args) > 1:
                 bad = bad & args[1]
             if bool(bad.any()):
-                raise IndexError("index out of range")
+                raise ERRORS[n.attr.check.error](n.attr.check.message)
             return torch.where(
                 (args[0] < 0) | (args[0] >= size), torch.zeros_like(args[0]), args[0]
             )
+        if n.op == "nonzero":
+            bad = (args[0] == 0) & args[1] if len(args) > 1 else args[0] == 0
+            if bool(bad.any()):
+                raise ERRORS[n.attr.error](n.attr.message)
+            return args[0]
         return _op(n.op, *args)
 
     def _with_args(self, env: dict[str, T], args: Sequence[T]) -> dict[str, T]:

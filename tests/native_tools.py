@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from plait.ir.checks import OUT_OF_RANGE
 from plait.ir.dtypes import DType, f32
 from plait.ir.sizes import Size
 from plait.runtime.load import Program, load
@@ -104,7 +105,8 @@ def program(
 ) -> WrapperProgram:
     """The program with the kernels that it launches declared."""
     used = dict.fromkeys(i.kernel for i in body if isinstance(i, Launch))
-    kernels = tuple(DefineKernel(k, *N_ARGS[k]) for k in used)
+    checks = {"k_fails": (OUT_OF_RANGE,) * 7}
+    kernels = tuple(DefineKernel(k, *N_ARGS[k], checks.get(k, ())) for k in used)
     return WrapperProgram("test", inputs, (*kernels, *body), n_constants, n_callables)
 
 

@@ -220,7 +220,7 @@ class Space:
             return accs[n.attr]
         if n.op == "index":
             return self.index((n.attr,), args)[0].astype(dtype)
-        if n.op == "bounded":
+        if n.op in ("bounded", "nonzero"):
             return args[0]
         if n.op == "load":
             return self._load(arrays[n.attr.buf], n.attr, args)

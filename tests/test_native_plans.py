@@ -51,7 +51,7 @@ def rich_program():
         (SymbolInput("n"), tensor("x", s0, 4), tensor("y", 4, 4), OpaqueInput("g")),
         Symbol("s0", SizeOf("x", "size", 0)),
         AssertScalar(compare("le", s0, 100), "at most 100"),
-        AssertSizeStride("y", (4, 4), (4, 1)),
+        AssertSizeStride("y", f32, (4, 4), (4, 1)),
         Arena("m", 4096),
         Place("p", "m", 64, f32, (4, 4), (4, 1)),
         Place("q", "m", floordiv(n, 1) * 64, f32, (4,), (1,)),

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from plait.ir.checks import OUT_OF_RANGE, Bound
 from plait.ir.dtypes import DType, b1, f32, f64, i32, i64
 from plait.ir.interp import Space
 from plait.ir.loops import Load, Node, arg_symbol, cast, const, loop_vars, node
@@ -79,7 +80,7 @@ class Random:
         args: tuple[Node, ...] = ()
         at: Size = mod(I * 4 + J, N)
         if self.rng.random() < 0.6:
-            args = (node("bounded", (index,), N, i64),)
+            args = (node("bounded", (index,), Bound(N, OUT_OF_RANGE), i64),)
             at = arg_symbol(0, N)
         masked = self.rng.random() < 0.3
         if masked:
@@ -119,7 +120,8 @@ def test_random_bodies_keep_their_values(block: int) -> None:
 def test_an_index_that_ranges_decide_needs_no_check() -> None:
     at = node("index", (), I, i64)
     wrapped = node("where", (node("lt", (at, const(0, i64))), node("add", (at, const(6, i64))), at))
-    load = node("load", (node("bounded", (wrapped,), 6, i64),), Load("x", (arg_symbol(0, 6),)), f32)
+    safe = node("bounded", (wrapped,), Bound(6, OUT_OF_RANGE), i64)
+    load = node("load", (safe,), Load("x", (arg_symbol(0, 6),)), f32)
     assert Simplifier()(load) == node("load", (), Load("x", (I,)), f32)
 
 

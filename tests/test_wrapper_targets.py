@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from plait.ir import sizes as sz
-from plait.ir.dtypes import b1, f32, i32, i64
+from plait.ir.checks import OUT_OF_RANGE, ZERO_DIVISION
+from plait.ir.dtypes import b1, f32, i32, i64, opaque
 from plait.ir.sizes import Size
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
@@ -72,6 +73,7 @@ KERNEL k_add(i64 tid, i64 nt, void* const* b, const i64* s) {  // z = x + y
   for (i64 i = lo; i < hi; ++i) z[i] = x[i] + y[i];
   return 0;
 }
+KERNEL k_divide(i64 tid, i64 nt, void* const* b, const i64* s) { return *(const i64*)b[0] == 0; }
 KERNEL k_check(i64 tid, i64 nt, void* const* b, const i64* s) { return *(const i64*)b[0] < s[0] ? 0 : 3; }
 """
 
@@ -93,12 +95,14 @@ def flat(t: torch.Tensor, n: int) -> torch.Tensor:
 MEANINGS = {
     "k_double": _double,
     "k_add": _add,
+    "k_divide": lambda t, s: int(int(t[0]) == 0),
     "k_check": lambda t, s: 0 if int(t[0]) < s[0] else 3,
 }
 KERNELS = (
     DefineKernel("k_double", 2, 1),
     DefineKernel("k_add", 3, 1),
-    DefineKernel("k_check", 1, 1),
+    DefineKernel("k_divide", 1, 0, (ZERO_DIVISION,)),
+    DefineKernel("k_check", 1, 1, (OUT_OF_RANGE, ZERO_DIVISION, OUT_OF_RANGE)),
 )
 s0 = sz.symbol("s0", lo=1)
 u0 = sz.symbol("u0", lo=float("-inf"))
@@ -187,8 +191,14 @@ CASES: dict[str, Case] = {
         (tensor("k", i64, (), ()),),
         (Launch("k_check", ("k",), (5,), (), 1), give("k")),
         lambda: [torch.tensor(5)],
-        fails="index out of range in kernel k_check (check 3)",
+        fails="index out of range in self (in kernel k_check)",
         error=IndexError,
+    ),
+    "launch fails with another error": Case(
+        (tensor("k", i64, (), ()),),
+        (Launch("k_divide", ("k",), (), (), 1), give("k")),
+        lambda: [torch.tensor(0)],
+        fails=r"ZeroDivisionError (in kernel k_divide)",
     ),
     "launch passes a check": Case(
         (tensor("k", i64, (), ()),),
@@ -267,23 +277,32 @@ CASES: dict[str, Case] = {
     ),
     "layout holds": Case(
         (tensor(shape=(2, 1, 3), strides=(3, 3, 1)),),
-        (AssertSizeStride("x", (2, 1, 3), (3, 77, 1)), give("x")),
+        (AssertSizeStride("x", f32, (2, 1, 3), (3, 77, 1)), give("x")),
         lambda: [torch.randn(2, 1, 3)],
     ),
     "layout of no elements": Case(
         (tensor(shape=(0, 3), strides=(3, 1)),),
-        (AssertSizeStride("x", (0, 3), (9, 9)), give("x")),
+        (AssertSizeStride("x", f32, (0, 3), (9, 9)), give("x")),
         lambda: [torch.randn(0, 3)],
     ),
     "layout fails": Case(
         X,
-        (AssertSizeStride("x", (6,), (2,)), give("x")),
+        (AssertSizeStride("x", f32, (6,), (2,)), give("x")),
         x6,
         fails="'x' has sizes [6] and strides [1], expected [6] and [2]",
     ),
+    "layout of another dtype": Case(
+        X,
+        (AssertSizeStride("x", i32, (6,), (1,)), give("x")),
+        x6,
+        fails="'x' has dtype float32, expected int32",
+    ),
+    "layout of a dtype that nobody knows": Case(
+        X, (AssertSizeStride("x", opaque, (6,), (1,)), give("x")), x6
+    ),
     "layout of another rank": Case(
         X,
-        (AssertSizeStride("x", (6, 1), (1, 1)), give("x")),
+        (AssertSizeStride("x", f32, (6, 1), (1, 1)), give("x")),
         x6,
         fails="'x' has sizes [6] and strides [1], expected [6, 1] and [1, 1]",
     ),

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from plait.ir import sizes as sz
+from plait.ir.checks import ERRORS, Check
 from plait.ir.dtypes import DTYPES, f32
 from plait.ir.symtext import TextError
 from plait.wrapper import instructions as ins
@@ -53,6 +54,9 @@ class Random:
     def names(self) -> tuple[str, ...]:
         return tuple(self.name() for _ in range(self.r.randint(0, 3)))
 
+    def checks(self) -> tuple[Check, ...]:
+        return tuple(Check(self.r.choice(ERRORS), self.name()) for _ in range(self.r.randint(0, 3)))
+
     def operand(self, depth: int = 2) -> ins.Operand:
         literals = [
             ("none", ""), ("bool", "True"), ("bool", "yes"), ("float", (0.1).hex()), ("float", "inf"), ("float", "nan"),
@@ -95,7 +99,7 @@ class Random:
         makers = {
             "str": self.name, "Size": self.size, "tuple[Size, ...]": self.sizes, "tuple[str, ...]": self.names,
             "bool": lambda: self.r.random() < 0.5, "int": lambda: self.r.randint(0, 99), "Operand": self.operand,
-            "DType": lambda: self.r.choice(list(DTYPES.values())),
+            "tuple[Check, ...]": self.checks, "DType": lambda: self.r.choice(list(DTYPES.values())),
         }  # fmt: skip
         return makers[kind]()
 

@@ -17,6 +17,7 @@ from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH
 from plait.wrapper import instructions as ins
 
+ERRORS = {"IndexError": IndexError, "RuntimeError": RuntimeError}
 KernelMeaning = Callable[[list[torch.Tensor], list[int]], int]
 
 
@@ -36,6 +37,7 @@ class _Call:
     def __init__(self, p: Any, args: Any, kernels: Any, constants: Any, callables: Any) -> None:
         assert len(args) == len(p.inputs)
         self.p, self.kernels, self.constants, self.callables = p, kernels, constants, callables
+        self.checks: dict[str, Any] = {}
         self.env: dict[str, Any] = {i.name: a for i, a in zip(p.inputs, args, strict=True)}
 
     def run(self) -> tuple[object, ...]:
@@ -67,7 +69,10 @@ class _Call:
             case ins.AssertScalar(expr, message):
                 if self.size(expr) == 0:
                     raise RuntimeError(message)
-            case ins.AssertSizeStride(tensor, shape, strides):
+            case ins.AssertSizeStride(tensor, dtype, shape, strides):
+                if env[tensor].dtype != TO_TORCH.get(dtype, env[tensor].dtype):
+                    found, want = str(env[tensor].dtype)[6:], str(TO_TORCH[dtype])[6:]
+                    raise RuntimeError(f"'{tensor}' has dtype {found}, expected {want}")
                 self.layout(tensor, self.sizes(shape), self.sizes(strides))
             case ins.AssertAlignment(tensor, nbytes):
                 if env[tensor].data_ptr() % nbytes != 0:
@@ -98,12 +103,14 @@ class _Call:
                 env[name] = self.memory(env[base], start, dtype, shape, strides)
             case ins.Constant(name, index):
                 env[name] = self.constants[index]
-            case ins.DefineKernel(name, _, _):
+            case ins.DefineKernel(name):
                 assert name in self.kernels
+                self.checks[name] = i.checks
             case ins.Launch(kernel, args, sizes):
                 failed = self.kernels[kernel]([env[a] for a in args], self.sizes(sizes))
                 if failed:
-                    raise IndexError(f"index out of range in kernel {kernel} (check {failed})")
+                    check = self.checks[kernel][failed - 1]
+                    raise ERRORS[check.error](f"{check.message} (in kernel {kernel})")
             case ins.CallExtern(op, args, kwargs, outs):
                 self.results(outs, op, args, kwargs)
             case ins.CallPython(index, _, args, kwargs, outs):

@@ -9,7 +9,7 @@
 //   symbols:  n, then name each
 //   slots:    n, then (name, dtype) each
 //   inputs:   n, then (kind, id) each; a tensor goes on with dtype, rank, sizes, strides, device
-//   kernels:  n, then (name, n_args, n_sizes) each
+//   kernels:  n, then (name, n_args, n_sizes, n checks, (error, message) each) each
 //   body:     n, then (opcode, words of this instruction, fields) each
 // Every count and id is checked as it is read, so that no byte string can make the reader leave its
 // bounds.
@@ -123,7 +123,8 @@ class Parser {
     for (size_t n = in_.count(); n > 0; --n) {
       std::string name = in_.string();
       const int32_t n_args = in_.id(0, INT32_MAX, "kernel argument count");
-      plan_.kernels.push_back({std::move(name), n_args, in_.id(0, INT32_MAX, "kernel size count")});
+      const int32_t n_sizes = in_.id(0, INT32_MAX, "kernel size count");
+      plan_.kernels.push_back({std::move(name), n_args, n_sizes, checks()});
     }
     for (size_t n = in_.count(); n > 0; --n) {
       const int32_t opcode = in_.id(0, static_cast<int64_t>(std::variant_size_v<Instr>), "opcode");
@@ -172,6 +173,15 @@ class Parser {
     double value = 0;
     std::memcpy(&value, &bits, 8);
     return value;
+  }
+
+  std::vector<Check> checks() {
+    std::vector<Check> out;
+    for (size_t n = in_.count(); n > 0; --n) {
+      const auto error = static_cast<Check::Error>(in_.id(0, 2, "kind of error"));
+      out.push_back({error, in_.string()});
+    }
+    return out;
   }
 
   Shape shape() {
@@ -259,7 +269,7 @@ class Parser {
         return s;
       }
       case 1: return AssertScalar{expr(), in_.string()};
-      case 2: return AssertSizeStride{slot(), shape()};
+      case 2: return AssertSizeStride{slot(), dtype(), shape()};
       case 3: return AssertAlignment{slot(), in_.word()};
       case 4: return CheckFinite{slot(), in_.string()};
       case 5: return Arena{slot(), expr(), in_.string()};

@@ -26,7 +26,7 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr uint32_t kPlanVersion = 1;
+inline constexpr uint32_t kPlanVersion = 2;
 
 // Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
 // does not know.
@@ -119,6 +119,7 @@ struct AssertScalar {
 };
 struct AssertSizeStride {
   SlotId tensor;
+  DType dtype;  // opaque: any
   Shape shape;
 };
 struct AssertAlignment {
@@ -213,9 +214,17 @@ using Instr = std::variant<Symbol, AssertScalar, AssertSizeStride, AssertAlignme
                            Arena, Place, Alloc, Reuse, Free, View, Constant, Launch, CallExtern,
                            CallPython, Copy, BumpVersion, Fill, Return>;
 
+// What a failed run-time check of a kernel raises.
+struct Check {
+  enum class Error : int32_t { index, runtime };
+  Error error;
+  std::string message;
+};
+
 struct Kernel {
   std::string name;
   int32_t n_args, n_sizes;
+  std::vector<Check> checks;  // a kernel that returns k > 0 fails with checks[k - 1]
 };
 
 struct Plan {

@@ -265,6 +265,7 @@ class Program {
   bool call_gemm(Frame& f, const ExternCall& c) const;
   void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const;
   void check_finite(Frame& f, const CheckFinite& c) const;
+  [[noreturn]] void fail_check(int32_t launch, int64_t code) const;
   void check_size_stride(Frame& f, const AssertSizeStride& a) const;
   void check_alignment(Frame& f, const AssertAlignment& a) const;
   void fill(Frame& f, const Fill& i) const;

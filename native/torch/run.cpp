@@ -458,8 +458,17 @@ void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
   }
   if (split_ns > kWarmRegionNs) last_candidate.store(__rdtsc(), std::memory_order_relaxed);
   if (failure.code != 0) [[unlikely]]
-    TORCH_CHECK_INDEX(false, "index out of range in kernel ", kernel_name(r.first + failure.task),
-                      " (check ", failure.code, ")");
+    fail_check(r.first + failure.task, failure.code);
+}
+
+void Program::fail_check(int32_t launch, int64_t code) const {
+  const Kernel& k =
+      plan_.kernels[static_cast<size_t>(launches_[static_cast<size_t>(launch)].kernel)];
+  const auto at = static_cast<size_t>(code - 1);
+  TORCH_CHECK(at < k.checks.size(), "check ", code, " (in kernel ", k.name, ")");
+  const Check& check = k.checks[at];
+  TORCH_CHECK_INDEX(check.error != Check::Error::index, check.message, " (in kernel ", k.name, ")");
+  TORCH_CHECK(false, check.message, " (in kernel ", k.name, ")");
 }
 
 const std::string& Program::kernel_name(int32_t launch) const {
@@ -501,6 +510,9 @@ void Program::check_finite(Frame& f, const CheckFinite& c) const {
 
 void Program::check_size_stride(Frame& f, const AssertSizeStride& a) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(a.tensor)];
+  TORCH_CHECK(a.dtype >= DType::opaque || t.scalar_type() == scalar_type(a.dtype), "'",
+              slot(a.tensor).name, "' has dtype ", torch_name(from_scalar_type(t.scalar_type())),
+              ", expected ", torch_name(a.dtype));
   const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
   const size_t rank = a.shape.sizes.size();
   bool same = sizes.size() == rank, same_strides = true;

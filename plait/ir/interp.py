@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16
 from plait.ir.loops import Load, Node, Pointwise, Reduction, Scan, Scatter, is_arg, walk
 from plait.ir.sizes import Atom, Expr, Size
@@ -27,7 +28,7 @@ _M32 = (1 << 32) - 1
 
 
 class CheckFailed(IndexError):
-    """A run-time check (`bounded`) did not hold."""
+    """A run-time check (`bounded`, `nonzero`) did not hold."""
 
 
 def numpy_type(d: DType) -> np.dtype[Any]:
@@ -240,6 +241,9 @@ class Space:
             return self._load(n, args)
         if n.op == "bounded":
             return self._bounded(n, args)
+        if n.op == "nonzero":
+            self._require(n, args[0] != 0, args[1:])
+            return args[0]
         if n.op == "acc":
             return self.accs[str(n.attr)]
         if n.op == "cast":
@@ -291,13 +295,17 @@ class Space:
         return out
 
     def _bounded(self, n: Node, args: list[Array]) -> Array:
-        assert isinstance(n.attr, (int, Expr))
-        size = self.number(n.attr)
-        bad = (args[0] < 0) | (args[0] >= size)
-        seen = bad & args[1] if len(args) > 1 else bad
+        assert isinstance(n.attr, Bound)
+        size = self.number(n.attr.size)
+        good = (args[0] >= 0) & (args[0] < size)
+        self._require(n, good, args[1:])
+        return np.where(good, args[0], 0)
+
+    def _require(self, n: Node, good: Array, masks: Sequence[Array]) -> None:
+        """Notes the check of n as failed where its value is not good at a point that its mask allows."""
+        seen = ~good & masks[0] if masks else ~good
         if np.broadcast_to(seen, np.broadcast_shapes(self.shape(), seen.shape)).any():
             self.failed.append(n)
-        return np.where(bad, 0, args[0])
 
     def whole(self, n: Node) -> Array:
         """A node's value at every point of the space."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, b1
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Expr, Size, substitute, symbol
@@ -33,7 +34,7 @@ class Load:
     masked: bool = False
 
 
-Attr = Const | Load | Size | str | None
+Attr = Const | Load | Size | str | Bound | Check | None
 
 
 class Node:
@@ -142,6 +143,13 @@ def index_exprs(n: Node) -> tuple[Size, ...]:
         assert isinstance(n.attr, (int, Expr))
         return (n.attr,)
     return ()
+
+
+def check_of(n: Node) -> Check | None:
+    """What the call fails with if this node's promise does not hold; None for nodes that promise nothing."""
+    if isinstance(n.attr, Bound):
+        return n.attr.check
+    return n.attr if isinstance(n.attr, Check) else None
 
 
 def rewrite(

@@ -157,14 +157,21 @@ SPECIAL: dict[str, str] = {
     "bitcast": "same size, same bits",
     "load": "attr: Load; element of a buffer; see plait/ir/loops.py",
     "bounded": (
-        "attr: Size n; args (v i64) or (v, mask b1): v, promised to be in [0, n); where it is not "
-        "(and mask holds) the call fails with an IndexError and the value is 0"
+        "attr: Bound; args (v i64) or (v, mask b1): v, promised to be in [0, size); where it is not "
+        "(and mask holds) the call fails with the bound's check and the value is 0"
+    ),
+    "nonzero": (
+        "attr: Check; args (v integer) or (v, mask b1): v itself; where it is 0 (and mask holds) "
+        "the call fails with that check"
     ),
     "acc": (
         "attr: name of a Reduce statement of the same kernel; its value at this outer point "
         "(made by the scheduler only)"
     ),
 }
+
+# Nodes that can make the call fail.
+CHECKED = ("bounded", "nonzero")
 
 # How values combine in a reduction. Identity elements are in plait/ir/loops.py.
 REDUCTIONS: dict[str, str] = {

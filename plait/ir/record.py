@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from plait.ir.checks import OUT_OF_RANGE, Bound, Check
 from plait.ir.dtypes import DType, b1, i64
 from plait.ir.loops import (
     Const,
@@ -22,7 +23,7 @@ from plait.ir.loops import (
     node,
     rewrite,
 )
-from plait.ir.ops import OPS
+from plait.ir.ops import CHECKED, OPS
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, substitute, symbol
 
 
@@ -73,16 +74,25 @@ class Recorder:
         self._indirect[sym.symbol] = cast(value, i64)
         return sym
 
-    def checked(self, value: Node, size: Size, wrap: bool = True) -> Expr:
-        """As indirect, but checked at run time: outside [-size, size) (wrap) or [0, size) the call fails with an
-        IndexError."""
+    def checked(
+        self, value: Node, size: Size, wrap: bool = True, check: Check = OUT_OF_RANGE
+    ) -> Expr:
+        """As indirect, but checked at run time: outside [-size, size) (wrap) or [0, size) the call fails with
+        `check`."""
         value = cast(value, i64)
         if wrap:
             zero = const(0, i64)
             wrapped = node("add", (value, self.index(size)))
             value = node("where", (node("lt", (value, zero)), wrapped, value))
         args = (value, self._mask()) if self._masks else (value,)
-        return self.indirect(node("bounded", args, size, i64), size)
+        return self.indirect(node("bounded", args, Bound(size, check), i64), size)
+
+    def nonzero(self, value: Node, check: Check) -> Node:
+        """An integer that must not be 0: the call fails with `check` where it is."""
+        if value.op == "const" and value.attr:
+            return value
+        args = (value, self._mask()) if self._masks else (value,)
+        return node("nonzero", args, check, value.dtype)
 
     def masked(self, mask: Node, body: Callable[[], Node], other: Const) -> Node:
         """body() where mask holds, `other` elsewhere; loads inside body touch memory only where mask (and masks
@@ -143,13 +153,13 @@ def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, 
     memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
-        if n.op not in ("load", "index", "bounded"):
+        if n.op not in ("load", "index", *CHECKED):
             return n if args == n.args else node(n.op, args, n.attr, n.dtype)
-        if n.op == "bounded":
+        if n.op in CHECKED:
             both = (
                 args if mask is None else (args[0], _and(args[1], mask) if len(args) > 1 else mask)
             )
-            return node("bounded", both, n.attr, n.dtype)
+            return node(n.op, both, n.attr, n.dtype)
         inner_mask = args[-1] if isinstance(n.attr, Load) and n.attr.masked else None
         inner = args[:-1] if inner_mask is not None else args
         exprs, new_args = _merge_args(index_exprs(n), inner, env, outer)

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from fractions import Fraction
 
+from plait.ir.checks import Bound
 from plait.ir.dtypes import DType, b1, bf16, f16, f32, f64, i64
 from plait.ir.loops import Attr, Load, Node, const, index_exprs, is_arg, node, with_args
 from plait.ir.sizes import (
@@ -169,11 +170,24 @@ def index_extreme(s: Simplifier, n: Node) -> Node | None:
 
 def bounded_for_sure(s: Simplifier, n: Node) -> Node | None:
     found = _integer(n.args[0])
-    assert isinstance(n.attr, (int, Expr))
-    if found is not None and known_nonneg(found[0]) and known_lt(found[0], n.attr):
+    assert isinstance(n.attr, Bound)
+    if found is not None and known_nonneg(found[0]) and known_lt(found[0], n.attr.size):
         return n.args[0]
+    return _always_checked(n)
+
+
+def nonzero_for_sure(s: Simplifier, n: Node) -> Node | None:
+    value = n.args[0]
+    found = _integer(value)
+    if (value.op == "const" and value.attr) or (found is not None and known_lt(0, found[0])):
+        return value
+    return _always_checked(n)
+
+
+def _always_checked(n: Node) -> Node | None:
+    """A check whose mask holds everywhere, without the mask."""
     if len(n.args) == 2 and _is(n.args[1], True):
-        return node("bounded", n.args[:1], n.attr, n.dtype)
+        return node(n.op, n.args[:1], n.attr, n.dtype)
     return None
 
 
@@ -396,6 +410,7 @@ RULES: list[tuple[str, tuple[str, ...], Rule]] = [
     ("e1 < e2 decided by ranges", tuple(_COMPARE), index_comparison),
     ("min, max decided by ranges", ("min", "max"), index_extreme),
     ("bounded(e) in range -> e", ("bounded",), bounded_for_sure),
+    ("nonzero(e) for e > 0 -> e", ("nonzero",), nonzero_for_sure),
     ("load[$k](e) -> load[e]", ("load", "index"), known_arguments),
     ("a masked load whose mask is known", ("load",), mask_known),
     ("b and true -> b, and the like", ("and", "or", "xor"), logic),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from plait.errors import InternalError
 from plait.ir import sizes as sz
+from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, i64
 from plait.ir.loops import (
     Alias,
@@ -30,11 +31,12 @@ from plait.ir.loops import (
     Scan,
     Scatter,
     TensorArg,
+    check_of,
     index_exprs,
     is_arg,
     walk,
 )  # fmt: skip
-from plait.ir.ops import OPS, REDUCTIONS, SPECIAL
+from plait.ir.ops import CHECKED, OPS, REDUCTIONS, SPECIAL
 from plait.ir.sizes import Atom, Expr, Size
 
 # Ops that may stand on half types: they move values and do not compute.
@@ -261,20 +263,28 @@ class _Verify:
             self.load(n, atoms)
         elif n.op == "index":
             self.indices(index_exprs(n), 1, n.args, atoms)
-        elif n.op == "bounded":
-            if (
-                n.dtype != i64
-                or not 1 <= len(n.args) <= 2
-                or n.args[0].dtype != i64
-                or n.args[-1].dtype not in (i64, b1)
-            ):
-                raise self.fail(f"{n}")
+        elif n.op in CHECKED:
+            self.checked(n)
         elif n.op not in SPECIAL:
             raise self.fail(f"no op {n.op}")
         elif len(n.args) != (1 if n.op in ("cast", "bitcast") else 0):
             raise self.fail(f"{n.op} with {len(n.args)} arguments")
         elif n.op == "bitcast" and n.dtype.nbytes != n.args[0].dtype.nbytes:
             raise self.fail(f"a bitcast of {n.args[0].dtype} to {n.dtype}")
+
+    def checked(self, n: Node) -> None:
+        """A node that can make the call fail: (value) or (value, mask), with a known kind of error."""
+        dtypes = [a.dtype for a in n.args]
+        check = check_of(n)
+        if (
+            dtypes[:1] != [n.dtype]
+            or dtypes[1:] not in ([], [b1])
+            or not (n.dtype == i64 if n.op == "bounded" else n.dtype.is_int)
+            or isinstance(n.attr, Bound) != (n.op == "bounded")
+        ):
+            raise self.fail(f"{n}")
+        if check is None or check.error not in ERRORS:
+            raise self.fail(f"{n.op} fails with {check}")
 
     def table_node(self, n: Node) -> None:
         row = OPS[n.op]

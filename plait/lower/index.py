@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from plait.ir import sizes as sz
+from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import b1, u8
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
@@ -45,7 +46,9 @@ class Indexing:
         for d, size in enumerate(x.shape):
             if d in self.tensors:
                 value = self.tensors[d].load(ops, inner)
-                out.append(ops.checked(value, size) if check else ops.indirect(value, size))
+                bound = out_of_bounds(sorted(self.tensors).index(d), size)
+                at = ops.checked(value, size, check=bound) if check else ops.indirect(value, size)
+                out.append(at)
             else:
                 out.append(next(plain))
         return tuple(out)
@@ -95,7 +98,9 @@ def gather(ctx: Lowering, x: View, dim: int, index: View, *, sparse_grad: bool =
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         point = i if i else (0,)
-        at = ops.checked(index.load(ops, point), x.shape[d], wrap=False)
+        size = x.shape[d]
+        bound = out_of_bounds(d, size, "RuntimeError")
+        at = ops.checked(index.load(ops, point), size, wrap=False, check=bound)
         return x.load(ops, (*point[:d], at, *point[d + 1 :]))
 
     return result(ctx, body)
@@ -110,11 +115,12 @@ def at_least_1d(x: View) -> View:
 def index_select(ctx: Lowering, x: View, dim: int, index: View) -> View:
     index = at_least_1d(index)
     d = wrap_dim(dim, len(x.shape))
+    size = x.shape[d] if x.shape else 1
+    # Eager has a kernel of its own for dimension 1.
+    bound = out_of_bounds(d, size, "RuntimeError") if d == 1 else OUT_OF_RANGE
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        at = ops.checked(
-            index.load(ops, i[d : d + 1] or (0,)), x.shape[d] if x.shape else 1, wrap=False
-        )
+        at = ops.checked(index.load(ops, i[d : d + 1] or (0,)), size, wrap=False, check=bound)
         return x.load(ops, (*i[:d], at, *i[d + 1 :]) if x.shape else ())
 
     return result(ctx, body)
@@ -136,10 +142,13 @@ def embedding(
     return result(ctx, body)
 
 
+_TAKE = Check("IndexError", "out of range: tried to access an index of a tensor that it has not")
+
+
 @lower(aten.take.default)
 def take(ctx: Lowering, x: View, index: View) -> View:
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        flat = ops.checked(index.load(ops, i), sz.numel(x.shape))
+        flat = ops.checked(index.load(ops, i), sz.numel(x.shape), check=_TAKE)
         return x.load(ops, unflatten(flat, x.shape))
 
     return result(ctx, body)

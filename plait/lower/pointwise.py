@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, i64
 from plait.ir.loops import Const, Node
 from plait.ir.record import Recorder
@@ -39,6 +40,14 @@ class Maths:
         dtype = next(a.dtype for a in typed if isinstance(a, Node))
         nodes = [a if isinstance(a, Node) else self.ops.const(a, dtype) for a in args]
         return self.ops.op(name, *nodes)
+
+    def divide(self, name: str, a: Node, b: Node) -> Node:
+        """A division or remainder; of integers, the call fails where the divisor is 0."""
+        if a.dtype.is_float:
+            return self(name, a, b)
+        if a.dtype == b1:
+            raise NoRule("a division of bools")
+        return self(name, a, self.ops.nonzero(b, ZERO_DIVISION))
 
     def const(self, value: Const, dtype: DType) -> Node:
         return self.ops.const(value, dtype)
@@ -304,7 +313,7 @@ register(overloads("div", "Tensor", "Scalar") + overloads("true_divide", "Tensor
 def floor_divide(m: Maths, a: Node, b: Node) -> Node:
     """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it."""
     if not a.dtype.is_float:
-        return m("floordiv", a, b)
+        return m.divide("floordiv", a, b)
     quotient = m("truediv", a, b)
     rem = m("fmod", a, b)
     div = m("truediv", m("sub", a, rem), b)
@@ -317,7 +326,9 @@ def floor_divide(m: Maths, a: Node, b: Node) -> Node:
 
 
 def _trunc_divide(m: Maths, a: Node, b: Node) -> Node:
-    return m("trunc", m("truediv", a, b)) if a.dtype.is_float else m("truncdiv", a, b)
+    if a.dtype.is_float:
+        return m("trunc", m("truediv", a, b))
+    return m.divide("truncdiv", a, b)
 
 
 @lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -330,11 +341,11 @@ def _div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | Non
 register(overloads("floor_divide", "default", "Scalar"), floor_divide)
 register(
     overloads("fmod", "Tensor", "Scalar"),
-    lambda m, a, b: m("fmod" if a.dtype.is_float else "rem", a, b),
+    lambda m, a, b: m.divide("fmod" if a.dtype.is_float else "rem", a, b),
 )
 register(
     overloads("remainder", "Tensor", "Scalar", "Scalar_Tensor"),
-    lambda m, a, b: m("pymod" if a.dtype.is_float else "mod", a, b),
+    lambda m, a, b: m.divide("pymod" if a.dtype.is_float else "mod", a, b),
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Node, Scatter, loop_vars
 from plait.ir.record import Recorder
@@ -50,7 +51,8 @@ def scatter_loop(
 # scatter
 def _along(x: View, d: int, index: View, i: tuple[Expr, ...], ops: Recorder) -> Index:
     """Point i with coordinate d taken from the index tensor; negative positions are errors."""
-    at = ops.checked(index.load(ops, i), x.shape[d], wrap=False)
+    bound = out_of_bounds(d, x.shape[d], "RuntimeError")
+    at = ops.checked(index.load(ops, i), x.shape[d], wrap=False, check=bound)
     return (*i[:d], at, *i[d + 1 :])
 
 
@@ -226,6 +228,7 @@ def _index_along(
     mode: str,
     alpha: Any = 1,
     wrap: bool = False,
+    check: Check = OUT_OF_RANGE,
 ) -> View:
     flat, index = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, len(flat.shape))
@@ -233,7 +236,7 @@ def _index_along(
     compute = compute_dtype(x.dtype)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
-        at = ops.checked(index.load(ops, (i[d],)), flat.shape[d], wrap)
+        at = ops.checked(index.load(ops, (i[d],)), flat.shape[d], wrap, check)
         if not isinstance(src, View):
             value = scalar(ctx, ops, src, x.dtype)
         else:
@@ -250,17 +253,25 @@ def _index_along(
 def index_add(
     ctx: Lowering, x: View, dim: int, index: View, source: View, *, alpha: Any = 1
 ) -> View:
-    return _index_along(ctx, x, dim, index, source, "add", alpha)
+    check = _bound(x, dim, "RuntimeError") if len(x.shape) > 1 else OUT_OF_RANGE
+    return _index_along(ctx, x, dim, index, source, "add", alpha, check=check)
+
+
+def _bound(x: View, dim: int, error: str = "IndexError", where: str = "") -> Check:
+    """The check of an index along one dimension of x."""
+    d = wrap_dim(dim, len(x.shape))
+    return out_of_bounds(d, x.shape[d] if x.shape else 1, error, where)
 
 
 @lower(aten.index_copy.default)
 def index_copy(ctx: Lowering, x: View, dim: int, index: View, source: View) -> View:
-    return _index_along(ctx, x, dim, index, source, "store")
+    check = _bound(x, dim, where="index_copy_(): ")
+    return _index_along(ctx, x, dim, index, source, "store", check=check)
 
 
 @lower(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(ctx: Lowering, x: View, dim: int, index: View, value: Any) -> View:
-    return _index_along(ctx, x, dim, index, value, "store", wrap=True)
+    return _index_along(ctx, x, dim, index, value, "store", wrap=True, check=_bound(x, dim))
 
 
 @lower(aten.index_reduce.default)

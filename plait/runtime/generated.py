@@ -24,11 +24,14 @@ _MIN_SPLIT_NS = 50_000  # below this, waking other threads costs more than it sa
 
 
 # ---------------------------------------------------------------------------------------------- kernels
+Checks = Sequence[tuple[type[Exception], str]]  # what a kernel that returns 1, 2, ... fails with
+
+
 class Kernel:
     """A kernel of a library: called with tensors and integers, it runs on their data pointers."""
 
-    def __init__(self, function: Callable[..., int], name: str) -> None:
-        self.function, self.name = function, name
+    def __init__(self, function: Callable[..., int], name: str, checks: Checks = ()) -> None:
+        self.function, self.name, self.checks = function, name, checks
 
     def __call__(
         self,
@@ -39,7 +42,7 @@ class Kernel:
     ) -> None:
         """Runs all of it. work_ns: the estimate that decides whether it is split over torch's number of threads.
 
-        Raises IndexError if one of the kernel's run-time checks failed."""
+        Raises what the first of the kernel's run-time checks that failed says."""
         if torch.autograd.profiler._is_profiler_enabled:
             with torch.profiler.record_function(self.name):
                 return self.run(tensors, sizes, work_ns, parallel)
@@ -59,7 +62,9 @@ class Kernel:
             shares = _pool(n).map(lambda tid: self.function(tid, n, bufs, syms), range(n))
             failed = max(list(shares))
         if failed:
-            raise IndexError(f"index out of range in kernel {self.name} (check {failed})")
+            known = failed <= len(self.checks)
+            error, message = self.checks[failed - 1] if known else (RuntimeError, f"check {failed}")
+            raise error(f"{message} (in kernel {self.name})")
 
 
 def _without_lazy_bits(t: Tensor) -> Tensor:
@@ -99,15 +104,17 @@ def _math_table() -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(NAMES))(*addresses)
 
 
-def kernel(library: str, name: str) -> Kernel:
-    """Kernel `name` of the library at a path. Raises RuntimeError if it is not there."""
+def kernel(library: str, name: str, checks: Checks = ()) -> Kernel:
+    """Kernel `name` of the library at a path. checks: errors of its run-time checks.
+
+    Raises RuntimeError if it is not there."""
     try:
         function = getattr(load_library(library), name)
     except AttributeError:
         raise RuntimeError(f"kernel {name} is not in library {library}") from None
     function.restype = ctypes.c_int64
     function.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-    return Kernel(function, name)
+    return Kernel(function, name, checks)
 
 
 # ---------------------------------------------------------------------------------------------- the call
@@ -222,8 +229,13 @@ def require(holds: int, message: str) -> None:
         raise RuntimeError(message)
 
 
-def require_layout(t: Tensor, name: str, shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Raises RuntimeError unless t has these sizes and strides (free in dimensions of size 1, and in empty tensors)."""
+def require_layout(
+    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int]
+) -> None:
+    """Raises RuntimeError unless t has this dtype (None: any), these sizes and strides (these free
+    in dimensions of size 1 and in empty tensors)."""
+    if dtype is not None and t.dtype != dtype:
+        raise RuntimeError(f"'{name}' has dtype {str(t.dtype)[6:]}, expected {str(dtype)[6:]}")
     same = t.dim() == len(shape) and all(
         n == m and (n == 1 or s == r or t.numel() == 0)
         for n, m, s, r in zip(t.shape, shape, t.stride(), strides, strict=True)

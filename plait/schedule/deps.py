@@ -34,11 +34,11 @@ from plait.ir.loops import (
     is_arg,
     walk,
 )
-from plait.ir.ops import OPS
+from plait.ir.ops import CHECKED, OPS
 from plait.ir.sizes import Expr, Size, free_symbols
 
 # Cycles of an element of the nodes that are no rows of OPS.
-_SPECIAL_COST = {"cast": 0.5, "index": 0.5, "bounded": 1.0}
+_SPECIAL_COST = {"cast": 0.5, "index": 0.5, "bounded": 1.0, "nonzero": 0.5}
 
 
 def node_cost(n: Node) -> float:
@@ -50,7 +50,7 @@ def node_cost(n: Node) -> float:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a body does at one point. loads: its load nodes, each once; indices: its index nodes.
-    cost: cycles of its arithmetic, loads left out. checks: it holds a run-time bounds check. size:
+    cost: cycles of its arithmetic, loads left out. checks: it holds a run-time check. size:
     number of nodes."""
 
     loads: tuple[Node, ...]
@@ -87,7 +87,7 @@ def _facts(roots: tuple[Node, ...]) -> Facts:
             continue
         if n.op == "index":
             indices.append(n)
-        checks = checks or n.op == "bounded"
+        checks = checks or n.op in CHECKED
         cost += node_cost(n)
     return Facts(tuple(loads), tuple(indices), cost, checks, size)
 

@@ -9,19 +9,12 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
+from plait.ir.checks import Bound
 from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol
 from plait.schedule.cost import kernel_work_ns
 from plait.schedule.deps import extent, load_of
-from plait.schedule.plan import Kernel, Reduce, Stmt, Store
-
-
-def stmt_roots(s: Stmt) -> tuple[Node, ...]:
-    """Every expression that a statement evaluates."""
-    if isinstance(s, Reduce):
-        return (s.value,)
-    extra = () if s.mask is None else (s.mask,)
-    return (s.value, *s.index_args, *extra)
+from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
 
 
 def all_nodes(stmts: Sequence[Stmt]) -> list[Node]:
@@ -80,8 +73,8 @@ def size_symbols(
     exprs: list[Size] = [extent(v) for v in vars_]
     for n in nodes:
         exprs += index_exprs(n)
-        if n.op == "bounded" and isinstance(n.attr, (int, Expr)):
-            exprs.append(n.attr)
+        if isinstance(n.attr, Bound):
+            exprs.append(n.attr.size)
     for s in stmts:
         if isinstance(s, Store):
             exprs += s.index

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from plait.ir.loops import Buffer, Node, walk
 from plait.ir.sizes import Size, numel
 from plait.schedule.deps import extent, load_of
-from plait.schedule.kernels import stmt_roots
 from plait.schedule.layout import flat_index
-from plait.schedule.plan import Kernel, Reduce, Stmt, Store
+from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
 
 
 def overwritable(kernel: Kernel, new: str, old: str, buffers: Mapping[str, Buffer]) -> bool:

@@ -10,7 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from plait.ir.loops import Alias, Assert, Buffer, Extern, Item, LoopProgram, Mutate, Node
+from plait.ir.checks import Check
+from plait.ir.loops import (
+    Alias,
+    Assert,
+    Buffer,
+    Extern,
+    Item,
+    LoopProgram,
+    Mutate,
+    Node,
+    check_of,
+    walk,
+)
 from plait.ir.sizes import Expr, Size
 
 
@@ -51,6 +63,14 @@ class Store:
 Stmt = Reduce | Store
 
 
+def stmt_roots(s: Stmt) -> tuple[Node, ...]:
+    """Every expression that a statement evaluates."""
+    if isinstance(s, Reduce):
+        return (s.value,)
+    extra = () if s.mask is None else (s.mask,)
+    return (s.value, *s.index_args, *extra)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One loop nest: for every point of vars (independent of each other, any order, may be split
@@ -78,6 +98,12 @@ class Kernel:
     sequential: bool = False
     work_ns: Size = 0
     origin: tuple[str, ...] = ()
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """What the kernel's run-time checks raise: it returns k where checks[k - 1] failed."""
+        nodes = walk([n for s in self.stmts for n in stmt_roots(s)])
+        return tuple(dict.fromkeys(c for n in nodes if (c := check_of(n)) is not None))
 
 
 Step = Kernel | Extern | Alias | Item | Assert | Mutate

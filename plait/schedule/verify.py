@@ -12,9 +12,9 @@ from plait.ir.loops import Load, Node, index_exprs, is_arg, walk
 from plait.ir.ops import REDUCTIONS
 from plait.ir.sizes import Atom, Size, free_symbols
 from plait.schedule.deps import extent, output_buffers
-from plait.schedule.kernels import all_nodes, inner_nodes, stmt_roots
+from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched
-from plait.schedule.plan import Kernel, Plan, Reduce, Store
+from plait.schedule.plan import Kernel, Plan, Reduce, Store, stmt_roots
 
 _PARTS = {"welford": (".mean", ".m2", ".count")}
 

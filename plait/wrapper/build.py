@@ -123,7 +123,7 @@ class _Builder:
         kernels = [s for s in self.plan.steps if isinstance(s, Kernel)]
         # Launches of equal kernels share one definition.
         defines = dict.fromkeys(
-            ins.DefineKernel(k.name, len(k.args), len(k.sizes)) for k in kernels
+            ins.DefineKernel(k.name, len(k.args), len(k.sizes), k.checks) for k in kernels
         )
         self.body.extend(defines)
         memory = self.plan.memory
@@ -204,7 +204,7 @@ class _Builder:
             if name is None or (b := self.buffer(name)).dtype == opaque:  # may have no strides
                 continue
             if all(a.name in self.how for e in (*b.shape, *b.strides) for a in free_symbols(e)):
-                self.body.append(ins.AssertSizeStride(name, b.shape, b.strides))
+                self.body.append(ins.AssertSizeStride(name, b.dtype, b.shape, b.strides))
 
     def call_into(self, e: Extern) -> tuple[str, ...]:
         """Memory for all results, if the plan has a place for each and the op can write there; else ()."""

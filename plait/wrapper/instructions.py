@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from plait.ir.checks import Check
 from plait.ir.dtypes import DType
 from plait.ir.sizes import Size
 
@@ -113,9 +114,11 @@ class AssertScalar:
 
 @dataclass(frozen=True, slots=True)
 class AssertSizeStride:
-    """The call fails unless tensor has exactly these sizes and strides (strides of dimensions of size 1 are free)."""
+    """The call fails unless tensor has this dtype and exactly these sizes and strides (strides of dimensions of size 1
+    are free; so is the dtype if it is `opaque`)."""
 
     tensor: str
+    dtype: DType
     shape: tuple[Size, ...]
     strides: tuple[Size, ...]
 
@@ -220,11 +223,14 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class DefineKernel:
-    """Declares kernel `name` of the kernel library, with n_args buffer arguments and n_sizes integer arguments."""
+    """Declares kernel `name` of the kernel library, with n_args buffer arguments and n_sizes integer arguments.
+
+    checks: where a launch returns k > 0, the call fails with checks[k - 1]."""
 
     name: str
     n_args: int
     n_sizes: int
+    checks: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator
 from typing import assert_never
 
+from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size
 from plait.wrapper import walk
@@ -50,7 +51,7 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _MAGIC = b"PLAITNPL"
 _DTYPE = {name: code for code, name in enumerate(DTYPES)}
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
@@ -108,7 +109,8 @@ class _Encoder:
             head += [self._string(name), dtype]
         head += [len(p.inputs), *inputs, len(self._kernels)]
         for k in self._kernels.values():
-            head += [self._string(k.name), k.n_args, k.n_sizes]
+            head += [self._string(k.name), k.n_args, k.n_sizes, len(k.checks)]
+            head += [w for c in k.checks for w in (ERRORS.index(c.error), self._string(c.message))]
         texts = [s.encode() for s in self._strings]
         words = [len(texts)]
         offset = 0
@@ -240,7 +242,8 @@ class _Encoder:
             case AssertScalar():
                 return 1, [self._size(i.expr), self._string(i.message)]
             case AssertSizeStride():
-                return 2, [self._slot(i.tensor), *self._shape(i.shape, i.strides)]
+                dtype = _DTYPE[i.dtype.name]
+                return 2, [self._slot(i.tensor), dtype, *self._shape(i.shape, i.strides)]
             case AssertAlignment():
                 return 3, [self._slot(i.tensor), i.nbytes]
             case CheckFinite():

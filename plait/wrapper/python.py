@@ -18,7 +18,7 @@ from typing import Any, assert_never
 import torch
 
 from plait.errors import InternalError
-from plait.ir.dtypes import DTYPES, DType
+from plait.ir.dtypes import DTYPES, DType, opaque
 from plait.ir.sizes import Atom, Expr, Size, free_symbols
 from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
@@ -234,8 +234,9 @@ class _Module:
             case ins.AssertScalar():
                 add(f"rt.require({size(i.expr)}, {i.message!r})")
             case ins.AssertSizeStride():
+                dtype = None if i.dtype == opaque else _dtype(i.dtype)
                 add(
-                    f"rt.require_layout({name(i.tensor)}, {i.tensor!r}, {sizes(i.shape)}, {sizes(i.strides)})"
+                    f"rt.require_layout({name(i.tensor)}, {i.tensor!r}, {dtype}, {sizes(i.shape)}, {sizes(i.strides)})"
                 )
             case ins.AssertAlignment():
                 add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
@@ -260,7 +261,9 @@ class _Module:
             case ins.Constant():
                 self.setup.append(f"{name(i.name)} = constants[{i.index}]")
             case ins.DefineKernel():
-                self.setup.append(f"{name(i.name)} = rt.kernel(library, {i.name!r})")
+                checks = "".join(f"({c.error}, {c.message!r}), " for c in i.checks)
+                given = f", ({checks.rstrip()})" if checks else ""
+                self.setup.append(f"{name(i.name)} = rt.kernel(library, {i.name!r}{given})")
             case ins.Launch():
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any, assert_never
 
+from plait.ir.checks import Check
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Expr, Size
 from plait.ir.symtext import Reader, Scope, is_variable, items, text_of, tuple_text, wrong
@@ -18,13 +19,13 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.walk import input_sizes, sizes
 
 # Class -> (word, fields and their kinds). Kinds: 'new' (the name defined), 'name', 'names', 'size', 'sizes',
-# 'text', 'int', 'bool', 'operand', 'type' (dtype, shape and strides in one: `f32[s0, 8] @ (8, 1)`). Symbol, Return and
-# the calls have rules of their own.
+# 'text', 'int', 'bool', 'operand', 'checks' (errors with messages), 'type' (dtype, shape and strides in one:
+# `f32[s0, 8] @ (8, 1)`). Symbol, Return and the calls have rules of their own.
 Syntax = tuple[str, tuple[tuple[str, str], ...]]
 _TENSOR = (("name", "new"), ("type", "type"))
 SYNTAX: dict[type, Syntax] = {
     ins.AssertScalar: ("require", (("expr", "size"), ("message", "text"))),
-    ins.AssertSizeStride: ("require_layout", (("tensor", "name"), ("shape", "sizes"), ("strides", "sizes"))),
+    ins.AssertSizeStride: ("require_layout", (("tensor", "name"), ("type", "type"))),
     ins.AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
     ins.CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"))),
     ins.Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
@@ -34,7 +35,7 @@ SYNTAX: dict[type, Syntax] = {
     ins.Free: ("free", (("name", "name"),)),
     ins.View: ("view", (("name", "new"), ("base", "name"), ("type", "type"), ("offset", "size"), ("relative", "bool"))),
     ins.Constant: ("constant", (("name", "new"), ("index", "int"))),
-    ins.DefineKernel: ("kernel", (("name", "text"), ("n_args", "int"), ("n_sizes", "int"))),
+    ins.DefineKernel: ("kernel", (("name", "text"), ("n_args", "int"), ("n_sizes", "int"), ("checks", "checks"))),
     ins.Launch: (
         "launch",
         (("kernel", "text"), ("args", "names"), ("sizes", "sizes"), ("outs", "names"), ("work_ns", "size"),
@@ -131,6 +132,8 @@ class _Writer:
                 return self.scope.sizes(value)
             case "operand":
                 return self.operand(value)
+            case "checks":
+                return tuple_text([f"{c.error}({c.message!r})" for c in value])
             case _:
                 return repr(value)
 
@@ -309,6 +312,8 @@ class _Reader:
                 return text_of(e)
             case "operand":
                 return self.operand(e)
+            case "checks":
+                return tuple(_check(x) for x in items(e))
             case _:
                 return _constant(e)
 
@@ -389,6 +394,14 @@ def _constant(e: ast.expr) -> object:
     if not isinstance(value, (int, bool)):
         raise wrong(e, "a number")
     return value
+
+
+def _check(e: ast.expr) -> Check:
+    match e:
+        case ast.Call(func=ast.Name(id=error), args=[message]):
+            return Check(error, text_of(message))
+        case _:
+            raise wrong(e, "a check such as IndexError('...')")
 
 
 def _int(e: ast.expr) -> int:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from plait.errors import InternalError
 from plait.ir import sizes as sz
+from plait.ir.checks import ERRORS
 from plait.ir.sizes import Expr, Size
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import defined, operands, refs, sizes, symbols, used
@@ -200,6 +201,9 @@ class _Verifier:
             case ins.DefineKernel():
                 if i.name in self.kernels:
                     self.fail(f"kernel {i.name} is defined twice")
+                unknown = [c.error for c in i.checks if c.error not in ERRORS]
+                if unknown:
+                    self.fail(f"a check of unknown kind {unknown[0]!r}")
                 self.kernels[i.name] = i
             case ins.Launch():
                 self.launch(i)

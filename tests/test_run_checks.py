@@ -1,0 +1,151 @@
+"""Run-time checks of kernels: what fails in eager fails compiled, with the same class of error; the rest does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import compiled
+
+from plait.ir.checks import ZERO_DIVISION
+from plait.ir.dtypes import i64
+from plait.ir.loops import check_of, const, walk
+from plait.ir.record import Recorder
+from plait.ir.rules import Simplifier
+from plait.ir.sizes import symbol
+
+X = torch.arange(15.0).reshape(5, 3)
+POSITIONS = {"too large": (1, 7), "negative": (1, -1), "too small": (1, -9), "fine": (1, 2)}
+Case = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def wide(i: torch.Tensor) -> torch.Tensor:
+    return i[:, None].expand(2, 3)
+
+
+INDEXED: dict[str, Case] = {
+    "index": lambda x, i: x[i],
+    "index of columns": lambda x, i: x[:, i],
+    "embedding": lambda x, i: F.embedding(i, x),
+    "gather": lambda x, i: x.gather(0, wide(i)),
+    "take_along_dim": lambda x, i: x.take_along_dim(wide(i), 0),
+    "scatter": lambda x, i: x.scatter(0, wide(i), 1.0),
+    "scatter_add": lambda x, i: x.scatter_add(0, wide(i), x[:2]),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(0, wide(i), x[:2], "amax"),
+    "index_select": lambda x, i: x.index_select(0, i),
+    "index_select of columns": lambda x, i: x.index_select(1, i),
+    "index_select of numbers": lambda x, i: x[:, 0].index_select(0, i),
+    "take": lambda x, i: x.take(i * 10),
+    "index_put": lambda x, i: x.index_put((i,), x[:2]),
+    "index_put and add": lambda x, i: x.index_put((i,), x[:2], True),
+    "index_fill": lambda x, i: x.index_fill(0, i, 9.0),
+    "index_reduce": lambda x, i: x.index_reduce(0, i, x[:2], "amax"),
+}
+
+
+def outcome(fn: Callable[..., Any], *args: Any) -> tuple[type, str, Any]:
+    """The class and the words of the error, or the result."""
+    try:
+        return object, "", fn(*args)
+    except Exception as e:  # noqa: BLE001  any error is an outcome
+        return type(e), str(e), None
+
+
+def same_outcome(fn: Callable[..., Any], *args: Any) -> str:
+    """Compares a function with its compiled self; returns the error's words, if any."""
+    want, _, values = outcome(fn, *args)
+    got, words, results = outcome(compiled(fn), *args)
+    assert got == want, words
+    assert values is None or torch.equal(results, values)
+    return words
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", INDEXED)
+def test_positions(name: str) -> None:
+    run = compiled(INDEXED[name])
+    for at in POSITIONS.values():
+        i = torch.tensor(at)
+        want, _, values = outcome(INDEXED[name], X, i)
+        got, words, results = outcome(run, X, i)
+        assert got == want, (at, words)
+        assert values is None or torch.equal(results, values)
+
+
+def test_words_of_an_error() -> None:
+    i = torch.tensor([7])
+    words = same_outcome(lambda x, i: x[i] + 1, X, i)
+    assert words.startswith("index is out of bounds for dimension 0 with size 5 (in kernel plait_")
+    assert same_outcome(lambda x, i: F.embedding(i, x), X, i).startswith("index out of range in s")
+    words = same_outcome(lambda a: 1 // a, torch.tensor([0]))
+    assert words.startswith("ZeroDivisionError (in kernel plait_")
+
+
+DIVISIONS: dict[str, Callable[..., Any]] = {
+    "floor_divide": torch.floor_divide,
+    "remainder": torch.remainder,
+    "fmod": torch.fmod,
+    "floor": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    "trunc": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "number by tensor": lambda a, b: 7 // b,
+    "number modulo tensor": lambda a, b: 7 % b,
+    "sum": lambda a, b: (a // b).sum(),
+    "by one number": lambda a, b: a // b[37],
+    "by the number 0": lambda a, b: a % 0,
+    "by the number 3": lambda a, b: a // 3,
+    "guarded": lambda a, b: a // torch.where(b == 0, 1, b),
+}
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_integer_division_by_zero(name: str) -> None:
+    """One zero among 39 divisors: in a whole vector, in the last part of one, and none at all."""
+    for dtype in INTEGERS if name in ("floor_divide", "remainder") else (torch.int64,):
+        run = compiled(DIVISIONS[name])
+        for zero in (0, 37, 38, None):
+            a = torch.arange(1, 40).to(dtype)
+            b = a.flip(0) - 20
+            b[b == 0] = 5
+            if zero is not None:
+                b[zero] = 0
+            want, _, values = outcome(DIVISIONS[name], a, b)
+            got, words, results = outcome(run, a, b)
+            assert got == want, (dtype, zero, words)
+            assert values is None or torch.equal(results, values)
+
+
+def test_nothing_is_divided_in_empty_tensors() -> None:
+    empty = torch.ones(0, dtype=torch.int64)
+    assert not same_outcome(lambda a, b: a // b, empty, torch.tensor(0))
+    assert not same_outcome(lambda a: a % 0, empty)
+
+
+def test_floats_and_bools() -> None:
+    zeros = torch.zeros(3)
+    assert not same_outcome(lambda a, b: torch.nan_to_num(a // b), zeros + 1, zeros)
+    assert same_outcome(lambda a, b: a % b, zeros > 1, zeros < 1)
+
+
+def test_python_target() -> None:
+    run = torch.compile(lambda a, b: a // b, backend="plait", options={"wrapper": "python"})
+    a = torch.tensor([4, 6])
+    assert torch.equal(run(a, a), torch.ones(2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        run(a, a - 4)
+    read = torch.compile(lambda x, i: x[i], backend="plait", options={"wrapper": "python"})
+    with pytest.raises(IndexError, match="out of bounds for dimension 0 with size 5"):
+        read(X, torch.tensor([7]))
+
+
+def test_a_constant_divisor_needs_no_check() -> None:
+    ops = Recorder()
+    for divisor, checks in ((3, ()), (0, (ZERO_DIVISION,))):
+        a = ops.load("a", (0,), i64)
+        value = Simplifier()(ops.op("mod", a, ops.nonzero(const(divisor, i64), ZERO_DIVISION)))
+        assert tuple(c for n in walk((value,)) if (c := check_of(n))) == checks
+    size = ops.index(symbol("s0", lo=2))
+    assert Simplifier()(ops.nonzero(size, ZERO_DIVISION)) == size

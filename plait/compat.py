@@ -7,7 +7,8 @@ compiles anything; nothing else in plait compares versions or reads fields that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -287,6 +288,20 @@ def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> tuple[str, Calla
     return source, eval(code, scope)
 
 
+@contextmanager
+def _exporting() -> Iterator[None]:
+    """torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
 def export_graph(
     env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]
 ) -> tuple[GraphModule, tuple[int, ...]]:
@@ -294,7 +309,7 @@ def export_graph(
 
     Also gives the positions of mutated inputs; their new values are the graph's first outputs.
     """
-    with env.mode, tracing(TracingContext(env.mode)):
+    with env.mode, tracing(TracingContext(env.mode)), _exporting():
         graph, signature = aot_export_module(
             flat, inputs, trace_joint=False, decompositions=decomposition_table()
         )

@@ -68,6 +68,14 @@ def test_agrees_with_eager_as_python(name: str) -> None:
     agrees(fn, args, options={"wrapper": "python"})
 
 
+def test_models_know_that_they_are_traced() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x + 1 if torch.compiler.is_compiling() and torch.compiler.is_exporting() else x
+
+    assert torch.equal(plait.compile(fn, (X,))(X), X + 1)
+    assert torch.equal(fn(X), X)
+
+
 def test_flat_signatures_are_the_native_callable_itself() -> None:
     from plait import _native
 

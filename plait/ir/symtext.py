@@ -2,20 +2,24 @@
 
 `Scope` gives every symbol a variable name (its own name where that is free) and prints declarations such as
 `s0 = symbol(lo=2)`; `Reader` reads declarations and expressions back from the syntax tree of Python's own parser.
-Two symbols of one name and different ranges get two variables.
+Two symbols of one name and different ranges get two variables. What all texts spell alike is here too: names, tensor
+types, constants.
 """
 
 from __future__ import annotations
 
 import ast
 import keyword
+import re
 from collections.abc import Callable
 
 from plait.ir import sizes as sz
+from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size
 
 _INFIX = {"div": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 INF = float("inf")
+_VALUE = re.compile(r"t\d+")  # t0, t1, ... are the values of a loop body
 
 
 class TextError(ValueError):
@@ -28,31 +32,35 @@ def is_variable(name: str) -> bool:
 
 
 class Scope:
-    """Variable names of symbols, in order of their first use. outer: a scope whose variables are visible here."""
+    """Variable names of symbols, in order of their first use.
+
+    outer: a scope whose variables are visible here; it declares all that `names` does not hold."""
 
     def __init__(self, taken: frozenset[str] = frozenset(), outer: Scope | None = None) -> None:
         self.outer = outer
-        self.taken: set[str] = set(taken) | (outer.taken if outer else set())
+        self.taken: set[str] = set(taken)
         self.names: dict[Atom, str] = {}
         self.lines: list[str] = []
 
     def declare(self, atom: Atom) -> str:
-        """The variable of a symbol; on first use a declaration line is added to `lines`."""
-        scope: Scope | None = self
-        while scope is not None:
-            if atom in scope.names:
-                return scope.names[atom]
-            scope = scope.outer
+        """The variable of a symbol; on first use a declaration line is added to the outermost scope's `lines`."""
+        if atom in self.names:
+            return self.names[atom]
+        if self.outer is not None:
+            return self.outer.declare(atom)
         extent = None if atom.extent is None else self.size(atom.extent)
         name = self.bind(atom)
-        self.lines.append(f"{name} = {_symbol_text(atom, name, extent)}")
+        self.lines.append(f"{name} = {symbol_text(atom, name, extent)}")
         return name
 
     def bind(self, atom: Atom) -> str:
         """Gives a symbol a free variable name without a declaration line."""
         stem = atom.name if is_variable(atom.name) else "sym"
+        stem = (
+            f"k{atom.name[1:]}" if atom.name.startswith("$") else stem
+        )  # a position among arguments
         name, k = stem, 2
-        while name in self.taken:
+        while name in self.taken or _VALUE.fullmatch(name):
             name, k = f"{stem}_{k}", k + 1
         self.taken.add(name)
         self.names[atom] = name
@@ -78,6 +86,14 @@ class Scope:
         """A tuple of expressions."""
         return tuple_text([self.size(v) for v in values])
 
+    def index(self, values: tuple[Size, ...]) -> str:
+        """Expressions between the brackets of an index or a shape."""
+        return ", ".join(self.size(v) for v in values) or "()"
+
+    def tensor_type(self, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> str:
+        """`f32[s0, 8] @ (8, 1)`: element type, sizes, strides."""
+        return f"{dtype.name}[{self.index(shape)}] @ {self.sizes(strides)}"
+
     def _atom(self, a: Atom) -> str:
         if a.kind == "sym":
             return self.declare(a)
@@ -92,7 +108,8 @@ def _paren(text: str) -> str:
     return text if whole else f"({text})"
 
 
-def _symbol_text(a: Atom, variable: str, extent: str | None) -> str:
+def symbol_text(a: Atom, variable: str, extent: str | None) -> str:
+    """The declaration of a symbol that has this variable: `symbol(lo=2)`. extent: the text of its extent."""
     parts = [] if a.name == variable else [repr(a.name)]
     hi = INF
     if extent is not None and a.extent is not None:
@@ -112,6 +129,33 @@ def _bound(x: float) -> str:
 def tuple_text(parts: list[str]) -> str:
     """Items as a Python tuple."""
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def name_text(name: str) -> str:
+    """A name as the text spells it: itself where that can be a variable, else ref['name']."""
+    return name if is_variable(name) and name != "ref" else f"ref[{name!r}]"
+
+
+def literal_text(kind: str, value: str) -> str:
+    """A constant operand (see wrapper.instructions.Literal): Python's where that is exact, else kind('text')."""
+    if kind == "none" and not value:
+        return "None"
+    if kind == "str":
+        return repr(value)
+    if kind == "bool" and value in ("True", "False"):
+        return value
+    if kind == "float":
+        number = _from_hex(value)
+        if number is not None and number.hex() == value and number - number == 0:
+            return repr(number)
+    return f"{kind}({value!r})"
+
+
+def _from_hex(value: str) -> float | None:
+    try:
+        return float.fromhex(value)
+    except ValueError:
+        return None
 
 
 _COMPARE: dict[type[ast.cmpop], str] = {ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le"}
@@ -142,12 +186,30 @@ class Reader:
         ):
             return False
         name = text_of(call.args[0]) if call.args else target.id
-        given = {k.arg: k.value for k in call.keywords}
+        given = keywords(call, ("lo", "hi", "extent"))
         lo = self.bound(given["lo"]) if "lo" in given else 0
         hi = self.bound(given["hi"]) if "hi" in given else INF
         extent = self.size(given["extent"]) if "extent" in given else None
         self.symbols[target.id] = sz.symbol(name, lo, hi, extent)
         return True
+
+    def is_tensor_type(self, e: ast.expr) -> bool:
+        """Whether this is `x[..] @ (..)`."""
+        return isinstance(e, ast.BinOp) and isinstance(e.op, ast.MatMult)
+
+    def tensor_type(self, e: ast.expr) -> tuple[DType, tuple[Size, ...], tuple[Size, ...]]:
+        """dtype, sizes and strides of `f32[s0, 8] @ (8, 1)`."""
+        match e:
+            case ast.BinOp(
+                left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()
+            ) if dtype in DTYPES:
+                return DTYPES[dtype], self.index(shape), self.sizes(e.right)
+            case _:
+                raise wrong(e, "a tensor type such as f32[8, 4] @ (4, 1)")
+
+    def index(self, e: ast.expr) -> tuple[Size, ...]:
+        """The expressions between the brackets of an index or a shape."""
+        return self.sizes(e) if isinstance(e, ast.Tuple) else (self.size(e),)
 
     def bound(self, e: ast.expr) -> float:
         if isinstance(e, ast.Name) and e.id == "inf":
@@ -177,14 +239,17 @@ class Reader:
     def size(self, e: ast.expr) -> Size:
         """An integer expression. Raises TextError for anything else."""
         match e:
-            case ast.Constant(value=int(value)):
+            case ast.Constant(value=int(value)) if not isinstance(value, bool):
                 return value
             case ast.Name(id=name) if name in self.symbols:
                 return self.symbols[name]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return sz.mul(self.size(operand), -1)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return _BINARY[type(op)](self.size(left), self.size(right))
+                try:
+                    return _BINARY[type(op)](self.size(left), self.size(right))
+                except (ZeroDivisionError, AssertionError):
+                    raise wrong(e, "a division by a positive number") from None
             case ast.Call(func=ast.Name(id="min" | "max" as name), args=[left, right]):
                 return (sz.smin if name == "min" else sz.smax)(self.size(left), self.size(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
@@ -214,4 +279,49 @@ def text_of(e: ast.expr) -> str:
 def wrong(at: ast.AST, wanted: str) -> TextError:
     """The error at a node of the syntax tree."""
     line, column = getattr(at, "lineno", 0), getattr(at, "col_offset", 0)
-    return TextError(f"line {line}, column {column}: expected {wanted}, got {ast.unparse(at)}")
+    found = ast.unparse(at).strip().split("\n")[0]
+    found = found if len(found) <= 80 else found[:77] + "..."
+    return TextError(f"line {line}, column {column}: expected {wanted}, got {found}")
+
+
+def word(e: ast.AST) -> str | None:
+    """f of a call `f(...)`."""
+    return e.func.id if isinstance(e, ast.Call) and isinstance(e.func, ast.Name) else None
+
+
+def name_of(e: ast.expr) -> str:
+    """What `name_text` spelled."""
+    match e:
+        case ast.Name(id=name):
+            return name
+        case ast.Subscript(value=ast.Name(id="ref"), slice=which):
+            return text_of(which)
+        case _:
+            raise wrong(e, "a name")
+
+
+def keywords(call: ast.Call, known: tuple[str, ...] | None = None) -> dict[str, ast.expr]:
+    """The keyword arguments of a call, by name. Raises TextError for one that is not known (if known is given)."""
+    for k in call.keywords:
+        if k.arg is None or (known is not None and k.arg not in known):
+            raise wrong(call, f"only the arguments {', '.join(known or ('that have names',))}")
+    return {k.arg: k.value for k in call.keywords if k.arg is not None}
+
+
+def read_literal(e: ast.expr) -> tuple[str, str] | None:
+    """Kind and text of a constant operand; None if this is none."""
+    match e:
+        case ast.Constant(value=None):
+            return "none", ""
+        case ast.Constant(value=bool(value)):
+            return "bool", str(value)
+        case ast.Constant(value=float(value)):
+            return "float", value.hex()
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):
+            return "float", (-value).hex()
+        case ast.Constant(value=str(value)):
+            return "str", value
+        case ast.Call(func=ast.Name(id=kind), args=[value]) if kind not in ("min", "max"):
+            return kind, text_of(value)
+        case _:
+            return None

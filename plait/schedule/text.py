@@ -1,76 +1,234 @@
-"""Kernels and plans as text for people: what was fused and why not more, in which order it runs, where buffers lie.
+"""Kernels and plans as text: what was fused and why not more, in which order it runs, where buffers lie.
 
-In: the data of `schedule/plan.py`. Out: whole plans in Python-like text, or a summary with one line a kernel or call;
-the same for equal plans.
+In: the data of `schedule/plan.py`. Out: Python-like text that reads back (`read_plan(plan_text(p), p.program) == p`,
+`read_kernel(kernel_text(k)) == k`), or a summary with one line a kernel or call; the same for equal plans. A kernel is
+a function of its loop variables, inner ones after `*`: `m = max(t0)` reduces over all inner points, `y[i0] = store(t1)`
+writes, with full=True at every inner point.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
-from plait.ir.loops import Alias, Assert, Extern, Item, Mutate
+from plait.ir.loops import Buffer, Extern, LoopProgram
 from plait.ir.sizes import Expr, Size
-from plait.ir.symtext import Scope
-from plait.ir.text import Body, buffer_type, extent_text, op_lines
-from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
+from plait.ir.symtext import Scope, keywords, name_of, name_text, text_of, tuple_text, word, wrong
+from plait.ir.text import (
+    Body,
+    BodyReader,
+    OpReader,
+    buffer_line,
+    ends_with,
+    flag_of,
+    is_element,
+    op_lines,
+    origin_lines,
+    params_text,
+    positional,
+    py_word,
+)
+from plait.schedule.plan import (
+    Kernel,
+    MemoryPlan,
+    Plan,
+    Reason,
+    Reduce,
+    Refusal,
+    Step,
+    Stmt,
+    Store,
+)
 
 
 def plan_text(plan: Plan) -> str:
-    """Memory, then every step, then what was not fused and why."""
-    scope = Scope(frozenset(plan.buffers))
-    lines = [*_memory(plan.memory, scope), ""]
+    """Buffers and memory, then every step, then what was not fused and why (the program is a text of its own)."""
+    scope = _scope(tuple(s for s in plan.steps if isinstance(s, Kernel)), frozenset(plan.buffers))
+    lines = [buffer_line(b, scope) for b in plan.buffers.values()]
+    lines += [*_memory(plan.memory, scope), ""]
     for step, frees in zip(plan.steps, plan.frees, strict=True):
-        lines += [*step_lines(step, scope), *([f"free({', '.join(frees)})"] if frees else []), ""]
+        lines += [*step_lines(step, scope), *([f"free({_names(frees)})"] if frees else []), ""]
     lines += [f"# {line}" for line in refusal_lines(plan)]
-    return "\n".join([*scope.lines, *lines]).rstrip() + "\n"
+    lines += [f"refused({r.a!r}, {r.b!r}, {r.reason.text!r})" for r in plan.refusals]
+    return "\n".join([*scope.lines, "", *lines]).strip() + "\n"
+
+
+def kernel_text(k: Kernel) -> str:
+    """One kernel with its buffers."""
+    scope = _scope((k,), frozenset(b.name for b in k.args))
+    lines = [*(buffer_line(b, scope) for b in k.args), "", *kernel_lines(k, scope)]
+    return "\n".join([*scope.lines, "", *lines]).lstrip() + "\n"
+
+
+def read_plan(text: str, program: LoopProgram) -> Plan:
+    """The plan of a program that a text describes. Raises TextError or SyntaxError, with the line."""
+    reader = _PlanReader()
+    for s in ast.parse(text).body:
+        reader.statement(s)
+    memory = MemoryPlan(reader.arena_nbytes, reader.offsets, reader.in_place)
+    steps, frees = tuple(reader.steps), tuple(reader.frees)
+    return Plan(program, steps, frees, reader.ops.buffers, memory, tuple(reader.refusals))
+
+
+def read_kernel(text: str) -> Kernel:
+    """The one kernel that a text describes. Raises TextError or SyntaxError, with the line."""
+    reader = _PlanReader()
+    tree = ast.parse(text)
+    for s in tree.body:
+        reader.statement(s)
+    if len(reader.steps) != 1 or not isinstance(reader.steps[0], Kernel):
+        raise wrong(tree, "one kernel")
+    return reader.steps[0]
+
+
+# ---------------------------------------------------------------------------------------------- writing
+def _scope(kernels: Sequence[Kernel], buffers: frozenset[str]) -> Scope:
+    return Scope(buffers | {str(v) for k in kernels for v in (*k.vars, *k.rvars)})
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(name_text, names))
 
 
 def _memory(m: MemoryPlan, scope: Scope) -> list[str]:
-    lines = [f"arena({scope.size(m.arena_nbytes)} bytes)"] if m.offsets else []
-    lines += [f"{name} at byte {scope.size(at)}" for name, at in m.offsets.items()]
-    return lines + [f"{name} in the memory of {old}" for name, old in m.in_place.items()]
+    lines = [f"arena({scope.size(m.arena_nbytes)})"] if m.arena_nbytes != 0 or m.offsets else []
+    lines += [f"place({name_text(name)}, {scope.size(at)})" for name, at in m.offsets.items()]
+    return lines + [f"reuse({name_text(b)}, {name_text(old)})" for b, old in m.in_place.items()]
 
 
 def step_lines(step: Step, scope: Scope) -> list[str]:
     """One step of a plan."""
-    match step:
-        case Kernel():
-            return kernel_lines(step, scope)
-        case Extern() | Alias() | Item() | Assert() | Mutate():
-            return op_lines(step, scope)
+    return kernel_lines(step, scope) if isinstance(step, Kernel) else op_lines(step, scope)
 
 
 def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
-    """A kernel as a loop nest: outer variables, then its statements; `full` ones run at every inner point too."""
-    args = [f"{b.name}: {buffer_type(b, scope)}" for b in k.args] + [str(s) for s in k.sizes]
-    lines = [f"def {k.name}(", *(f"    {a}," for a in args), "):"]
-    if k.origin:
-        lines.append(f'    """{"; ".join(k.origin)}"""')
-    order = "in row-major order" if k.sequential else "in any order"
-    lines.append(f"    for {_points(k.vars, scope)}:  # {order}, {scope.size(k.work_ns)} ns")
-    if k.rvars:
-        lines.append(f"        # inner: {_points(k.rvars, scope)}")
+    """A kernel as a function of its loop variables, the statements in order."""
+    facts = [
+        *map(name_text, (b.name for b in k.args)),
+        f"writes={tuple_text(list(map(name_text, k.outs)))}",
+        *([f"sizes={scope.sizes(k.sizes)}"] if k.sizes else []),
+        *([f"work_ns={scope.size(k.work_ns)}"] if k.work_ns != 0 else []),
+        *(["sequential=True"] if k.sequential else []),
+    ]
     body = Body(scope, (*k.vars, *k.rvars))
     for s in k.stmts:
         body.lines.append(_reduce(s, body) if isinstance(s, Reduce) else _store(s, body))
-    return [*lines, *(f"        {s}" for s in body.lines)]
-
-
-def _points(vars_: Sequence[Expr], scope: Scope) -> str:
-    return ", ".join(extent_text(v, scope) for v in vars_) or "one point"
+    head = f"def {k.name}({params_text(k.vars, k.rvars, body)}):"
+    lines = [*origin_lines(k.origin), *(body.lines or ["..."])]
+    return [f"@kernel({', '.join(facts)})", head, *(f"    {s}" for s in lines)]
 
 
 def _reduce(s: Reduce, body: Body) -> str:
     value = body.value(s.value)
-    return f"{s.name} = {'running ' if s.running else ''}{s.kind}({value})"
+    return (
+        f"{name_text(s.name)} = {py_word(s.kind)}({value}{', running=True' if s.running else ''})"
+    )
 
 
 def _store(s: Store, body: Body) -> str:
-    value, where = body.value(s.value), body.mask(s.mask)
-    at = body.index(s.index, s.index_args)
-    sign = "=" if s.mode == "store" else f"{s.mode}="
-    facts = [w for w, on in (("full", s.full), ("atomic", s.atomic)) if on]
-    return f"{s.buf}[{at}] {sign} {value}{where}" + (f"  # {', '.join(facts)}" if facts else "")
+    value = body.value(s.value)
+    facts = [value, *body.given(s.index, s.index_args, s.mask)]
+    facts += [f"{w}=True" for w, on in (("full", s.full), ("atomic", s.atomic)) if on]
+    return f"{name_text(s.buf)}[{body.inner.index(s.index)}] = {s.mode}({', '.join(facts)})"
+
+
+# ---------------------------------------------------------------------------------------------- reading
+class _PlanReader:
+    """Takes the statements of a plan's text one after the other."""
+
+    def __init__(self) -> None:
+        self.ops = OpReader()
+        self.arena_nbytes: Size = 0
+        self.offsets: dict[str, Size] = {}
+        self.in_place: dict[str, str] = {}
+        self.steps: list[Step] = []
+        self.frees: list[tuple[str, ...]] = []
+        self.refusals: list[Refusal] = []
+
+    def statement(self, s: ast.stmt) -> None:
+        if self.ops.header(s):
+            return
+        if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and self.fact(s.value):
+            return
+        self.steps.append(self.step(s))
+        self.frees.append(())
+
+    def fact(self, call: ast.Call) -> bool:
+        """Takes a statement about memory or about what was not fused; False for any other."""
+        match word(call):
+            case "arena":
+                self.arena_nbytes = self.ops.symbols.size(positional(call, 0))
+            case "place":
+                at = self.ops.symbols.size(positional(call, 1))
+                self.offsets[name_of(positional(call, 0))] = at
+            case "reuse":
+                self.in_place[name_of(positional(call, 0))] = name_of(positional(call, 1))
+            case "free" if self.frees:
+                self.frees[-1] = tuple(name_of(e) for e in call.args)
+            case "refused":
+                a, b, why = (text_of(positional(call, k)) for k in range(3))
+                self.refusals.append(Refusal(a, b, Reason(why)))
+            case _:
+                return False
+        return True
+
+    def step(self, s: ast.stmt) -> Step:
+        if isinstance(s, ast.FunctionDef):
+            return self.kernel(s)
+        op = self.ops.op(s)
+        if isinstance(op, Step):
+            return op
+        raise wrong(s, "a kernel or a call")
+
+    def kernel(self, s: ast.FunctionDef) -> Kernel:
+        if len(s.decorator_list) != 1 or word(s.decorator_list[0]) != "kernel":
+            raise wrong(s, "@kernel(...)")
+        head = s.decorator_list[0]
+        assert isinstance(head, ast.Call)
+        facts = keywords(head, ("writes", "sizes", "work_ns", "sequential"))
+        body = BodyReader(self.ops.symbols, s.args)
+        origin, lines = body.split_origin(s.body)
+        stmts = [made for line in lines if (made := _statement(line, body)) is not None]
+        sizes = self.ops.symbols.sizes(facts["sizes"]) if "sizes" in facts else ()
+        work_ns = self.ops.symbols.size(facts["work_ns"]) if "work_ns" in facts else 0
+        args = tuple(self.buffer(e) for e in head.args)
+        outs = _names_of(facts["writes"]) if "writes" in facts else ()
+        sequential = flag_of(head, "sequential")
+        return Kernel(
+            s.name, body.vars, body.rvars, tuple(stmts), args, outs,
+            tuple(e for e in sizes if isinstance(e, Expr)), sequential, work_ns, origin,
+        )  # fmt: skip
+
+    def buffer(self, e: ast.expr) -> Buffer:
+        name = name_of(e)
+        if name not in self.ops.buffers:
+            raise wrong(e, "a buffer that is declared above")
+        return self.ops.buffers[name]
+
+
+def _names_of(e: ast.expr) -> tuple[str, ...]:
+    if not isinstance(e, ast.Tuple):
+        raise wrong(e, "a tuple of names")
+    return tuple(name_of(x) for x in e.elts)
+
+
+def _statement(s: ast.stmt, body: BodyReader) -> Stmt | None:
+    """A statement of a kernel, or None for a line that only names a value."""
+    match s:
+        case ast.Assign(targets=[left], value=end):
+            kind, call = ends_with(end)
+            value = body.value(positional(call, 0))
+            if is_element(left):
+                args, mask = body.given(call)
+                index = body.symbols.index(left.slice)
+                full, atomic = flag_of(call, "full"), flag_of(call, "atomic")
+                return Store(name_of(left.value), index, value, full, kind, args, mask, atomic)
+            return Reduce(name_of(left), kind, value, flag_of(call, "running"))
+        case ast.Expr(value=ast.Constant(value=v)) if v is ...:
+            return None
+        case _:
+            body.line(s)
+            return None
 
 
 # ---------------------------------------------------------------------------------------------- summaries

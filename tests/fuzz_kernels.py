@@ -1,7 +1,7 @@
 """Random kernels against the slow reference.
 
-`python -m tests.fuzz_kernels SEED [ISA]` prints and runs the kernel of one seed; `python -m tests.fuzz_kernels
---many FIRST COUNT` looks for failures.
+`python -m tests.fuzz_kernels SEED [ISA]` prints and runs the kernel of one seed, and if it is wrong prints a program
+that runs it again; `python -m tests.fuzz_kernels --many FIRST COUNT` looks for failures.
 Every value knows whether the reference must be met bit by bit (only correctly rounded operations below it) or
 up to rounding; operations with
 jumps (comparisons, rounding, positions) are only applied to the former.
@@ -502,10 +502,18 @@ def main() -> None:
                             flush=True,
                         )
             return
-        wrong = check(
-            int(sys.argv[1]), ISAS[(sys.argv[2:] or ["avx512"])[0]], Path(folder), show=True
-        )
-        print(wrong or "as the reference")
+        seed, isa = int(sys.argv[1]), (sys.argv[2:] or ["avx512"])[0]
+        wrong = check(seed, ISAS[isa], Path(folder), show=True)
+        print(f"{wrong}\n\n{repro(seed, isa)}" if wrong else "as the reference")
+
+
+def repro(seed: int, isa: str, threads: int = 1) -> str:
+    """The kernel of a seed with its inputs as a program to paste into a file and run."""
+    from tests.repro import kernel_repro
+
+    maker = Maker(seed)
+    kernel = maker.kernel()
+    return kernel_repro(kernel, maker.arrays, maker.dynamic, maker.exact_of, isa, threads)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait.runtime.toolchain import Isa
-from tests.fuzz_kernels import Maker, check, compare
+from tests.fuzz_kernels import Maker, check, compare, repro
 from tests.kernel_tools import Loaded, usable_isas
 
 
@@ -26,9 +26,7 @@ def test_random_kernels(isa: Isa, first: int, tmp_path: Path) -> None:
         for threads in (1, 3):
             text = compare(kernels[seed], maker, loaded, threads)
             if text:
-                wrong.append(
-                    f"python -m tests.fuzz_kernels {seed} {isa.name}  # threads={threads}: {text[:300]}"
-                )
+                wrong.append(f"# seed {seed}: {text[:300]!r}\n{repro(seed, isa.name, threads)}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -36,3 +34,28 @@ def test_random_kernels(isa: Isa, first: int, tmp_path: Path) -> None:
 def test_seeds_that_failed_once(seed: int, tmp_path: Path) -> None:
     for isa in usable_isas():
         assert check(seed, isa, tmp_path, threads=2) == ""
+
+
+@pytest.mark.parametrize("seed", range(3000, 3012))
+def test_a_repro_runs_the_same_kernel_again(
+    seed: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = repro(seed, usable_isas()[0].name, threads=2)
+    exec(compile(program, "repro.py", "exec"), {})
+    assert capsys.readouterr().out == "as the reference\n"
+
+    compared: list[tuple[object, ...]] = []
+
+    def disagree(kernel: object, given: Maker, loaded: object, threads: int) -> str:
+        compared.append((kernel, given.arrays, given.dynamic, given.exact_of, threads))
+        return "a difference"
+
+    monkeypatch.setattr("tests.fuzz_kernels.compare", disagree)
+    with pytest.raises(AssertionError, match="a difference"):
+        exec(compile(program, "repro.py", "exec"), {})
+    maker = Maker(seed)
+    ((kernel, arrays, sizes, exact, threads),) = compared
+    assert (kernel, sizes, exact, threads) == (maker.kernel(), maker.dynamic, maker.exact_of, 2)
+    assert isinstance(arrays, dict) and arrays.keys() == maker.arrays.keys()
+    for name, x in maker.arrays.items():
+        assert arrays[name].dtype == x.dtype and arrays[name].tobytes() == x.tobytes()

@@ -1,11 +1,11 @@
-"""Random LoopPrograms: the plan computes what the unfused program computes. A failure names its seed:
-
-.venv/bin/python -c "from tests.test_schedule_fuzz import run; run(SEED)"
+"""Random LoopPrograms: the plan computes what the unfused program computes. A failure prints a program to paste into a
+file and run, which holds the LoopProgram itself (tests/repro.py).
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from plait.ir.dtypes import f32, i64
 from plait.ir.sizes import Size, smin
 from plait.ir.verify import verify
 from plait.schedule import schedule
+from tests.repro import program_repro
 from tests.schedule_tools import Builder, Record, check, kernels
 
 CFG = Config()
@@ -293,12 +294,15 @@ def verified(step, fn, *args):  # type: ignore[no-untyped-def]
     return out
 
 
-def run(seed: int) -> tuple[int, int]:
-    """(loops, kernels) of one random program, checked."""
+def run(seed: int, split: dict[str, int] | None = None) -> tuple[int, int]:
+    """(loops, kernels) of one random program, checked. split: constants of schedule/split.py that a test changed."""
     program = Fuzzer(seed).program()
     verify(program, f"seed {seed}")
-    plan = schedule(program, CFG, verified)
-    check(plan, program, SYM, seed, note=f"seed={seed}")
+    try:
+        plan = schedule(program, CFG, verified)
+        check(plan, program, SYM, seed)
+    except Exception as error:
+        raise AssertionError(f"{error}\n\n{program_repro(program, SYM, seed, split)}") from error
     return len(program.ops), len(kernels(plan))
 
 
@@ -312,10 +316,35 @@ def test_random_programs(block: int) -> None:
 
 
 def test_random_programs_with_every_reduction_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SPLIT_NBYTES": 0, "MIN_INNER": 1, "UNITS": 2, "MIN_UNITS": 50}.items():
+    split = {"SPLIT_NBYTES": 0, "MIN_INNER": 1, "UNITS": 2, "MIN_UNITS": 50}
+    for name, value in split.items():
         monkeypatch.setattr(f"plait.schedule.split.{name}", value)
     for seed in range(1000, 1080):
-        run(seed)
+        run(seed, split)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failure_prints_a_program_that_fails(
+    seed: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[L.LoopProgram] = []
+
+    def wrong(plan: object, program: L.LoopProgram, syms: object, seed: int) -> None:
+        checked.append(program)
+        raise ValueError("the plan is wrong")
+
+    split = {"SPLIT_NBYTES": 0} if seed % 2 else {}
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "check", wrong)
+        with pytest.raises(AssertionError) as error:
+            run(seed, split)
+    program = str(error.value).partition("\n\n")[2]
+    exec(compile(program, "repro.py", "exec"), {})
+    assert capsys.readouterr().out == "the plan computes what the program says\n"
+    monkeypatch.setattr("tests.repro.check", wrong)
+    with pytest.raises(ValueError, match="the plan is wrong"):
+        exec(compile(program, "repro.py", "exec"), {})
+    assert checked == [checked[0]] * 2
 
 
 def test_equal_programs_give_equal_plans() -> None:

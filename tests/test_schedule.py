@@ -253,7 +253,7 @@ def test_intermediates_keep_the_order_of_their_inputs() -> None:
 
 def test_a_reason_has_numbers() -> None:
     b = Builder()
-    xs = [b.input(4, 8) for _ in range(20)]
+    xs = [b.input(64, 64) for _ in range(20)]
     total, sums = xs[0], []
     for k, x in enumerate(xs[1:]):
         total = b.map("add", total, x)
@@ -327,3 +327,11 @@ def test_compile_time_is_linear() -> None:
 
     short, long = best(80), best(160)
     assert long < 3 * short + 0.05, (short, long)
+
+
+def test_many_tiny_updates_are_one_kernel() -> None:
+    """The counters of batch norms: more than a large kernel may read."""
+    b = Builder()
+    one = b.map("exp", b.input(1))
+    b.output(*(b.map("add", b.input(1), one) for _ in range(24)))
+    assert len(kernels(plan_of(b))) == 1

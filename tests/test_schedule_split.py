@@ -58,3 +58,18 @@ def test_small_and_wide_reductions_stay_whole() -> None:
         b.output(b.reduce(outer, inner, "sum", lambda o, *i: o.load(x, *i)))  # noqa: B023
         program = b.program()
         assert len(kernels(schedule(program, CFG))) == 1
+
+
+def test_what_is_read_once_a_result_does_not_split_rows() -> None:
+    """The backward of batch norm: rows in memory, less a mean a channel, summed."""
+    b = Builder()
+    x, mean = b.input(4, 64, 1024), b.input(64)
+    b.output(
+        b.reduce(
+            (64,), (4, 1024), "sum", lambda o, c, n, i: o.sub(o.load(x, n, c, i), o.load(mean, c))
+        )
+    )
+    program = b.program()
+    plan = schedule(program, CFG)
+    check(plan, program)
+    assert len(kernels(plan)) == 1

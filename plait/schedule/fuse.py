@@ -25,6 +25,7 @@ from plait.schedule.plan import Fused, Reason, Refusal
 
 MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
+MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
 MAX_DISTANCE = (
     128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
@@ -220,12 +221,15 @@ class _Fuser:
                     return Reason(f"{name} is written in pieces or updated in place")
                 if touched and w.kind == "point" and name in other.writes:
                     return Reason(f"both write {name}")
+        tiny = x.moved_nbytes + y.moved_nbytes <= TINY_NBYTES
         n_reads = len({*x.external(), *y.external()} - x.writes.keys() - y.writes.keys())
-        if n_reads > self.cfg.max_fusion_reads:
-            return Reason(f"would read {n_reads} buffers, limit {self.cfg.max_fusion_reads}")
+        most = MAX_TINY if tiny else self.cfg.max_fusion_reads
+        if n_reads > most:
+            return Reason(f"would read {n_reads} buffers, limit {most}")
         n_writes = len(x.writes.keys() | y.writes.keys())
-        if n_writes > MAX_WRITES:
-            return Reason(f"would write {n_writes} buffers, limit {MAX_WRITES}")
+        most = MAX_TINY if tiny else MAX_WRITES
+        if n_writes > most:
+            return Reason(f"would write {n_writes} buffers, limit {most}")
         if x.size + y.size > MAX_NODES:
             return Reason(f"would hold {x.size + y.size} operations, limit {MAX_NODES}")
         return None

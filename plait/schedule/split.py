@@ -85,9 +85,13 @@ def _chunks(
 
 
 def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> bool:
-    """Whether neighbours in memory are reduced together (and not neighbouring results)."""
+    """Whether neighbours in memory are reduced together (and not neighbouring results). What is
+    read once a result (a mean, a scale) says nothing of it."""
+    inner = [v.symbol for v in op.rvars]
     for n in loads:
         flat = flat_index(buffers[load_of(n).buf], load_of(n).index)
+        if not n.args and all(r is not None and coefficient(flat, r) == 0 for r in inner):
+            continue
         strides = [coefficient(flat, v.symbol) for v in op.vars if v.symbol is not None]
         if 1 in strides:
             return False

@@ -1,8 +1,8 @@
 """Random PyTorch functions as source text: what the graph fuzzer compiles, and what its repro prints.
 
-`generate(seed)` gives a self-contained function `f(x, y, z)` over float tensors; every statement is one op whose
-result shape is tracked here, so that all programs are valid. `python -m tests.fuzz_graphs SEED...` runs seeds and
-prints each failing program.
+`generate(seed)` gives a self-contained function `f(x, y, z)` over float tensors and `inputs(dtype)` that makes them;
+every statement is one op whose result shape is tracked here, so that all programs are valid. A failure prints a program
+to paste into a file and run from the source tree; `python -m tests.fuzz_graphs SEED...` looks for failures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,23 +41,45 @@ class Program:
     shapes: dict[str, Shape] = field(default_factory=dict)
 
     def source(self) -> str:
-        args = [n for n in self.shapes if n in "xyz"]
+        """A module with f and inputs."""
+        args = ", ".join(n for n in self.shapes if n in "xyz")
         body = "\n".join(f"    {line}" for line in self.lines)
-        return f"import torch\nfrom torch.nn import functional as F\n\ndef f({', '.join(args)}):\n{body}\n"
+        made = "\n".join(f"        {line}.to(dtype)," for line in self._inputs())
+        return f"""\
+import torch
+from torch.nn import functional as F
 
-    def inputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        gen = torch.Generator().manual_seed(self.seed)
+
+def f({args}):
+{body}
+
+
+def inputs(dtype):
+    gen = torch.Generator().manual_seed({self.seed})
+    return [
+{made}
+    ]
+"""
+
+    def _inputs(self) -> list[str]:
         rng = random.Random(self.seed)
         out = []
         for n, shape in self.shapes.items():
             if n in "xyz":
-                t = torch.randn(shape, generator=gen)
                 if len(shape) >= 2 and rng.random() < 0.3:  # an input that is a transposed view
-                    t = torch.randn((*shape[:-2], shape[-1], shape[-2]), generator=gen).transpose(
-                        -1, -2
-                    )
-                out.append(t.to(dtype))
+                    flipped = (*shape[:-2], shape[-1], shape[-2])
+                    out.append(f"torch.randn({flipped}, generator=gen).transpose(-1, -2)")
+                else:
+                    out.append(f"torch.randn({shape}, generator=gen)")
         return out
+
+    def repro(self, dynamic: bool, backward: bool) -> str:
+        """The module, and the call that compares plait with eager."""
+        call = f"check_function(f, inputs, dynamic={dynamic}, backward={backward})"
+        head = "# Save as repro.py in the root of the source tree, then: python repro.py"
+        return (
+            f"{head}\n{self.source()}\n\nfrom tests.fuzz_graphs import check_function\n\n{call}\n"
+        )
 
 
 def generate(seed: int) -> Program:
@@ -189,21 +213,33 @@ def _structured(rng: random.Random, a: str, s: Shape) -> tuple[str, Shape]:
 
 
 def check(p: Program, dynamic: bool = False, backward: bool = False) -> None:
-    """Compiles p and compares with eager by distance from float64. Raises AssertionError with the program."""
-    torch._dynamo.reset()
-    scope: dict[str, object] = {}
+    """Compiles p and compares with eager. Raises AssertionError with a program to paste and run."""
+    scope: dict[str, Any] = {}
     exec(compile(p.source(), f"<fuzz {p.seed}>", "exec"), scope)
-    f = scope["f"]
-    assert callable(f)
+    try:
+        check_function(scope["f"], scope["inputs"], dynamic, backward)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__} at {frame.filename}:{frame.lineno}: {str(error)[:1500]}"
+        raise AssertionError(f"{what}\n\n{p.repro(dynamic, backward)}") from error
+
+
+def check_function(
+    f: Callable[..., tuple[Tensor, ...]],
+    inputs: Callable[[torch.dtype], list[Tensor]],
+    dynamic: bool,
+    backward: bool,
+) -> None:
+    """Compiles f and compares with eager by distance from float64. Raises AssertionError where plait is further off."""
+    torch._dynamo.reset()
     compiled = torch.compile(f, backend="plait", dynamic=dynamic)
-    xs, ys, zs = p.inputs(), p.inputs(), p.inputs(torch.float64)
+    xs, ys, zs = inputs(torch.float32), inputs(torch.float32), inputs(torch.float64)
     if backward:
         for t in (*xs, *ys, *zs):
             t.requires_grad_()
     eager, got, truth = f(*xs), compiled(*ys), f(*zs)
-    where = f"seed {p.seed} dynamic={dynamic} backward={backward}\n{p.source()}"
     for k, (e, g, t) in enumerate(zip(eager, got, truth, strict=True)):
-        _compare(e, g, t, f"output {k}\n{where}")
+        _compare(e, g, t, f"output {k}")
     if backward and all(o.is_floating_point() for o in eager):
         for outs in (eager, got, truth):
             used = [o.sum() for o in outs if o.requires_grad]
@@ -212,9 +248,9 @@ def check(p: Program, dynamic: bool = False, backward: bool = False) -> None:
             sum(used).backward()
         for k, (e, g, t) in enumerate(zip(xs, ys, zs, strict=True)):
             if e.grad is None:
-                assert g.grad is None, where
+                assert g.grad is None, f"gradient {k} is none in eager"
             else:
-                _compare(e.grad, g.grad, t.grad, f"gradient {k}\n{where}")
+                _compare(e.grad, g.grad, t.grad, f"gradient {k}")
 
 
 def _compare(e: Tensor, g: Tensor, t: Tensor, what: str) -> None:
@@ -247,10 +283,7 @@ if __name__ == "__main__":
         for backward in (False, True):
             try:
                 check(generate(seed), dynamic=seed % 3 == 2, backward=backward)
-            except Exception as error:  # noqa: BLE001  a fuzzer reports whatever comes
+            except AssertionError as error:
                 failures += 1
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                print(
-                    f"== seed {seed}: {type(error).__name__} at {frame.filename}:{frame.lineno}: {str(error)[:1500]}\n"
-                )
+                print(f"== seed {seed}: {error}\n")
     print(f"{len(seeds)} programs, {failures} failures")

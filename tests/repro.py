@@ -1,4 +1,4 @@
-"""Repros of the fuzzers: complete programs as text, to paste into a file and run with Python from the source tree.
+"""Repros of the fuzzers: complete programs as text, to paste into a file in the source tree and run.
 
 A fuzzer that finds something prints `kernel_repro(...)` or `program_repro(...)`; what is printed calls `rerun_kernel`
 or `rerun_program` on the text of the kernel or program itself: it does not depend on how the fuzzer makes them.
@@ -67,6 +67,7 @@ def kernel_repro(
     """A program that runs a kernel on these arrays and compares it with the reference."""
     given = "\n".join(f"        {name!r}: {_array(x)}," for name, x in arrays.items())
     return f"""\
+# Save as repro.py in the root of the source tree, then: python repro.py
 import numpy as np
 from tests.repro import rerun_kernel, unpack
 
@@ -113,6 +114,7 @@ def program_repro(
 
     sizes: values of the size symbols; seed: of the inputs; split: constants of schedule/split.py that were changed."""
     return f"""\
+# Save as repro.py in the root of the source tree, then: python repro.py
 from tests.repro import rerun_program
 
 rerun_program(

@@ -63,13 +63,29 @@ def through_dynamo(error: PlaitError) -> Exception:
 
 # ---------------------------------------------------------------------------------------------- AOTAutograd
 @lru_cache(maxsize=1)
+def kept_whole() -> tuple[Any, ...]:
+    """Operators whose decomposition loses: the gradient of an attention kernel is wrong, integers of linspace are
+    others, and an index out of range is no error or another one."""
+    aten = torch.ops.aten
+    return (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten.linspace.default,
+        aten.index_add.default,
+        aten.index_copy.default,
+        aten.index_fill.int_Scalar,
+        aten.index_fill.int_Tensor,
+        aten.nll_loss_forward.default,
+        aten.nll_loss2d_forward.default,
+    )
+
+
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Core ATen decompositions, less those that lose: an attention kernel whose decomposed gradient is wrong.
+    """Core ATen decompositions, less those of `kept_whole`.
 
     The public table adds 520 composite operators, which tracing decomposes anyway, and takes 80 ms to build.
     """
     table = dict(torch._decomp._core_aten_decompositions_post_autograd())
-    for op in (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,):
+    for op in kept_whole():
         table.pop(op, None)
     return table
 

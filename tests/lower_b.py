@@ -9,6 +9,7 @@ import torch
 from lower_eval import Evaluate
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from plait.compat import kept_whole
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.philox import philox_words
@@ -16,7 +17,8 @@ from plait.ir.loops import Extern
 from plait.lower.graph import Lowered, lower_graph
 
 DECOMPOSITIONS = dict(torch._decomp.core_aten_decompositions())
-del DECOMPOSITIONS[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+for _op in kept_whole():
+    del DECOMPOSITIONS[_op]
 
 
 class Evaluation(Evaluate):

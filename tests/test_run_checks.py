@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,11 @@ INDEXED: dict[str, Case] = {
     "index_put": lambda x, i: x.index_put((i,), x[:2]),
     "index_put and add": lambda x, i: x.index_put((i,), x[:2], True),
     "index_fill": lambda x, i: x.index_fill(0, i, 9.0),
+    "index_fill of columns": lambda x, i: x.index_fill(1, i, 9.0),
+    "index_add": lambda x, i: x.index_add(0, i, x[:2]),
+    "index_add of columns": lambda x, i: x.index_add(1, i, x[:, :2]),
+    "index_add of numbers": lambda x, i: x[:, 0].index_add(0, i, x[0, :2]),
+    "index_copy": lambda x, i: x.index_copy(0, i, x[:2]),
     "index_reduce": lambda x, i: x.index_reduce(0, i, x[:2], "amax"),
 }
 
@@ -54,12 +60,15 @@ def outcome(fn: Callable[..., Any], *args: Any) -> tuple[type, str, Any]:
         return type(e), str(e), None
 
 
-def same_outcome(fn: Callable[..., Any], *args: Any) -> str:
+def same_outcome(fn: Callable[..., Any], *args: Any, close: bool = False) -> str:
     """Compares a function with its compiled self; returns the error's words, if any."""
     want, _, values = outcome(fn, *args)
     got, words, results = outcome(compiled(fn), *args)
     assert got == want, words
-    assert values is None or torch.equal(results, values)
+    if close:
+        torch.testing.assert_close(results, values, equal_nan=True)
+    else:
+        assert values is None or torch.equal(results, values)
     return words
 
 
@@ -73,6 +82,40 @@ def test_positions(name: str) -> None:
         got, words, results = outcome(run, X, i)
         assert got == want, (at, words)
         assert values is None or torch.equal(results, values)
+
+
+LOSSES: dict[str, Case] = {
+    "nll_loss": lambda x, t: F.nll_loss(x[:2], t),
+    "nll_loss of each": lambda x, t: F.nll_loss(x[:2], t, reduction="none"),
+    "nll_loss of one": lambda x, t: F.nll_loss(x[0], t[1]),
+    "nll_loss with weights": lambda x, t: F.nll_loss(x[:2], t, x[0]),
+    "nll_loss2d": lambda x, t: F.nll_loss(x[:2, :, None, None], t[:, None, None]),
+    "cross_entropy": lambda x, t: F.cross_entropy(x[:2], t),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_targets(name: str) -> None:
+    for at in ((1, 2), (1, -100), (1, 3), (1, -1)):
+        words = same_outcome(LOSSES[name], X, torch.tensor(at), close=True)
+        assert words.startswith("a target is out of bounds") == (at[1] in (3, -1))
+
+
+def test_integer_linspace() -> None:
+    """Every truncation is eager's, also where a step rounds to the other side of an integer."""
+    rng = random.Random(0)
+    for dtype in (torch.int64, torch.int16, torch.uint8):
+        low = 0 if dtype == torch.uint8 else -100
+        cases = [
+            (rng.uniform(low, 100), rng.uniform(low, 100), rng.randint(1, 60)) for _ in range(12)
+        ]
+
+        def f(dtype: torch.dtype, cases: list[tuple[float, float, int]]) -> list[torch.Tensor]:
+            whole = [torch.linspace(int(a), int(b), n, dtype=dtype) for a, b, n in cases]
+            return [*whole, *(torch.linspace(a, b, n, dtype=dtype) for a, b, n in cases)]
+
+        for want, got in zip(f(dtype, cases), compiled(f)(dtype, cases), strict=True):
+            assert torch.equal(got, want)
 
 
 def test_words_of_an_error() -> None:

@@ -1,0 +1,77 @@
+"""The negative log likelihood: a gather along the classes and weighted sums, which fuse with the log_softmax before.
+
+Targets are checked at run time as eager checks them, but for those that are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from plait.ir.checks import Check
+from plait.ir.dtypes import i64
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
+from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.index import at_least_1d
+from plait.lower.shape import result
+
+aten = torch.ops.aten
+
+_TARGET = Check("IndexError", "a target is out of bounds")
+_NONE, _MEAN = 0, 1  # at::Reduction
+Point = tuple[Expr, ...]
+
+
+@lower(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss(
+    ctx: Lowering, x: View, target: View, weight: View | None, reduction: int, ignore_index: Size
+) -> tuple[View, View]:
+    """The loss (of each target, or summed) and the sum of the weights of all targets that count."""
+    if len(x.shape) == 1:  # one row
+        x = x.remap((1, *x.shape), lambda v: (v[1],))
+        target = at_least_1d(target)
+    compute = compute_dtype(x.dtype)
+
+    def at_target(ops: Recorder, i: Point, value: Callable[[Expr], Node]) -> Node:
+        """value(class of target i), 0 where it is ignored."""
+        t = ops.cast(target.load(ops, i), i64)
+        counts = ops.op("ne", t, ops.index(ignore_index))
+        safe = ops.op("where", counts, t, ops.const(0, i64))
+        at = ops.checked(safe, x.shape[1], wrap=False, check=_TARGET)
+        found = value(at)
+        return ops.op("where", counts, found, ops.const(0, found.dtype))
+
+    def weight_of(ops: Recorder, at: Expr) -> Node:
+        return ops.const(1, i64) if weight is None else ops.cast(weight.load(ops, (at,)), compute)
+
+    def loss(ops: Recorder, i: Point) -> Node:
+        def value(at: Expr) -> Node:
+            e = ops.op("neg", ops.cast(x.load(ops, (i[0], at, *i[1:])), compute))
+            return e if weight is None else ops.op("mul", e, weight_of(ops, at))
+
+        return at_target(ops, i, value)
+
+    if reduction == _NONE and ctx.out_meta(0).dim() > 0:
+        each = result(ctx, lambda ops, i: ops.cast(loss(ops, i), x.dtype), 0)
+        return each, result(ctx, lambda ops, i: ops.const(0, x.dtype), 1)
+    total = ctx.reduce((), target.shape, "sum", lambda ops, i, r: loss(ops, r))
+    weights = ctx.reduce(
+        (), target.shape, "sum", lambda ops, i, r: at_target(ops, r, lambda at: weight_of(ops, at))
+    )
+
+    def total_weight(ops: Recorder) -> Node:
+        return ops.cast(weights.load(ops, ()), compute)
+
+    def combined(ops: Recorder, i: Point) -> Node:
+        value = total.load(ops, ())
+        if reduction == _MEAN:
+            value = ops.op("truediv", value, total_weight(ops))
+        return ops.cast(value, x.dtype)
+
+    return result(ctx, combined, 0), result(
+        ctx, lambda ops, i: ops.cast(total_weight(ops), x.dtype), 1
+    )

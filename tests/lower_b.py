@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from plait.compat import kept_whole
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.graph.philox import philox_words
+from plait.runtime.philox import philox_words
 from plait.ir.loops import Extern
 from plait.lower.graph import Lowered, lower_graph
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from plait.errors import UserError
-from plait.graph import philox
+from plait.runtime import philox
 from tests.against_eager import compiled
 
 M32 = 0xFFFFFFFF

@@ -303,7 +303,7 @@ def test_bitcasts_and_half_arithmetic(isa: Isa, tmp_path: Path) -> None:
 
 def test_philox_is_the_documented_one() -> None:
     torch = pytest.importorskip("torch")
-    from plait.graph.philox import philox_words
+    from plait.runtime.philox import philox_words
 
     index = torch.arange(50, dtype=torch.int64) + (1 << 33)
     words = philox_words(torch.tensor(0x1234567812345678), index, 5)

@@ -1,7 +1,7 @@
 """Replaces random operators by pure functions of one seed a graph, drawn with `plait::seed`.
 
 A random number then depends on seed, operator and index alone: it can be fused, recomputed in a backward pass and
-under checkpointing, and torch.manual_seed is respected. See `plait/graph/philox.py` for the operators.
+under checkpointing, and torch.manual_seed is respected. See `plait/runtime/philox.py` for the operators.
 Operators with a generator of their own, on other devices, or without a rule here (randperm, multinomial, poisson)
 stay as they are and use torch's generator.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-import plait.graph.philox  # noqa: F401  (defines the operators)
+import plait.runtime.philox  # noqa: F401  (defines the operators)
 from plait import compat
 from plait.graph.edit import aten, value_of
 

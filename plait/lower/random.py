@@ -1,4 +1,4 @@
-"""Rules for plait's own random operators; plait/graph/philox.py says which bits belong to which
+"""Rules for plait's own random operators; plait/runtime/philox.py says which bits belong to which
 element.
 
 `plait::seed` stays a call (it draws from torch's generator); the philox operators are pointwise
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import plait.graph.philox  # noqa: F401 - it defines the operators
+import plait.runtime.philox  # noqa: F401 - it defines the operators
 from plait.ir import sizes as sz
 from plait.ir.dtypes import bf16, f16, f32, f64, i64
 from plait.ir.loops import Node

@@ -17,9 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
 from plait.runtime.mathtable import NAMES
+from plait.runtime.timing import Boxed as Boxed
+from plait.runtime.timing import Watch
+from plait.runtime.timing import benchmark as benchmark
+from plait.runtime.timing import load_constants as load_constants
+from plait.runtime.timing import random_tensor as random_tensor
 
-Boxed = Callable[[list[object]], tuple[object, ...]]
 _MIN_SPLIT_NS = 50_000  # below this, waking other threads costs more than it saves
 
 
@@ -32,6 +37,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., int], name: str, checks: Checks = ()) -> None:
         self.function, self.name, self.checks = function, name, checks
+        self.watch: Watch | None = None  # who times every run, each on one core
 
     def __call__(
         self,
@@ -56,7 +62,11 @@ class Kernel:
         bufs = (ctypes.c_void_p * len(plain))(*(t.data_ptr() for t in plain))
         syms = (ctypes.c_int64 * len(sizes))(*sizes)
         n = torch.get_num_threads() if parallel and work_ns >= _MIN_SPLIT_NS else 1
-        if n == 1:
+        if self.watch is not None:
+            start = time.perf_counter_ns()
+            failed = self.function(0, 1, bufs, syms)
+            self.watch.ran(self.name, time.perf_counter_ns() - start, plain, work_ns)
+        elif n == 1:
             failed = self.function(0, 1, bufs, syms)
         else:
             shares = _pool(n).map(lambda tid: self.function(tid, n, bufs, syms), range(n))
@@ -264,43 +274,3 @@ def require_finite(t: Tensor, name: str, origin: str) -> None:
     """Raises RuntimeError if t holds a NaN or an infinity."""
     if (t.is_floating_point() or t.is_complex()) and not bool(torch.isfinite(t).all()):
         raise RuntimeError(f"'{name}' holds a NaN or an infinity, computed by {origin}")
-
-
-# ---------------------------------------------------------------------------------------------- running a module alone
-def random_tensor(
-    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: str
-) -> Tensor:
-    """Random contents: normal for floats, 0 or 1 for integers (valid as an index wherever there are two rows)."""
-    out = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
-    if dtype.is_floating_point or dtype.is_complex:
-        return out.normal_()
-    return out.random_(0, 2)
-
-
-def load_constants(path: str, beside: str) -> list[Tensor]:
-    """The constants that were saved beside a module; [] for the empty path."""
-    if not path:
-        return []
-    loaded: list[Tensor] = torch.load(Path(beside).parent / path, weights_only=True)
-    return loaded
-
-
-def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> None:
-    """Calls once, then for about a second, and prints the outputs' shapes and the fastest and the median time."""
-    given = inputs()
-    outs = call(list(given))
-    shapes = [
-        f"{str(o.dtype)[6:]}{list(o.shape)}" if isinstance(o, Tensor) else repr(o) for o in outs
-    ]
-    times: list[int] = []
-    end = time.perf_counter_ns() + 1_000_000_000
-    while time.perf_counter_ns() < end and len(times) < 10_000:
-        start = time.perf_counter_ns()
-        call(list(given))
-        times.append(time.perf_counter_ns() - start)
-    times.sort()
-    middle = times[len(times) // 2]
-    print(f"{name}: {', '.join(shapes)}")
-    print(
-        f"{name}: best {times[0] / 1e3:.1f} us, median {middle / 1e3:.1f} us of {len(times)} calls"
-    )

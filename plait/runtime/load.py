@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch  # torch's libraries have to be in the process before the extension
 
+import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
 from plait._native import (
     Bound,
     Library,

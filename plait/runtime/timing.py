@@ -1,0 +1,153 @@
+"""Times of a program's kernels, one by one, over the buffers of real calls; and the main part of a generated module.
+
+In: the `call` of a generated module (its kernels are in its closure) and what makes its inputs. Out: a `KernelTime`
+for each launch, and text. A kernel runs on one core and is timed within whole calls, so that its data lies where the
+program leaves it; the call of it from Python is in its time, about a microsecond.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Boxed = Callable[[list[object]], tuple[object, ...]]
+
+
+@dataclass
+class KernelTime:
+    """One launch. nbytes: of its arguments, each counted once. estimate_ns: what the compiler thought, on one core.
+    best_ns: the fastest of all calls, on one core."""
+
+    name: str
+    nbytes: int
+    estimate_ns: int
+    best_ns: int
+
+
+@dataclass
+class Watch:
+    """What the kernels of one program tell while it is timed. at: number of the next launch of the call."""
+
+    launches: list[KernelTime] = field(default_factory=list)
+    at: int = 0
+
+    def ran(self, name: str, ns: int, tensors: Sequence[Tensor], estimate_ns: int) -> None:
+        """A kernel ran."""
+        if self.at == len(self.launches):
+            nbytes = sum(touched_nbytes(t) for t in tensors)
+            self.launches.append(KernelTime(name, nbytes, estimate_ns, ns))
+        launch = self.launches[self.at]
+        launch.best_ns = min(launch.best_ns, ns)
+        self.at += 1
+
+
+class Watched(Protocol):
+    """A kernel that tells a watch of its runs while it has one."""
+
+    watch: Watch | None
+
+
+def touched_nbytes(t: Tensor) -> int:
+    """The bytes of a tensor's elements; a dimension that is expanded counts once."""
+    n = t.element_size()
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        n *= size if stride != 0 else min(size, 1)
+    return n
+
+
+def time_kernels(
+    call: Boxed, inputs: Callable[[], list[object]], seconds: float = 0.5
+) -> list[KernelTime]:
+    """Calls for about so many seconds (at least 3 times, at most 100) and gives the launches in order.
+
+    inputs: makes the inputs of one call. Raises what the program raises."""
+    cells = getattr(call, "__closure__", None) or ()
+    kernels: list[Watched] = [c.cell_contents for c in cells if hasattr(c.cell_contents, "watch")]
+    watch = Watch()
+    end = time.perf_counter() + seconds
+    try:
+        for kernel in kernels:
+            kernel.watch = watch
+        for k in range(100):
+            watch.at = 0
+            call(inputs())
+            if k >= 2 and time.perf_counter() > end:
+                break
+    finally:
+        for kernel in kernels:
+            kernel.watch = None
+    return watch.launches
+
+
+def table(launches: Sequence[KernelTime]) -> list[str]:
+    """A line a launch: time, bytes of the arguments, GB/s, the estimate; then the sum."""
+    if not launches:
+        return ["no kernels"]
+    width = max(len(k.name) for k in launches)
+    lines = [f"{'kernel':<{width}}  best of calls      memory         speed    estimate"]
+    for k in launches:
+        speed = k.nbytes / max(k.best_ns, 1)
+        lines.append(
+            f"{k.name:<{width}}  {_us(k.best_ns)}  {_size(k.nbytes)}  {speed:7.2f} GB/s  {_us(k.estimate_ns)}"
+        )
+    total, guess = sum(k.best_ns for k in launches), sum(k.estimate_ns for k in launches)
+    what = f"all {len(launches)} launches"
+    return [*lines, f"{what:<{width}}  {_us(total)}  {'':>10}  {'':>12}  {_us(guess)}"]
+
+
+def _us(ns: int) -> str:
+    return f"{ns / 1e3:10.1f} us"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:6.2f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:6.2f} KiB"
+
+
+# ---------------------------------------------------------------------------------------------- running a module alone
+def random_tensor(
+    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: str
+) -> Tensor:
+    """Random contents: normal for floats, 0 or 1 for integers (valid as an index wherever there are two rows)."""
+    out = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+    if dtype.is_floating_point or dtype.is_complex:
+        return out.normal_()
+    return out.random_(0, 2)
+
+
+def load_constants(path: str, beside: str) -> list[Tensor]:
+    """The constants that were saved beside a module; [] for the empty path."""
+    if not path:
+        return []
+    loaded: list[Tensor] = torch.load(Path(beside).parent / path, weights_only=True)
+    return loaded
+
+
+def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> None:
+    """Calls once, then for about a second, and prints the outputs' shapes, the fastest and the median time; then calls
+    for half a second more to time each kernel, and prints these times."""
+    given = inputs()
+    outs = call(list(given))
+    shapes = [
+        f"{str(o.dtype)[6:]}{list(o.shape)}" if isinstance(o, Tensor) else repr(o) for o in outs
+    ]
+    times: list[int] = []
+    end = time.perf_counter_ns() + 1_000_000_000
+    while time.perf_counter_ns() < end and len(times) < 10_000:
+        start = time.perf_counter_ns()
+        call(list(given))
+        times.append(time.perf_counter_ns() - start)
+    times.sort()
+    middle = times[len(times) // 2]
+    print(f"{name}: {', '.join(shapes)}")
+    print(
+        f"{name}: best {times[0] / 1e3:.1f} us, median {middle / 1e3:.1f} us of {len(times)} calls"
+    )
+    print(
+        "\n".join(["", "each kernel on one core:", *table(time_kernels(call, lambda: list(given)))])
+    )

@@ -25,6 +25,7 @@ from plait.schedule.plan import Kernel, Plan
 from plait.schedule.verify import verify_plan
 from plait.wrapper import show
 from plait.wrapper.build import build
+from plait.wrapper.measure import measured
 from plait.wrapper.passes import run_passes
 from plait.wrapper.program import CompileRecord, Program, observe
 from plait.wrapper.targets import TARGETS
@@ -62,6 +63,7 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     path = None if library is None else str(library.path)
     show.show_wrapper(log, wrapper, path, lowered.constants)
     loaded = log("load", TARGETS[cfg.wrapper], wrapper, path, lowered.constants, lowered.callables)
+    loaded = measured(log, loaded, wrapper, path, lowered.constants)
 
     record = CompileRecord(
         name=captured.name,

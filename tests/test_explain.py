@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from torch import nn
 
 import plait
 from plait.config import Config
+from plait.ir.text import read_program
+from plait.schedule.text import read_plan
+from plait.wrapper.instructions import Launch
 from plait.wrapper.text import read, text
 
 
@@ -30,6 +34,11 @@ class Net(nn.Module):
 
 def inputs() -> torch.Tensor:
     return torch.randn(64, 96)
+
+
+def two_softmaxes(x: torch.Tensor) -> torch.Tensor:
+    """Two kernels, since one needs all of what the other makes."""
+    return x.softmax(0).softmax(1)
 
 
 def test_the_report_counts_kernels_calls_and_fallbacks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +92,7 @@ def test_explaining_again_shows_all_of_it_again() -> None:
 
 
 def test_reasons_against_fusion_are_told() -> None:
-    report = plait.explain(lambda x: (x.sum(0), x.sum(1)), torch.randn(70, 90), quiet=True)
+    report = plait.explain(two_softmaxes, torch.randn(70, 90), quiet=True)
     assert report.kernels == 2
     assert "not fused: " in report.text
 
@@ -131,6 +140,20 @@ def test_the_debug_folder_has_every_stage(tmp_path: Path) -> None:
     assert (folder / "5_wrapper.txt").read_text() == text(report.graphs[0].wrapper)
 
 
+def run_module(file: Path, *args: str) -> str:
+    """What a stranger sees who runs a debug folder's module from another place."""
+    run = subprocess.run(
+        [sys.executable, str(file), *args], capture_output=True, text=True, timeout=120, cwd=file.parent,
+        env={
+            "PYTHONPATH": str(Path(plait.__file__).parent.parent),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+        },
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 def test_the_module_of_the_debug_folder_runs_by_itself(tmp_path: Path) -> None:
     weight = torch.randn(96, 32)
     report = plait.explain(
@@ -139,16 +162,45 @@ def test_the_module_of_the_debug_folder_runs_by_itself(tmp_path: Path) -> None:
         options={"debug_dir": str(tmp_path)},
         quiet=True,
     )
-    module = tmp_path / report.graphs[0].name / "6_module.py"
-    run = subprocess.run(
-        [sys.executable, str(module)], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent,
-        env={"PYTHONPATH": str(Path(plait.__file__).parent.parent), "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert f"{report.graphs[0].name}: float32[32]" in run.stdout
-    assert " us of " in run.stdout
+    printed = run_module(tmp_path / report.graphs[0].name / "6_module.py")
+    assert f"{report.graphs[0].name}: float32[32]" in printed
+    assert " us of " in printed
+    (kernel,) = [i.kernel for i in report.graphs[0].wrapper.body if isinstance(i, Launch)]
+    line = re.search(rf"{kernel} +([\d.]+) us +([\d.]+) KiB +([\d.]+) GB/s +([\d.]+) us", printed)
+    assert line is not None and float(line[1]) > 0
+    assert float(line[2]) == pytest.approx((64 * 32 + 32) * 4 / 1024, abs=0.01)
+    assert float(line[3]) == pytest.approx(float(line[2]) * 1.024 / float(line[1]), rel=0.2)
 
 
+def test_the_debug_folders_of_a_training_step_and_of_dynamic_shapes(tmp_path: Path) -> None:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(24, 48)
+            self.norm = nn.BatchNorm1d(48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = nn.functional.dropout(self.norm(self.linear(x)), 0.3)
+            return torch.cat([y, y.roll(1, 0)]).softmax(-1)
+
+    x = torch.randn(37, 24)
+    torch._dynamo.mark_dynamic(x, 0)
+    report = plait.explain(Step(), x, options={"debug_dir": str(tmp_path)}, quiet=True)
+    assert [g.kind for g in report.graphs] == ["forward", "backward"]
+    for graph in report.graphs:
+        folder = tmp_path / graph.name
+        assert sorted(p.name for p in folder.iterdir() if p.suffix != ".pt") == FILES
+        program = read_program((folder / "2_loops.txt").read_text())
+        assert program.inputs
+        planned = read_plan((folder / "3_plan.txt").read_text(), graph.plan.program)
+        assert planned == graph.plan
+        assert read((folder / "5_wrapper.txt").read_text()) == graph.wrapper
+        assert "symbol(" in (folder / "3_plan.txt").read_text()
+        printed = run_module(folder / "6_module.py")
+        assert f"{graph.name}: best " in printed and "all " in printed and "GB/s" in printed
+
+
+# ---------------------------------------------------------------------------------------------- the ladder
 LADDER = {
     1: "lower ",
     2: "kernel plait_",
@@ -164,9 +216,67 @@ def test_the_ladder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = {"debug": level}
-    plait.explain(lambda x: (x.sum(0), x.sum(1)), torch.randn(70, 90), options=options, quiet=True)
+    plait.explain(two_softmaxes, torch.randn(70, 90), options=options, quiet=True)
     printed = capfd.readouterr().err
     for at, words in LADDER.items():
         assert (words in printed) == (at <= level), (at, printed[:2000])
     assert (tmp_path / "plait_debug").exists() == (level >= 4)
     assert Config().debug == 0
+
+
+TIME = re.compile(r"(plait_\w+) +([\d.]+) us +([\d.]+) [KM]iB +[\d.]+ GB/s +([\d.]+) us")
+
+
+def test_level_2_times_each_kernel_at_the_first_call_and_changes_no_result(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(40), nn.Dropout(0.5), nn.GELU())
+    states = {k: v.clone() for k, v in net.state_dict().items()}
+    x = torch.randn(300, 40, requires_grad=True)
+
+    def run(level: int) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        net.load_state_dict({k: v.clone() for k, v in states.items()})
+        compiled = torch.compile(net, backend="plait", options={"debug": level})
+        torch.manual_seed(5)
+        x.grad = None
+        outs = [compiled(x), compiled(x)]
+        (outs[0].sum() + outs[1].pow(2).sum()).backward()
+        assert x.grad is not None
+        return [*outs, x.grad.clone(), *(v.clone() for v in net.state_dict().values())]
+
+    quiet = run(0)
+    assert capfd.readouterr().err == ""
+    loud = run(2)
+    timed = TIME.findall(capfd.readouterr().err)
+    assert len(timed) >= 2 and len(timed) == len(set(timed))  # at the first call only
+    assert all(float(ns) > 0 for _, ns, _, _ in timed)
+    for a, b in zip(quiet, loud, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_level_2_times_a_program_whose_inputs_share_memory(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    base = torch.arange(60.0)
+    given = base[:50].view(5, 10), base[10:20].expand(5, 10)
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return (x + y).sum(1)
+
+    want = f(base.clone()[:50].view(5, 10), base[10:20].clone() * 2)
+    got = torch.compile(f, backend="plait", options={"debug": 2})(*given)
+    assert torch.equal(got, want)
+    assert torch.equal(base[:50], torch.arange(50.0) * 2)
+    assert TIME.search(capfd.readouterr().err)
+
+
+def test_level_2_says_why_nothing_is_timed(capfd: pytest.CaptureFixture[str]) -> None:
+    def f(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return x[i] * 2
+
+    compiled = torch.compile(f, backend="plait", options={"debug": 2})
+    with pytest.raises(IndexError, match="out of bounds"):
+        compiled(torch.randn(4), torch.tensor([9]))
+    assert "kernels are not timed: index is out of bounds" in capfd.readouterr().err

@@ -1,0 +1,86 @@
+"""Kernel times of the debug ladder: a program that, at its first call, times each of its kernels and prints them.
+
+In: a loaded program and what it was loaded from. Out: a program with the same results. The kernels are timed on copies
+of the first call's inputs, by the Python target of the same program, and the random state is put back: the call itself
+sees nothing of it. A program that calls Python functions is not timed, since those would run once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from plait.log import KERNELS, PassLog
+from plait.runtime.timing import Boxed, table, time_kernels
+from plait.wrapper.instructions import Launch, WrapperProgram
+from plait.wrapper.python import load_python, make_python
+from plait.wrapper.targets import Loaded
+
+
+class MeasuredProgram:
+    """loaded, after measure(inputs) at its first call."""
+
+    def __init__(self, loaded: Loaded, measure: Callable[[list[Any]], None]) -> None:
+        self.loaded = loaded
+        todo = [measure]
+
+        def boxed(args: list[object]) -> tuple[object, ...]:
+            if todo:
+                todo.pop()(args)
+            return loaded.boxed(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        self.boxed: Boxed = boxed
+
+    def __call__(self, *args: object) -> tuple[object, ...]:
+        return self.boxed(list(args))
+
+
+def measured(
+    log: PassLog,
+    loaded: Loaded,
+    program: WrapperProgram,
+    library: str | None,
+    constants: Sequence[torch.Tensor],
+) -> Loaded:
+    """loaded itself, or where kernel times are to be seen (level 2) a program that prints them at its first call."""
+    if not log.shows(KERNELS) or not any(isinstance(i, Launch) for i in program.body):
+        return loaded
+    if program.n_callables:
+        log.note(KERNELS, f"{log.name}: kernels are not timed: the program calls Python functions")
+        return loaded
+
+    def measure(args: list[Any]) -> None:
+        call = load_python(make_python(program, library or ""), library, constants, ()).boxed
+        try:
+            with torch.random.fork_rng(devices=[]):
+                launches = time_kernels(call, lambda: copies(args))
+        except (RuntimeError, IndexError) as error:  # the call itself will say what is wrong
+            log.note(KERNELS, f"{log.name}: kernels are not timed: {str(error).splitlines()[0]}")
+            return
+        for line in table(launches):
+            log.note(KERNELS, f"{log.name}: {line}")
+
+    return MeasuredProgram(loaded, measure)
+
+
+def copies(values: Sequence[Any]) -> list[object]:
+    """Tensors on memory of their own with the same layouts; those that share memory share it again."""
+    memory: dict[int, torch.UntypedStorage] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        t = value.detach()
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in memory:
+            memory[storage.data_ptr()] = storage.clone()
+        made = torch.empty(0, dtype=t.dtype, device=t.device)
+        made.set_(memory[storage.data_ptr()], t.storage_offset(), t.shape, t.stride())  # type: ignore[call-overload]
+        made = torch._conj(made) if t.is_conj() else made
+        return torch._neg_view(made) if t.is_neg() else made
+
+    with torch.no_grad():
+        return [copy(v) for v in values]

@@ -1,6 +1,6 @@
 """Types of the extension module; docs/native-interface.md says what everything means."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -52,6 +52,27 @@ class Bound:
     def __name__(self) -> str: ...
     @property
     def program(self) -> Program: ...
+
+@final
+class Training:
+    def __new__(
+        cls,
+        forward: Program,
+        wrapper: Callable[..., Any],
+        compile_backward: Callable[[bool], Program],
+        differentiable: Sequence[bool],
+        n_saved: int,
+        n_sizes: int,
+        tangents: Sequence[str | tuple[Sequence[int], Sequence[int]]],
+        wants_grad: Sequence[int],
+        nondeterministic: bool,
+        switches: Sequence[tuple[dict[str, Any], str]],
+    ) -> Training: ...
+    def __call__(self, *args: Any) -> Any: ...
+    @property
+    def __name__(self) -> str: ...
+    @property
+    def forward(self) -> Program: ...
 
 def arena_stats() -> dict[str, int]: ...
 def trim_arenas() -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,12 +17,14 @@ import sympy
 import torch
 import torch._functorch.config as functorch_config
 import torch.utils._pytree as pytree
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import UserError as TorchUserError
 from torch._export import non_strict_utils
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_export_module, aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext, tracing
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._sympy.numbers import int_oo
@@ -166,6 +168,113 @@ def wrapper_reason(meta: Any) -> str:
         if type(info).__name__ != "PlainTensorMeta":
             return "tensor subclasses"
     return ""
+
+
+# ---------------------------------------------------------------------------------------------- training
+TangentLayout = str | tuple[tuple[int, ...], tuple[int, ...]]
+"""How a gradient lies in memory: the name of a memory format, or sizes and strides."""
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """How the outputs of a forward graph (results, saved tensors, saved sizes) are told apart, and what its backward
+    graph takes.
+
+    differentiable: one flag for each result. tangents: one layout for each result that has a gradient.
+    wants_grad: the inputs that get a gradient. nondeterministic: deterministic algorithms were off.
+    """
+
+    differentiable: tuple[bool, ...]
+    n_saved: int
+    n_sizes: int
+    tangents: tuple[TangentLayout, ...]
+    wants_grad: tuple[int, ...]
+    nondeterministic: bool
+
+
+def training_reason(meta: Any) -> str:
+    """Why this training graph needs AOTAutograd's autograd function, or "" if it needs none."""
+    reason = wrapper_reason(meta)
+    if reason:
+        return reason
+    counts = (
+        ("num_backward_tokens", "effect tokens in the backward pass"),
+        ("num_graphsafe_rng_states", "random states of a graph"),
+        ("num_opaque_objects_saved_for_bw", "objects are saved for the backward pass"),
+        ("num_tensors_saved_with_no_vc_check", "tensors are saved without a version check"),
+        ("indices_of_inputs_that_requires_grad_with_mutations_in_bw", "backward mutates an input"),
+        ("act_input_indices", "inputs that a collective has yet to fill"),
+    )
+    for name, why in counts:
+        if getattr(meta, name, None):
+            return why
+    if any(i.requires_grad for i in _mutated_in_graph(meta)):
+        return "an input that wants a gradient is mutated"
+    for info in meta.output_info:
+        if info.output_type.name not in ("non_alias", "unsafe_view_alias"):
+            return "an output is a view of an autograd function's"
+        if info.requires_grad != getattr(info, "requires_grad_for_backward", info.requires_grad):
+            return "an output was made under no_grad of something with a gradient"
+    if torch._dynamo.config.compiled_autograd:
+        return "compiled autograd"
+    disabled = getattr(runtime_wrappers, "_should_disable_saved_tensors_hooks", None)
+    if disabled is not None and disabled():
+        return "saved tensors hooks are part of the graph"
+    return ""
+
+
+def _mutated_in_graph(meta: Any) -> list[Any]:
+    return [meta.input_info[i] for i in meta.mutated_graph_handled_indices]
+
+
+def training_facts(meta: Any, n_outputs: int, has_gradient: Sequence[bool]) -> TrainingFacts:
+    """What AOTAutograd knows of a graph without training_reason.
+
+    n_outputs: of the forward graph. has_gradient: for each output of the backward graph, whether it is no None.
+    """
+    return TrainingFacts(
+        differentiable=tuple(bool(o.requires_grad) for o in meta.output_info),
+        n_saved=n_outputs - meta.num_forward - meta.num_symints_saved_for_bw,
+        n_sizes=meta.num_symints_saved_for_bw,
+        tangents=tuple(_tangent_layout(t.memory_format) for t in meta.subclass_tangent_meta),
+        wants_grad=tuple(
+            i
+            for i, (info, has) in enumerate(zip(meta.input_info, has_gradient, strict=True))
+            if has and info.requires_grad
+        ),
+        nondeterministic=meta.deterministic is False,
+    )
+
+
+def _tangent_layout(want: Any) -> TangentLayout:
+    if want.memory_format is not None:
+        return str(want.memory_format).removeprefix("torch.")
+    return tuple(int(s) for s in want.size), tuple(int(s) for s in want.stride)
+
+
+def autograd_switches() -> tuple[tuple[dict[str, Any], str], ...]:
+    """Module variables (dict, name) that are true while a call has to go through AOTAutograd's autograd function."""
+    scope = vars(compiled_autograd)
+    names = ("compiled_autograd_enabled", "in_compiled_autograd_region")
+    return tuple((scope, name) for name in names if name in scope)
+
+
+def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
+    """Remembers the compilation that is under way; the result makes contexts that go on with it, later and in any
+    thread."""
+    traced, compiled = TracingContext.try_get(), CompileContext.try_get()
+
+    @contextmanager
+    def resumed() -> Iterator[None]:
+        with (
+            tracing(traced),
+            compile_context(compiled),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
+            yield
+
+    return resumed
 
 
 # ---------------------------------------------------------------------------------------------- export

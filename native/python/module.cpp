@@ -136,6 +136,7 @@ PyMODINIT_FUNC PyInit__native() {
     program_type = add_type(module.get(), program_spec);
     boxed_type = add_type(module.get(), boxed_spec);
     bound_type = add_type(module.get(), bound_spec);
+    training_type = add_type(module.get(), training_spec);
     return module.release();
   });
 }

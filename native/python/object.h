@@ -63,6 +63,8 @@ void put(PyObject* dict, const char* key, PyObject* owned);  // steals `owned`
 // The exceptions of the module, made once by PyInit__native.
 inline PyObject *plan_error, *load_error;
 void set_error();  // sets the Python error for the exception in flight
+// Throws the Python error that is set in a form that may travel to another thread.
+[[noreturn]] void throw_python_error();
 
 // Runs the body of an entry point: no C++ exception gets through.
 template <class F>

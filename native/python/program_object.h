@@ -55,8 +55,8 @@ inline ProgramState& state_of(PyObject* program) {
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o);  // a new reference
 PyObject* outputs(const ProgramState& s, Frame& f);                     // a new tuple
 
-inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type;
-extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec;
+inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type;
+extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec;
 std::vector<void*> math_table(PyObject* names);
 
 }  // namespace plait

@@ -45,6 +45,12 @@ void raise_input_error(const char* what) {
 }
 }  // namespace
 
+void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
 void set_error() {
   try {
     throw;

@@ -109,10 +109,12 @@ at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type) {
       c10::scalarTypeToTypeMeta(type)));
 }
 
-// Conjugated or negated by a bit of the tensor: kernels and headers of views know no such bits.
+// Conjugated or negated by a bit of the tensor, or zeros without memory: kernels and headers of
+// views know no such bits.
 bool is_lazy(const at::Tensor& t) {
+  using K = c10::DispatchKey;
   return t.unsafeGetTensorImpl()->key_set().has_any(
-      c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}));
+      c10::DispatchKeySet({K::Conjugate, K::Negative, K::ZeroTensor}));
 }
 
 // Its values in memory, with its strides.

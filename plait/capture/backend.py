@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from plait import compat
 from plait.capture.program import collector_paused, compile_captured
+from plait.capture.training import TrainingGraph
 from plait.compile import Program
 from plait.config import Config
 from plait.errors import PlaitError
@@ -53,6 +54,8 @@ class _OneGraph:
         self.n_inputs = n_inputs
         self.serial = next(_serial)
         self.direct: Callable[..., Any] | None = None
+        self.forward_program: Program | None = None
+        self.training = TrainingGraph(self._backward)
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         wrapped = compat.aot_compile(
@@ -61,13 +64,22 @@ class _OneGraph:
             forward=self.forward,
             backward=self.backward,
             inference=self.inference,
-            partition=partition,
+            partition=self.partition,
         )
+        if self.forward_program is not None:
+            return self.training.around(self.forward_program, wrapped)
         return wrapped if self.direct is None else self.direct
+
+    def partition(
+        self, joint: GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        forward, backward = partition(joint, joint_inputs, **kwargs)
+        self.training.partitioned(backward)
+        return forward, backward
 
     def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         meta = compat.forward_metadata()
-        reason = _wrapper_reason(gm, meta, len(inputs), self.n_inputs)
+        reason = _graph_reason(gm, len(inputs), self.n_inputs) or compat.wrapper_reason(meta)
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if reason else compat.bumped_input_indices(meta)
         program = self._program(
@@ -78,13 +90,20 @@ class _OneGraph:
         return program.boxed
 
     def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        static = compat.static_input_indices(compat.forward_metadata())
-        return self._program(gm, "forward", static).boxed
+        meta = compat.forward_metadata()
+        self.training.forward(gm, meta, _graph_reason(gm, len(inputs), self.n_inputs))
+        bumped = () if self.training.reason else compat.bumped_input_indices(meta)
+        static = compat.static_input_indices(meta)
+        self.forward_program = self._program(gm, "forward", static, bumped_inputs=bumped)
+        return self.forward_program.boxed
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         donated = compat.donated_input_indices(compat.forward_metadata())
+        return self.training.backward(gm, donated).boxed
+
+    def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
         with collector_paused():  # called at the first backward pass, on its own
-            return self._program(gm, "backward", donated_inputs=donated).boxed
+            return self._program(gm, "backward", donated_inputs=donated)
 
     def _program(
         self,
@@ -108,14 +127,14 @@ class _OneGraph:
 _TRUSTED_NAMESPACES = ("aten", "prims", "plait", "_operator", "math")
 
 
-def _wrapper_reason(gm: GraphModule, meta: Any, n_compiled: int, n_dynamo: int) -> str:
-    """Why Dynamo must not be handed the program itself, or "" if it may."""
+def _graph_reason(gm: GraphModule, n_compiled: int, n_dynamo: int) -> str:
+    """Why Dynamo must not be handed the program itself, as far as the graph tells, or ""."""
     if n_compiled != n_dynamo:
         return "inputs were deduplicated or got a synthetic base"
     for node in gm.graph.nodes:
         if node.op == "call_function" and _namespace(node.target) not in _TRUSTED_NAMESPACES:
             return "the wrapper checks custom ops for aliasing on their first call"
-    return compat.wrapper_reason(meta)
+    return ""
 
 
 def _namespace(target: Any) -> str:

@@ -1,0 +1,144 @@
+// native/torch/node.cpp: what a node of a compiled training graph keeps and how it is applied.
+#include "torch/node.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/input_metadata.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace plait {
+namespace ag = torch::autograd;
+namespace {
+
+constexpr const char* kDoubleBackward =
+    "a graph compiled by plait cannot be differentiated twice (double backward): its gradients "
+    "have no gradients. Run the function outside torch.compile, or differentiate it there with "
+    "create_graph=True";
+
+// A copy with these strides; dimensions of stride 0 are written once.
+at::Tensor restrided(const at::Tensor& t, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  at::Tensor result = at::empty_strided(sizes, strides, t.options());
+  at::Tensor from = t, to = result;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (strides[d] == 0 && sizes[d] > 1) from = from.narrow(d, 0, 1), to = to.narrow(d, 0, 1);
+  to.copy_(from);
+  return result;
+}
+
+bool same_strides(const at::Tensor& t, c10::IntArrayRef strides) {
+  for (size_t d = 0; d < strides.size(); ++d)
+    if (t.sizes()[d] > 1 && t.strides()[d] != strides[d]) return false;
+  return true;
+}
+
+// The gradients, as results of a node that refuses to be applied. Its edges lead where the
+// backward pass went, so that whoever differentiates them comes upon it.
+void forbid_second(ag::variable_list& grads, const ag::Node& first,
+                   const ag::variable_list& tangents) {
+  ag::edge_list edges = first.next_edges();
+  for (const at::Tensor& t : tangents)
+    if (t.defined() && t.requires_grad()) edges.push_back(ag::impl::gradient_edge(t));
+  const NodePtr error = make_node<ag::Error>(kDoubleBackward, std::move(edges));
+  for (at::Tensor& g : grads) {
+    if (!g.defined()) continue;
+    g = g.detach();
+    set_history(g, error);
+  }
+}
+
+}  // namespace
+
+PlaitBackward::PlaitBackward(ag::edge_list&& edges, const BackwardFacts& facts,
+                             const NodeHost& host, void* owner)
+    : Node(std::move(edges)), facts_(facts), host_(host), owner_(owner) {}
+
+PlaitBackward::~PlaitBackward() { host_.release(owner_); }
+
+void PlaitBackward::save(const at::Tensor& t, bool is_output) {
+  saved_.emplace_back(t, is_output);
+  if (saved_.back().has_hooks()) packed_strides_.emplace_back(t.strides());
+}
+
+void PlaitBackward::release_variables() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (ag::SavedVariable& s : saved_) s.reset_data();
+}
+
+// Taken before the GIL is: hooks of saved tensors take it themselves.
+void PlaitBackward::unpack(BackwardRun& run) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool once = !ag::get_current_graph_task_keep_graph();
+  run.may_overwrite = once && packed_strides_.empty();
+  run.saved.reserve(saved_.size());
+  size_t packed = 0;
+  for (const ag::SavedVariable& s : saved_) {
+    const bool hooked = s.has_hooks();
+    at::Tensor t = s.unpack(getptr());
+    // What a hook gives back has the values, but not always the strides that kernels read by.
+    if (hooked && !same_strides(t, packed_strides_[packed]))
+      t = restrided(t, t.sizes(), packed_strides_[packed]);
+    packed += hooked;
+    run.saved.push_back(std::move(t));
+  }
+  if (!once) return;
+  for (ag::SavedVariable& s : saved_) s.reset_data();  // they die during the run
+}
+
+at::Tensor PlaitBackward::tangent(at::Tensor grad, size_t index) const {
+  const Tangent& want = facts_.tangents[index];
+  const ag::InputMetadata& result = input_metadata(index);
+  if (!grad.defined()) grad = result.zeros_like();
+  if (grad.dtype() != result.options().dtype()) grad = grad.to(result.options().dtype());
+  if (want.format)
+    return grad.is_contiguous(*want.format) ? std::move(grad) : grad.contiguous(*want.format);
+  if (grad.sizes() == want.sizes && grad.strides() == want.strides) return grad;
+  return restrided(grad, want.sizes, want.strides);
+}
+
+ag::variable_list PlaitBackward::apply(ag::variable_list&& grads) {
+  TORCH_CHECK(!facts_.nondeterministic || !at::globalContext().deterministicAlgorithms(),
+              "this backward pass was compiled while torch.use_deterministic_algorithms was off "
+              "and is run while it is on");
+  const bool create_graph = c10::GradMode::is_enabled();
+  const at::NoGradGuard no_grad;
+  BackwardRun run{&sizes_};
+  unpack(run);
+  run.tangents.reserve(grads.size());
+  const ag::variable_list given = create_graph ? grads : ag::variable_list();
+  for (size_t i = 0; i < grads.size(); ++i)
+    run.tangents.push_back(tangent(std::move(grads[i]), i));
+  ag::variable_list results = host_.run(owner_, run);
+  if (create_graph) forbid_second(results, *this, given);
+  return results;
+}
+
+void set_history(const at::Tensor& t, const NodePtr& node) {
+  const uint32_t output = node->add_input_metadata(t);
+  ag::impl::set_gradient_edge(t, {node, output});
+}
+
+ag::Edge gradient_edge(const at::Tensor& t) {
+  return t.requires_grad() ? ag::impl::gradient_edge(t) : ag::Edge();
+}
+
+bool has_forward_gradient(const at::Tensor& t) {
+  const auto* meta =
+      static_cast<const ag::AutogradMeta*>(t.unsafeGetTensorImpl()->autograd_meta());
+  return meta && meta->fw_grad_;
+}
+
+bool plain_autograd() {
+  using c10::DispatchKey;
+  static constexpr c10::DispatchKeySet watched(
+      {DispatchKey::Python, DispatchKey::PythonDispatcher, DispatchKey::Functionalize,
+       DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode});
+  return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
+         !c10::impl::tls_local_dispatch_key_set().included_.has_any(watched);
+}
+
+}  // namespace plait

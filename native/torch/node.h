@@ -1,0 +1,92 @@
+// native/torch/node.h: PlaitBackward, the autograd node of a compiled training graph.
+//
+// The forward call (python/training.cpp) makes one node, gives it edges to the inputs that want a
+// gradient, sets it as the history of the results and hands it what the backward program reads:
+// sizes and saved tensors. The node keeps those the way that torch's own nodes do, so hooks on
+// saved tensors, version checks and the error of a second backward pass are torch's. It knows no
+// Python: the host runs the backward program.
+#pragma once
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <optional>
+#include <vector>
+
+namespace plait {
+
+// A shared_ptr before torch 2.13, an intrusive_ptr since.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+// How a gradient that comes in must lie in memory, as the backward graph was traced.
+struct Tangent {
+  std::optional<c10::MemoryFormat> format;  // or else:
+  c10::DimVector sizes, strides;
+};
+
+// One run of the backward program. The host empties the lists of tensors.
+struct BackwardRun {
+  const std::vector<int64_t>* sizes;
+  std::vector<at::Tensor> saved, tangents;
+  bool may_overwrite;  // nobody reads the saved tensors after this run
+};
+
+struct NodeHost {
+  // One gradient an edge; undefined where there is none. Takes the GIL.
+  torch::autograd::variable_list (*run)(void* owner, BackwardRun& run);
+  void (*release)(void* owner);  // takes the GIL
+};
+
+// What all nodes of one graph share; the owner keeps it.
+struct BackwardFacts {
+  std::vector<Tangent> tangents;
+  bool nondeterministic = false;  // compiled while deterministic algorithms were not asked for
+};
+
+class PlaitBackward final : public torch::autograd::Node {
+ public:
+  // owner: one reference, released by the destructor.
+  PlaitBackward(torch::autograd::edge_list&& edges, const BackwardFacts& facts, const NodeHost& host,
+                void* owner);
+  ~PlaitBackward() override;
+
+  void save(const at::Tensor& t, bool is_output);
+  std::vector<int64_t>& sizes() { return sizes_; }
+  std::string name() const override { return "PlaitBackward"; }
+  void release_variables() override;
+
+ protected:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+
+ private:
+  void unpack(BackwardRun& run);
+  at::Tensor tangent(at::Tensor grad, size_t index) const;
+
+  const BackwardFacts& facts_;
+  const NodeHost& host_;
+  void* owner_;
+  std::vector<torch::autograd::SavedVariable> saved_;
+  std::vector<c10::DimVector> packed_strides_;  // of the saved tensors that hooks took, in order
+  std::vector<int64_t> sizes_;
+};
+
+// Makes `node` the history of t, a fresh result.
+void set_history(const at::Tensor& t, const NodePtr& node);
+torch::autograd::Edge gradient_edge(const at::Tensor& t);  // invalid if t wants no gradient
+bool has_forward_gradient(const at::Tensor& t);
+// Whether a call in this thread is seen by autograd alone: gradients on, no mode or transform of
+// functorch, no dispatch mode.
+bool plain_autograd();
+
+template <class T, class... Args>
+auto make_node(Args&&... args) {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
+    // Unqualified: torch's deleter, found by its argument, unrolls deep graphs.
+    return std::shared_ptr<T>(new T(std::forward<Args>(args)...),
+                              [](auto* node) { deleteNode(node); });
+  else
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+}
+
+}  // namespace plait

@@ -1,0 +1,117 @@
+"""A training graph as one native callable, where its metadata allows it.
+
+AOTAutograd hands over a forward graph and, when it likes, a backward graph. Its own callable is an autograd function in
+Python; `TrainingGraph.around` puts the forward program and a native autograd node in its place, which compiles the
+backward graph at the first backward pass and keeps AOTAutograd's callable for states that it does not serve.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from plait import _native, compat
+from plait.compile import Program
+from plait.graph.edit import output_of
+
+CompileBackward = Callable[[GraphModule, tuple[int, ...]], Program]
+
+
+class TrainingGraph:
+    """The training half of one Dynamo graph's compilation. compile_backward: (graph, donated inputs) -> program."""
+
+    def __init__(self, compile_backward: CompileBackward) -> None:
+        self.reason = "no forward graph"
+        self._compile_backward = compile_backward
+        self._backward_graph: GraphModule | None = None
+        self._has_gradient: tuple[bool, ...] = ()
+        self._programs: dict[tuple[int, ...], Program] = {}  # by donated inputs
+        self._lock = threading.Lock()
+
+    def partitioned(self, backward: GraphModule) -> None:
+        """Learns the backward graph that the partitioner made."""
+        self._backward_graph = backward
+        values: Any = output_of(backward.graph).args[0]
+        self._has_gradient = tuple(v is not None for v in values)
+
+    def forward(self, gm: GraphModule, meta: Any, reason: str) -> None:
+        """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's callable, as far
+        as the caller knows, or ""."""
+        self.reason = reason or compat.training_reason(meta) or _graph_reason(gm, meta)
+        if self.reason:
+            return
+        self._facts = compat.training_facts(meta, len(_outputs(gm)), self._has_gradient)
+        self._donated = compat.donated_input_indices(meta)
+        self._resume = compat.resume_tracing()
+        if not self._facts.wants_grad:
+            self.reason = "no input gets a gradient"
+
+    def backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
+        """The backward program of AOTAutograd's copy of the graph, compiled once for each set of donated inputs."""
+        with self._lock:
+            if donated not in self._programs:
+                self._programs[donated] = self._compile_backward(gm, donated)
+            return self._programs[donated]
+
+    def around(self, forward: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        """The callable for Dynamo. forward: the forward program; wrapped: AOTAutograd's callable."""
+        program: Any = forward.call
+        if not self.reason and not isinstance(program, _native.Program):
+            self.reason = "the program runs as Python"
+        if self.reason:
+            return wrapped
+        facts = self._facts
+        return _native.Training(
+            program,
+            wrapped,
+            self._at_first_use,
+            facts.differentiable,
+            facts.n_saved,
+            facts.n_sizes,
+            facts.tangents,
+            facts.wants_grad,
+            facts.nondeterministic,
+            compat.autograd_switches(),
+        )
+
+    def _at_first_use(self, may_overwrite: bool) -> _native.Program:
+        """The backward program, in the thread of a backward pass."""
+        assert self._backward_graph is not None
+        with self._resume():
+            graph = copy.deepcopy(self._backward_graph)  # compiling changes it
+            call = self.backward(graph, self._donated if may_overwrite else ()).call
+        assert isinstance(call, _native.Program)
+        return call
+
+
+def _outputs(gm: GraphModule) -> tuple[Any, ...]:
+    values: Any = output_of(gm.graph).args[0]
+    return tuple(values)
+
+
+def _graph_reason(gm: GraphModule, meta: Any) -> str:
+    """What of the graph itself the native node does not serve, or ""."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and not isinstance(
+            node.meta.get("val"), (torch.Tensor, torch.SymInt, int)
+        ):
+            return "an input is neither a tensor nor a size"
+    outputs = _outputs(gm)
+    results = [
+        n
+        for n in outputs[: meta.num_forward]
+        if isinstance(getattr(n, "meta", {}).get("val"), torch.Tensor)
+    ]
+    if len(set(results)) != len(results):
+        return "a result is returned twice"
+    if any(n.op == "placeholder" for n in results):
+        return "a result is an input"
+    sizes = outputs[len(outputs) - meta.num_symints_saved_for_bw :]
+    if not all(isinstance(n, int) or isinstance(n.meta["val"], torch.SymInt) for n in sizes):
+        return "a number that is no size is saved for the backward pass"
+    return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
-from plait.ir.sizes import Atom, Expr, Size, add, free_symbols, mul, substitute
+from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul, substitute, total
 from plait.kernel.cpp_expr import (
     Parts,
     mask_part,
@@ -94,6 +94,8 @@ class Access:
             return self._contiguous(n, buf, offset, mask)
         if step == 0:
             return self._broadcast(n, buf, offset, mask)
+        if isinstance(step, int) and step in (-1, 2) and mask is None and not v.tail:
+            return self._shuffled(n, buf, offset, step)
         return self._lane_load(n, buf, offset, mask)
 
     def _scalar_load(self, buf: str, offset: Size, d: DType, mask: Node | None) -> str:
@@ -160,23 +162,68 @@ class Access:
             depth,
         )  # fmt: skip
 
+    def _shuffled(self, n: Node, buf: str, offset: Size, step: int) -> Parts:
+        """Lanes backwards, or every second element: whole registers, rearranged. Reads nothing past the last lane."""
+        v, t = self.v, memory(n.dtype)
+        half = v.lanes // n_parts(n.dtype)
+        texts = []
+        for k in range(n_parts(n.dtype)):
+            at = f"{self.pointer(buf, offset)}{v.rep_offset(step)} + {step * k * half}"
+            if step == -1:
+                texts.append(f"turned_{t}(ld_{t}({at} - {half - 1}))")
+            else:
+                texts.append(f"evens_{t}(ld_{t}({at}), ld_{t}({at} + {half - 1}))")
+        return self._loaded(n, texts)
+
     def _lane_load(self, n: Node, buf: str, offset: Size, mask: Node | None) -> Parts:
         v, t, depth = self.v, memory(n.dtype), self.v.depth(n)
         p, index = self._lane_address(buf, offset)
         half = v.lanes // n_parts(n.dtype)
-        if mask is None and not v.tail and self.step(offset) is not None:
-            texts = []
-            for k in range(n_parts(n.dtype)):
-                lanes = ", ".join(
-                    f"{p}[{index.replace('LANE', str(k * half + j))}]" for j in range(half)
-                )
-                texts.append(f"{{{lanes}}}")
-            return self._loaded(n, texts)
+        if n.dtype.nbytes == 4 and mask is None and not v.tail:
+            at = self._short_lanes(offset)
+            if at is not None:
+                return self._loaded(n, [f"gather_{t}({p}, {at})"])
+        whole = [
+            ", ".join(f"{p}[{index.replace('LANE', str(k * half + j))}]" for j in range(half))
+            for k in range(n_parts(n.dtype))
+        ]
+        if mask is None and not v.tail:
+            return self._loaded(n, [f"{{{lanes}}}" for lanes in whole])
         array = v.name("g")
         v.line(f"alignas(64) {t} {array}[{v.lanes}] = {{}};", depth)
         guard = self._lane_guard(mask, depth)
         v.line(f"{self._lane_loop()}{guard}{array}[k] = {p}[{index.replace('LANE', 'k')}];", depth)
         return self._loaded(n, [f"ld_{t}({array} + {k * half})" for k in range(n_parts(n.dtype))])
+
+    def _short_lanes(self, offset: Size) -> str | None:
+        """The part of an offset that differs between lanes, as a vi32; None where that is not known to be enough."""
+        if not isinstance(offset, Expr):
+            return None
+        moving = total(t for mono, c in offset.terms if self._moves(t := Expr(0, ((mono, c),))))
+        low, high = bounds(moving)
+        if not isinstance(moving, Expr) or low < -(1 << 31) or high >= 1 << 31:
+            return None
+        texts = []
+        for mono, c in moving.terms:
+            text = self._short_factor(mono[0]) if len(mono) == 1 else None
+            if text is None:
+                return None
+            texts.append(text if c == 1 else f"{text} * {c}")
+        return " + ".join(texts)
+
+    def _short_factor(self, a: Atom) -> str | None:
+        """An index, or quotient or remainder of a position by a number so large that it changes once in a vector."""
+        v = self.v
+        if a.kind == "sym":
+            node = v.nest.space.indirect.get(a)
+            return None if node is None else v.short(node)
+        if a.kind not in ("div", "mod") or not isinstance(a.b, int) or v.varies(a.a):
+            return None
+        step = coefficient(a.a, v.axis)
+        if not isinstance(step, int) or not 0 < step * (v.lanes - 1) < a.b or bounds(a.a)[0] < 0:
+            return None
+        first = f"({v.integer(a.a)}{v.rep_offset(step)})"
+        return f"{a.kind}_lanes({first}, {step}, {a.b})"
 
     def fill_tile(self, n: Node, along: Atom, block: Atom) -> None:
         """Loads a tile of a load that is contiguous along `along` and leaves it turned around,
@@ -232,6 +279,7 @@ class Access:
             v.line(f"alignas(64) {t} {array}[{v.lanes}];", depth)
             for k, p in enumerate(parts):
                 v.line(f"st_{t}({array} + {k * v.lanes // 2}, {p});", depth)
+            v.line(f"in_memory({array});", depth)
             memo[key] = (array,)
         return memo[key][0]
 

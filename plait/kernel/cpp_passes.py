@@ -241,11 +241,13 @@ def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inn
         weight = _weight(a, has_inner)
         stride = coefficient(a.offset, axis)
         if axis in a.indirect or stride is None:
-            each = 4.0
+            each = 12.0 if a.store else 2.5  # lanes are stored one by one, from memory
         elif stride == 0:
             each = 0.02
         elif stride == 1:
             each = a.nbytes / 4 * 0.25 + 0.05
+        elif stride in (-1, 2) and not a.store:
+            each = a.nbytes / 4 * 0.4 + 0.05
         else:
             each = 3.5 if a.store else 3.0
         if inner and not a.full:

@@ -25,8 +25,8 @@ typedef float f32; typedef double f64;
 """
 
 _SCALAR: dict[str, str] = {
-    "s_min": "template <class T> static inline T s_min(T a, T b) { return a < b || a != a ? a : b; }",
-    "s_max": "template <class T> static inline T s_max(T a, T b) { return a > b || a != a ? a : b; }",
+    "s_min": "template <class T> static inline T s_min(T a, T b) { T r = a < b ? a : b; return a != a ? a : r; }",
+    "s_max": "template <class T> static inline T s_max(T a, T b) { T r = a > b ? a : b; return a != a ? a : r; }",
     "s_fmin": "template <class T> static inline T s_fmin(T a, T b) { return a <= b || b != b ? a : b; }",
     "s_fmax": "template <class T> static inline T s_fmax(T a, T b) { return a >= b || b != b ? a : b; }",
     "s_abs": """\
@@ -83,6 +83,8 @@ static inline u16 to_f16(f32 x) {
   (u16)(s | (r - 0x3f000000u)); }
   return (u16)(s | ((b - 0x38000000u + 0xfff + (b >> 13 & 1)) >> 13));
 }""",
+    # Without it g++ takes the lanes out of the register one by one, which is slower than to read them back.
+    "in_memory": 'template <class T> static inline void in_memory(T& array) { asm("" : "+m"(array)); }',
     "philox": """\
 static inline i64 philox(i64 seed, i64 counter, i64 word) {
   u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c0 = (u32)counter, c1 = (u32)((u64)counter >> 32);

@@ -20,12 +20,14 @@ def simd(isa: Isa) -> dict[str, str]:
     out: dict[str, str] = {}
     for part in (
         _shape,
+        _arithmetic,
         _conversions,
         _memory,
-        _arithmetic,
         _rounding,
         _lanewise,
         _halves,
+        _gathers,
+        _rearranged,
         _horizontal,
         _scans,
         _tiles,
@@ -82,6 +84,9 @@ def _shape(isa: Isa) -> dict[str, str]:
     out["lane_mask"] = _fn(
         "vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));"
     )
+    out["lanes_below"] = _fn(
+        "vi32", "lanes_below", "i64 n", f"return lane_mask(n < 0 ? 0 : n < {n} ? n : {n});"
+    )
     for half, start in (("lo", 0), ("hi", n // 2)):
         steps = ", ".join(map(str, range(start, start + n // 2)))
         body = f"return splat_i64(a) + (vi64){{{steps}}} * c;"
@@ -133,6 +138,16 @@ def _conversions(isa: Isa) -> dict[str, str]:
         _fn("vi32", "join_i64", "vi64 a, vi64 b", f"return cat_i32({both});"),
         "#endif",
     ))  # fmt: skip
+    ends = "v_min_i64(v_max_i64({0}, splat_i64(-0x80000000l)), splat_i64(0x7fffffffl))"
+    halves = ", ".join(f"cvt_i64_hi32({ends.format(x)})" for x in "ab")
+    sat = None
+    if isa.name == "avx512":
+        wide = "long long __attribute__((vector_size(64)))"
+        calls = (f"__builtin_ia32_pmovsqd512_mask(({wide}){x}, (hi32){{}}, -1)" for x in "ab")
+        sat = _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({', '.join(calls)});")
+    out["sat_i32"] = _either(
+        sat, _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({halves});")
+    )
     out["mask_of_u8"] = _fn("vi32", "mask_of_u8", "vu8 x", "return (vi32)(cvt_u8_i32(x) != 0);")
     out["u8_of_mask"] = _fn("vu8", "u8_of_mask", "vi32 m", "return cvt_i32_u8(m) & 1;")
     return out
@@ -385,6 +400,61 @@ _COMBINE = {
     "sum": "{0} + {1}", "prod": "{0} * {1}", "max": "v_max_{t}({0}, {1})", "min": "v_min_{t}({0}, {1})",
     "any": "{0} | {1}", "all": "{0} & {1}", "xor": "{0} ^ {1}",
 }  # fmt: skip
+
+
+def _gathers(isa: Isa) -> dict[str, str]:
+    """gather_<type>(p, at): lane k is p[at[k]]; lanes that lie within one register's width, as they do when an image is
+    resized or padded, are loaded at once. mod_lanes, div_lanes(x, c, n): (x + c * k) % n and (x + c * k) // n for lanes
+    k, of which one at most starts anew."""
+    n = isa.lanes
+    numbers = f"(vi32){{{', '.join(map(str, range(n)))}}}"
+    out = {}
+    for name, text in (
+        ("mod", "r - (r >= d ? splat_i32(d) : splat_i32(0))"),
+        ("div", "splat_i32((i32)(x / d)) - (vi32)(r >= d)"),
+    ):
+        body = f"const vi32 r = splat_i32((i32)(x % d)) + {numbers} * (i32)c; return {text};"
+        out[f"{name}_lanes"] = _fn("vi32", f"{name}_lanes", "i64 x, i64 c, i32 d", body)
+    fast = {
+        "avx512": "__builtin_ia32_gathersiv16sf((vf32){}, p, at, -1, 4)",
+        "avx2": "__builtin_ia32_gathersiv8sf((vf32){}, (const f32*)p, at, (vf32)splat_i32(-1), 4)",
+    }.get(isa.name)
+    for t in ("f32", "i32", "u32"):
+        loop = f"v{t} r; for (int k = 0; k < {n}; ++k) r[k] = p[at[k]]; return r;"
+        params = f"const {t}* p, vi32 at"
+        near = (
+            f"const u32 span = at[{n - 1}] - at[0]; const vu32 d = (vu32)(at - at[0]); "
+            f"if (span == {n - 1} && !any((vi32)d != {numbers})) return ld_{t}(p + at[0]); "
+            f"if (span < {n} && !any((vi32)(d > span))) "
+            f"return __builtin_shuffle(ldn_{t}(p + at[0], span + 1), (vi32)d);"
+        )
+        out[f"gather_{t}"] = _either(
+            fast and _fn(f"v{t}", f"gather_{t}", params, f"{near} return (v{t}){fast};"),
+            _fn(f"v{t}", f"gather_{t}", params, loop),
+        )
+    return out
+
+
+def _rearranged(isa: Isa) -> dict[str, str]:
+    """turned_<type>: lanes backwards. evens_<type>(a, b): every second of the elements in memory that a starts at and b
+    ends at."""
+    out = {}
+    for t in _NUMBERS:
+        n, v = _lanes(isa, t), f"v{t}"
+        back = ", ".join(str(n - 1 - k) for k in range(n))
+        second = ", ".join(str(2 * k if 2 * k < n else 2 * k + 1) for k in range(n))
+        for name, params, text, loop in (
+            ("turned", f"{v} a", f"a, a, {back}", f"a[{n - 1} - k]"),
+            ("evens", f"{v} a, {v} b", f"a, b, {second}", f"2 * k < {n} ? a[2 * k] : b[2 * k + 1 - {n}]"),
+        ):  # fmt: skip
+            out[f"{name}_{t}"] = "\n".join((
+                "#if __has_builtin(__builtin_shufflevector)",
+                _fn(v, f"{name}_{t}", params, f"return __builtin_shufflevector({text});"),
+                "#else",
+                _fn(v, f"{name}_{t}", params, f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = {loop}; return r;"),
+                "#endif",
+            ))  # fmt: skip
+    return out
 
 
 def _horizontal(isa: Isa) -> dict[str, str]:

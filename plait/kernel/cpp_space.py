@@ -88,6 +88,37 @@ def atom_expr(a: Atom) -> Size:
     return Expr(0, (((a,), 1),))
 
 
+def without_mod(e: Size) -> Size:
+    """e with every x % n written as x - n * (x // n) where fewer divisions are left then: views of views often
+    cancel."""
+    if isinstance(e, int) or not any(a.kind == "mod" for mono, _ in e.terms for a in mono):
+        return e
+    out = _expanded(e)
+    return out if _n_divisions(out) < _n_divisions(e) else e
+
+
+def _expanded(e: Size) -> Size:
+    if isinstance(e, int):
+        return e
+    terms = (mul(c, product(_expanded_atom(a) for a in mono)) for mono, c in e.terms)
+    return add(e.const, total(terms))
+
+
+def _expanded_atom(a: Atom) -> Size:
+    if a.kind not in ("div", "mod"):
+        return atom_expr(a)
+    x = _expanded(a.a)
+    q = floordiv(x, a.b)
+    return q if a.kind == "div" else add(x, mul(-1, mul(a.b, q)))
+
+
+def _n_divisions(e: Size) -> int:
+    if isinstance(e, int):
+        return 0
+    atoms = [a for mono, _ in e.terms for a in mono if a.kind in ("div", "mod")]
+    return sum(1 + _n_divisions(a.a) + _n_divisions(a.b) for a in atoms)
+
+
 def linear_space(kernel: Kernel) -> Space:
     """The linear form of a kernel."""
     space = _linearise(kernel)
@@ -114,7 +145,7 @@ def _linearise(kernel: Kernel) -> Space:
     memo: dict[Node, Node] = {}
 
     def flat(exprs: tuple[Size, ...], strides: tuple[Size, ...], args: tuple[Node, ...]) -> Size:
-        offset = total(mul(e, s) for e, s in zip(exprs, strides, strict=True))
+        offset = without_mod(total(mul(e, s) for e, s in zip(exprs, strides, strict=True)))
         env: dict[Atom, Size] = {}
         for a in sorted(free_symbols(offset), key=lambda t: t.name):
             if is_arg(a):

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from plait.ir.checks import Bound, Check
-from plait.ir.dtypes import DType
-from plait.ir.loops import Node, check_of
-from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols
+from plait.ir.dtypes import DType, i32, i64
+from plait.ir.loops import Node, check_of, const, node
+from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul
 from plait.kernel.cpp_expr import (
     Parts,
     ctype,
@@ -35,6 +35,7 @@ from plait.kernel.cpp_passes import Nest
 from plait.kernel.cpp_space import coefficient, dependences
 from plait.runtime.toolchain import Isa
 
+_ORDER = {"lt": (True, False), "le": (False, False), "gt": (True, True), "ge": (False, True)}
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
@@ -233,6 +234,10 @@ class Values:
         return scalar_op(n.op, n.args[-1].dtype, args, n.dtype)
 
     def _vector(self, n: Node) -> Parts:
+        if n.op in _ORDER and n.args[0].dtype == i64:
+            mask = self._lanes_below(n)
+            if mask is not None:
+                return (mask,)
         args = tuple(self.vector(a) for a in n.args)
         if n.op == "cast":
             return vector_cast(args[0], n.args[0].dtype, n.dtype)
@@ -241,6 +246,21 @@ class Values:
         if n.op == "bitcast":
             return vector_bitcast(args[0], n.dtype)
         return vector_op(n.op, n.args[-1].dtype, args, n.dtype)
+
+    def _lanes_below(self, n: Node) -> str | None:
+        """A comparison of positions that is true for the first lanes only or for the last only."""
+        strict, swapped = _ORDER[n.op]
+        ends = [_affine(a) for a in (n.args[::-1] if swapped else n.args)]
+        if ends[0] is None or ends[1] is None:
+            return None
+        room = add(ends[1], mul(-1, ends[0]))  # true where this is > 0, or >= 0
+        step = None if self.varies(room) else coefficient(room, self.axis)
+        if step not in (1, -1):
+            return None
+        first = add(room, 0 if strict else 1)  # true where > 0
+        if step == -1:
+            return f"lanes_below({self.integer(first)}{self.rep_offset(-1)})"
+        return f"~lanes_below(1 - ({self.integer(first)}{self.rep_offset(1)}))"
 
     def _bound(self, n: Node, args: tuple[Parts, ...]) -> Parts:
         """min or max of floats: one instruction where one side is a constant that is no NaN."""
@@ -263,6 +283,8 @@ class Values:
             bad = self.define("bool", f"(u64){x} >= (u64)({size})", depth)
             self._fail_if(n, bad)
             return (self.define("i64", f"{bad} ? 0 : {x}", depth),)
+        if isinstance(n.attr.size, int) and n.attr.size >> 30 == 0:
+            return self._bounded_short(n, n.attr.size)
         lanes = self.vector(n.args[0])
         limit = self.define("vu64", f"splat_u64((u64)({size}))", depth)
         bads = tuple(f"((vu64){p} >= {limit})" for p in lanes)
@@ -276,6 +298,26 @@ class Values:
             ),
             depth,
         )
+
+    def _bounded_short(self, n: Node, size: int) -> Parts:
+        """The check in 32 bits: narrowing saturates, so what is outside stays outside."""
+        depth = self.depth(n)
+        x = _unwrapped(n.args[0], size)
+        low, high = self.vector(n.args[0] if x is None else x)
+        at = self.define("vi32", f"sat_i32({low}, {high})", depth)
+        if x is not None:
+            at = self.define("vi32", f"{at} < 0 ? {at} + {size} : {at}", depth)
+        bad = self.define("vi32", f"(vi32)((vu32){at} >= {size}u)", depth)
+        self._fail_if(n, bad)
+        good = self.define("vi32", f"{at} & ~{bad}", depth)
+        self.chain[depth].memo["short", n, self.rep] = (good,)
+        return self.define_parts(n.dtype, vector_cast((good,), i32, i64), depth)
+
+    def short(self, n: Node) -> str | None:
+        """The lanes of an i64 vector as a vi32, where they are known in that form."""
+        self.get(n)
+        found = self.chain[self.depth(n)].memo.get(("short", n, self.rep))
+        return found[0] if found else None
 
     def _nonzero(self, n: Node) -> Parts:
         """The run-time check of a divisor; the value stays what it is, since dividing by 0 gives 0 here."""
@@ -374,6 +416,23 @@ class Values:
                 self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),
             )
         return memo[e][0]
+
+
+def _unwrapped(w: Node, size: int) -> Node | None:
+    """x where w is `x + size if x < 0 else x`: an index that may count from the end."""
+    if w.op != "where":
+        return None
+    x, end = w.args[2], const(size, i64)
+    sums = (node("add", (x, end)), node("add", (end, x)))
+    return x if w.args[0] == node("lt", (x, const(0, i64))) and w.args[1] in sums else None
+
+
+def _affine(n: Node) -> Size | None:
+    """The integer expression that an i64 node is known to be."""
+    if n.op == "index":
+        assert isinstance(n.attr, (int, Expr))
+        return n.attr
+    return n.attr if n.op == "const" and isinstance(n.attr, int) else None
 
 
 def atom_text(a: Atom, x: str, y: str) -> str:

@@ -290,6 +290,28 @@ def test_checks_stay_out_of_masked_loads() -> None:
     assert len(kernels(plan_of(b))) == 2
 
 
+def test_pieces_of_a_buffer_have_one_layout() -> None:
+    """The last of the kernels that write one buffer reads memory of another order than the first: nothing changes."""
+    b = Builder()
+    columns = b.input(8, 16, strides=(1, 8))
+    out, piece = b.buffer((2, 8, 16)), b.input(8, 16)
+    for k in range(2):
+        x = columns if k else piece
+        b.pointwise(
+            (1, 8, 16),
+            lambda o, i, j, m, x=x, y=piece: o.add(o.load(x, j, m), o.load(y, j, m)),
+            out,
+            lambda i, j, m, k=k: (i + 1 - k, j, m),
+        )
+        piece = b.extern((8, 16), b.map("exp", piece))
+    b.output(b.map("neg", out))
+    program = b.program()
+    plan = schedule(program, CFG)
+    check(plan, program)
+    layouts = {a.strides for k in kernels(plan) for a in k.args if a.name == out}
+    assert len(layouts) == 1
+
+
 def test_names_tell_and_are_unique() -> None:
     b = Builder()
     x, y = b.input(4, 8), b.input(8, 4)

@@ -25,10 +25,11 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
     needed.update(i for i in program.inputs if isinstance(i, str))
     ordered = [replace(u, writes=tuple(w for w in u.writes if w in needed)) for u in ordered]
+    settled: set[str] = set()
     steps: list[Step] = []
     for unit in ordered:
         if isinstance(unit.item, Group):
-            steps.append(_Finisher(unit, draft, buffers).kernel(names))
+            steps.append(_Finisher(unit, draft, buffers, settled).kernel(names))
         else:
             step = unit.item
             assert isinstance(step, Step), step
@@ -51,11 +52,14 @@ def _follow_targets(draft: Draft, buffers: dict[str, Buffer]) -> None:
 
 class _Finisher:
     """Turns one group into a kernel. buffers: layouts chosen so far; those of the group's own free
-    buffers are chosen here."""
+    buffers are chosen here, but for the settled: an earlier kernel stores a piece of them."""
 
-    def __init__(self, unit: Unit, draft: Draft, buffers: dict[str, Buffer]) -> None:
+    def __init__(
+        self, unit: Unit, draft: Draft, buffers: dict[str, Buffer], settled: set[str]
+    ) -> None:
         assert isinstance(unit.item, Group)
         self.unit, self.group, self.buffers = unit, unit.item, buffers
+        self.settled = settled
         self.facts = [draft.bodies.of(roots(m.loop)) for m in self.group.members]
         made = {o for m in self.group.members for o in loop_outs(m.loop)}
         self.loads = [
@@ -87,7 +91,9 @@ class _Finisher:
     def _choose_layouts(self) -> None:
         sources = [(self.buffers[name], index) for name, index in self.loads]
         for name, index in self.stores:
-            self.buffers[name] = follow(self.buffers[name], index, sources)
+            if name not in self.settled:
+                self.settled.add(name)
+                self.buffers[name] = follow(self.buffers[name], index, sources)
 
     def _accesses(self) -> list[Access]:
         out = []

@@ -127,6 +127,7 @@ class Lowering:
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
         self.fallback_reasons: dict[str, str] = {}
         self.input_buffers: set[str] = set()
+        self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
         self.floats: dict[
             str, View
         ] = {}  # float symbols: the one-element tensors that they are the values of
@@ -356,7 +357,10 @@ class Lowering:
 
     def finish_mutations(self) -> None:
         """Records the mutations, once everything that reads old contents is recorded."""
-        sources = [self._own(source) for _, source in self.mutations]
+        sources = [
+            t if source.is_whole and source.buf == t else self._own(source)  # written in place
+            for t, source in self.mutations
+        ]
         pairs = zip(self.mutations, sources, strict=True)
         self.ops.extend(Mutate(target, source) for (target, _), source in pairs)
 

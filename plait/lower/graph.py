@@ -84,6 +84,7 @@ class _Walk:
         self.captured = captured
         self.module = captured.graph
         self.ctx = Lowering(captured.name, cfg)
+        self.ctx.donated = frozenset(f"arg{k}" for k in captured.donated_inputs)
         self.env = self.ctx.env
         self.inputs: list[str | tuple[str, str] | None] = []
         self.input_storages: dict[str, int] = {}

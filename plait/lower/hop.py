@@ -2,7 +2,7 @@
 
 Tensors and symbolic sizes among the arguments become operands; everything else (subgraphs, operators, names,
 numbers) is kept in a `PythonCall`, which goes to the program's table of callables. A functionalised mutable
-operator becomes a copy of what it mutates and a call in place.
+operator becomes a call in place, on a copy of what it mutates where somebody needs the old value.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import LOOP_DTYPES
+from plait.ir.sizes import Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.extern import call_op
+from plait.lower.inplace import count_uses, may_write
 from plait.lower.pycall import call_python
 from plait.lower.symbols import to_size
 
@@ -80,7 +82,7 @@ def auto_functionalized(
 def _copy_and_mutate(
     ctx: Lowering, op: Any, bases: Sequence[View], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """(results of op, bases as it leaves them): op runs in place on copies of its bases.
+    """(results of op, bases as it leaves them): op runs on its bases themselves or on copies of them.
 
     Raises NoRule, before anything is recorded, if op or the views of bases that it takes are unusual."""
     if not isinstance(op, OpOverload) or any(b.dtype not in LOOP_DTYPES for b in bases):
@@ -94,8 +96,9 @@ def _copy_and_mutate(
         raise NoRule("a mutated view of an unusual kind")
     fakes = ctx.node.kwargs["_all_bases"]
     assert isinstance(fakes, (list, tuple))
+    read = [v for name, v in rest.items() if name not in views]
     copies = [
-        ctx.copy(b, tuple(to_size(s) for s in f.meta["val"].stride()), fixed=True)
+        _target(ctx, b, tuple(to_size(s) for s in f.meta["val"].stride()), (*bases, *read))
         for b, f in zip(bases, fakes, strict=True)
     ]
     for name, view in views.items():
@@ -106,6 +109,14 @@ def _copy_and_mutate(
     single = len(op._schema.returns) <= 1
     out = call_op(ctx, op, (), rest, made[0] if single else made, fallback=False, given=given)
     return (*((out,) if single else out), *copies)
+
+
+def _target(ctx: Lowering, x: View, strides: tuple[Size, ...], args: Sequence[Any]) -> View:
+    """Where an operator does its work on x: in place if nobody can tell, else in a copy. args: all its arguments."""
+    if count_uses(args, x.buf) == 1 and may_write(ctx, x, strides):
+        ctx.fix_layout(x.buf)
+        return x
+    return ctx.copy(x, strides, fixed=True)
 
 
 def _is_plain(view: Any) -> bool:

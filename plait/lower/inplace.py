@@ -1,0 +1,96 @@
+"""Whether an operator that writes its arguments may write a value itself instead of a copy of it.
+
+Asked while a functionalised mutable operator is lowered. Views of a buffer are views of its memory here, so the
+question is about buffers: nobody may read the old contents later, and nobody outside may see the write, but for an
+input that the graph overwrites in the end anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.fx
+
+from plait.ir.loops import Alias, Extern, Pointwise, Reduction, Scan, Scatter
+from plait.ir.sizes import Size
+from plait.lower.core import Lowering, Value, View
+
+aten = torch.ops.aten
+
+
+def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
+    """Whether the current node may write the memory of x, one of its arguments, as a tensor of these strides."""
+    if not x.is_whole or ctx.buffers[x.buf].strides != strides:
+        return False
+    if ctx.is_input(x.buf):
+        if x.buf not in ctx.donated and not _is_overwritten(ctx, x.buf):
+            return False
+    elif not _is_own(ctx, x.buf):
+        return False
+    values = (*ctx.floats.values(), *(source for _, source in ctx.mutations))  # both are read later
+    return not count_uses(values, x.buf) and not any(
+        _read_later(ctx, n) for n in _holders(ctx, x.buf)
+    )
+
+
+def buffers_of(value: Value) -> Iterator[str]:
+    """The buffers of the tensors in a value, laid open."""
+    if isinstance(value, View):
+        yield value.buf
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from buffers_of(item)
+
+
+def count_uses(values: Sequence[Value], buf: str) -> int:
+    """How many tensors among the values lie in a buffer."""
+    return sum(name == buf for v in values for name in buffers_of(v))
+
+
+def _is_own(ctx: Lowering, buf: str) -> bool:
+    """Whether exactly one op of the graph makes this memory and no other buffer shares it."""
+    made = False
+    for op in ctx.ops:
+        match op:
+            case Pointwise(out) | Scatter(out):
+                made = made or out == buf
+            case Reduction(outs) | Scan(outs):
+                made = made or buf in outs
+            case Extern():
+                if buf in op.aliases or (buf in op.outs and op.aliases):
+                    return False
+                made = made or buf in op.outs
+            case Alias(out, base):
+                if buf in (out, base):
+                    return False
+            case _:
+                pass
+    return made
+
+
+def _holders(ctx: Lowering, buf: str) -> Iterator[torch.fx.Node]:
+    for node, value in ctx.env.items():
+        if buf in buffers_of(value):
+            yield node
+
+
+def _read_later(ctx: Lowering, node: torch.fx.Node) -> bool:
+    """Whether a node that is not lowered yet, besides the current one, reads this one's value."""
+    return any(
+        user not in ctx.env and user is not ctx.node and not _overwrites(user, node)
+        for user in node.users
+    )
+
+
+def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    return user.target is aten.copy_.default and user.args[0] is node and user.args[1] is not node
+
+
+def _is_overwritten(ctx: Lowering, buf: str) -> bool:
+    """Whether the graph gives an input a new value later on."""
+    return any(
+        node.op == "placeholder"
+        and any(u not in ctx.env and _overwrites(u, node) for u in node.users)
+        for node in _holders(ctx, buf)
+    )

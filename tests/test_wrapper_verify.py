@@ -324,6 +324,11 @@ return (y, z, (s0 // 2))
         ("a = alloc(T)\nv = view(a, T, 0)\nb = alloc(T)\nL(x, v)\nL(a, b)\nreturn (b,)", [False, True]),
         # two inputs may be one memory
         ("z, = call('aten::alias')(x)\na = alloc(T)\nL(x, a)\nL(a, z)\nL(x, a)\nreturn (a,)", [False, True, True]),
+        # a result of a call may be memory of ours that the call was given
+        (
+            "a = alloc(T)\nL(x, a)\nz, = call('aten::alias')(a)\nb = alloc(T)\nL(x, a)\nL(z, b)\nreturn (b,)",
+            [False, False, True],
+        ),
         # arena: apart, and overlapping after death
         (
             "r = take_arena(64)\na = place(r, 0, T)\nb = place(r, 32, T)\nL(x, a)\nL(x, b)\nreturn ()", [False, False],

@@ -183,6 +183,9 @@ class _Memory:
                 self.bases[i.name] = i.old
             case ins.View():
                 self.bases[i.name] = i.base
+            case ins.CallExtern(may_keep=True) | ins.CallPython():
+                # A result may be the memory of an argument, which is no longer ours alone.
+                self.own.difference_update([self.root(n) for n in used(i)])
             case _:
                 pass
 

@@ -1,4 +1,4 @@
-"""exp, tanh and erf of f32 vectors as short polynomials in registers, within one ulp: the functions that models
+"""exp, log, tanh and erf of f32 vectors as short polynomials in registers, within one ulp: the functions that models
 spend their time in.
 
 A call of SLEEF saves and restores every vector register; these stay in line. All others go through SLEEF (see
@@ -12,6 +12,11 @@ from plait.runtime.toolchain import Isa
 
 # exp(r) = 1 + r + r^2 * p(r) for |r| <= ln(2)/2.
 _EXP = ("0x1.fffffcp-2f", "0x1.555490p-3f", "0x1.5558f4p-5f", "0x1.123a6cp-7f", "0x1.6a2352p-10f")
+# log(1 + f) = f - f^2/2 + f^3 * p(f) for |f| <= 1/3.
+_LOG = (
+    "0x1.555506p-2f", "-0x1.fffef0p-3f", "0x1.99d028p-3f", "-0x1.559dccp-3f", "0x1.1ed716p-3f", "-0x1.f31140p-4f",
+    "0x1.1e66c0p-3f", "-0x1.08058ap-3f",
+)  # fmt: skip
 # tanh(x) = x + x^3 * p(x^2) for |x| <= 0.95.
 _TANH = (
     "-0x1.555548p-2f", "0x1.110de6p-3f", "-0x1.b99e98p-5f", "0x1.61a682p-6f", "-0x1.09e9a8p-7f", "0x1.403b02p-9f",
@@ -94,7 +99,7 @@ def elementary(isa: Isa) -> dict[str, str]:
         "return __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);" if isa.name == "avx512" else ""
     )
     scale = """\
-  vi32 k = __builtin_convertvector(n, vi32), h = k >> 1;
+  vi32 k = cvt_f32_i32(n), h = k >> 1;
   return p * (vf32)((h + 127) << 23) * (vf32)((k - h + 127) << 23);"""
     if scale_gcc:
         scale = f"#ifdef __clang__\n{scale}\n#else\n  {scale_gcc}\n#endif"
@@ -103,14 +108,29 @@ def elementary(isa: Isa) -> dict[str, str]:
         # The clamp keeps a NaN; 2^128 overflows and 2^-150 vanishes as they should.
         "m_exp_f32": f"""\
 static inline vf32 m_exp_f32(vf32 x) {{
-  const vf32 lo = splat_f32(-104.0f), hi = splat_f32(89.0f);
-  x = hi < x ? hi : x; x = lo > x ? lo : x;
-  vf32 n = v_round_f32(x * 0x1.715476p+0f);
+  const vf32 magic = splat_f32(0x1.8p+23f);  // adding and subtracting it rounds to an integer
+  x = most_f32(splat_f32(-104.0f), least_f32(splat_f32(89.0f), x));
+  vf32 n = v_fma_f32(x, splat_f32(0x1.715476p+0f), magic) - magic;
   vf32 r = v_fma_f32(n, splat_f32(-0x1.62e430p-1f), x);
   r = v_fma_f32(n, splat_f32(0x1.05c610p-29f), r);
   vf32 p = {_polynomial("r", _EXP)};
   return v_scale(v_fma_f32(r * r, p, r) + 1.0f, n);
 }}""",
+        # The scalar functions are one lane of these: a call would empty every vector register.
+        "s_exp_f32": "static inline f32 s_exp_f32(f32 x) { return m_exp_f32(splat_f32(x))[0]; }",
+        # x = 2^k * m with 2/3 <= m < 4/3; subnormal x is scaled first.
+        "m_log_f32": f"""\
+static inline vf32 m_log_f32(vf32 x) {{
+  const vi32 small = (vi32)(x < 0x1p-126f);
+  vi32 b = (vi32)(small ? x * 0x1p+23f : x), k = (b - 0x3f2aaaab) >> 23;
+  vf32 f = (vf32)(b - (k << 23)) - 1.0f, s = f * f;
+  vf32 n = cvt_i32_f32(k - (small & 23));
+  vf32 q = v_fma_f32({_polynomial("f", _LOG)}, f, splat_f32(-0.5f));
+  vf32 r = v_fma_f32(n, splat_f32(0x1.62e400p-1f), v_fma_f32(s, q, n * 0x1.7f7d1cp-20f) + f);
+  r = x < __builtin_inff() ? r : x;
+  return x > 0 ? r : (x == 0 ? splat_f32(-__builtin_inff()) : splat_f32(__builtin_nanf("")));
+}}""",
+        "s_log_f32": "static inline f32 s_log_f32(f32 x) { return m_log_f32(splat_f32(x))[0]; }",
         "m_tanh_f32": f"""\
 static inline vf32 m_tanh_f32(vf32 x) {{
   vf32 t = v_abs_f32(x), s = x * x;
@@ -127,7 +147,7 @@ def _erf(isa: Isa) -> str:
     two_ranges = f"""\
 static inline vf32 m_erf_f32(vf32 x) {{
   vf32 t = v_abs_f32(x), s = x * x;
-  vf32 c = splat_f32(4.0f) < t ? splat_f32(4.0f) : t;
+  vf32 c = least_f32(splat_f32(4.0f), t);
   vf32 far = 1.0f - m_exp_f32({_polynomial("c", _LOG_ERFC)});
   vf32 near = v_fma_f32({_polynomial("s", _ERF)}, t, t);
   return v_copysign_f32(t < 1.0f ? near : far, x);
@@ -146,12 +166,12 @@ static inline vf32 m_erf_f32(vf32 x) {{
 #else
 static inline vf32 m_erf_f32(vf32 x) {{
 {rows}
-  const vf32 end = splat_f32(4.0f), scale = splat_f32(3.8125f);
-  vf32 t = v_abs_f32(x);
-  t = end < t ? end : t;
-  vf32 n = v_round_f32(t * scale), u = v_fma_f32(t, scale, -n);
-  vi32 k = __builtin_convertvector(n, vi32);
+  const vf32 scale = splat_f32(3.8125f), magic = splat_f32(0x1.8p+23f);
+  vf32 t = least_f32(splat_f32(4.0f), v_abs_f32(x));
+  vf32 m = v_fma_f32(t, scale, magic), u = v_fma_f32(t, scale, magic - m);
+  vi32 k = (vi32)m;  // its low bits are the interval
   vf32 p = {p};
-  return v_copysign_f32(v_fma_f32(t, __builtin_shuffle(c0, k), t * p), x);
+  p = v_fma_f32(t, __builtin_shuffle(c0, k), t * p);
+  return (vf32)((vu32)p | ((vu32)x & 0x80000000u));
 }}
 #endif"""

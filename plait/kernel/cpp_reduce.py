@@ -140,7 +140,8 @@ class Accumulators:
         if s.running and v.nest.inner:
             self._scan(s, acc, value)
             return
-        for name, text in zip(acc, vector_op(_OP[s.kind], d, (acc, value), d), strict=True):
+        # The value first: min and max test their first argument for NaNs, which then need not wait for the accumulator.
+        for name, text in zip(acc, vector_op(_OP[s.kind], d, (value, acc), d), strict=True):
             v.line(f"{name} = {text};")
 
     def _scan(self, s: Reduce, carry: Parts, value: Parts) -> None:

@@ -260,15 +260,14 @@ def _arithmetic(isa: Isa) -> dict[str, str]:
         v, bits, two = f"v{t}", 8 * DTYPES[t].nbytes, f"v{t} a, v{t} b"
         if t in _FLOATS:
             sign = f"(vu{bits})splat_{t}(-0.0)"
-            # `a < b ? a : b` is one instruction, and b where either is a NaN.
-            out[f"v_min_{t}"] = _fn(
-                v, f"v_min_{t}", two, f"{v} r = a < b ? a : b; return a != a ? a : r;"
-            )
-            out[f"v_max_{t}"] = _fn(
-                v, f"v_max_{t}", two, f"{v} r = a > b ? a : b; return a != a ? a : r;"
-            )
-            out[f"v_lower_{t}"] = _fn(v, f"v_lower_{t}", two, "return b < a ? b : a;")
-            out[f"v_upper_{t}"] = _fn(v, f"v_upper_{t}", two, "return b > a ? b : a;")
+            for name, less, op in (("least", "<", "min"), ("most", ">", "max")):
+                plain = _fn(v, f"{name}_{t}", two, f"return a {less} b ? a : b;")
+                letter = "s" if t == "f32" else "d"
+                call = f"return __builtin_ia32_{op}p{letter}512_mask(a, b, a, -1, 4);"
+                fast = _fn(v, f"{name}_{t}", two, call) if isa.name == "avx512" else None
+                out[f"{name}_{t}"] = _either(fast, plain)
+                body = f"{v} r = {name}_{t}(a, b); return a != a ? a : r;"
+                out[f"v_{op}_{t}"] = _fn(v, f"v_{op}_{t}", two, body)
             out[f"v_fmin_{t}"] = _fn(v, f"v_fmin_{t}", two, "return (a <= b) | (b != b) ? a : b;")
             out[f"v_fmax_{t}"] = _fn(v, f"v_fmax_{t}", two, "return (a >= b) | (b != b) ? a : b;")
             out[f"v_abs_{t}"] = _fn(
@@ -458,15 +457,16 @@ def _rearranged(isa: Isa) -> dict[str, str]:
 
 
 def _horizontal(isa: Isa) -> dict[str, str]:
-    """turn<k>_<type>: lanes rotated by k. h_<kind>_<type>: all lanes of a register combined, as a tree."""
+    """swap<k>_<type>: blocks of k lanes change places in pairs. h_<kind>_<type>: all lanes of a register combined, as a
+    tree."""
     out = {}
     for t in _NUMBERS:
         n, v = _lanes(isa, t), f"v{t}"
         steps = [n >> k for k in range(1, n.bit_length()) if n >> k]
         for step in steps:
-            picks = ", ".join(str((k + step) % n) for k in range(n))
-            loop = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = a[(k + {step}) % {n}]; return r;"
-            name = f"turn{step}_{t}"
+            picks = ", ".join(str(k ^ step) for k in range(n))
+            loop = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = a[k ^ {step}]; return r;"
+            name = f"swap{step}_{t}"
             out[name] = "\n".join((
                 "#if __has_builtin(__builtin_shufflevector)",
                 _fn(v, name, f"{v} a", f"return __builtin_shufflevector(a, a, {picks});"),
@@ -475,7 +475,14 @@ def _horizontal(isa: Isa) -> dict[str, str]:
         for kind, how in _COMBINE.items():
             if t in _FLOATS and kind in ("any", "all", "xor"):
                 continue
-            body = " ".join(f"a = {how.format('a', f'turn{step}_{t}(a)', t=t)};" for step in steps)
+            first = ""
+            if t in _FLOATS and kind in ("max", "min"):  # of NaNs once for all
+                nan = "__builtin_nan" + ("f" if t == "f32" else "")
+                first = f'if (any((vi32)(a != a))) return {nan}(""); '
+                how = {"max": "most_{t}({0}, {1})", "min": "least_{t}({0}, {1})"}[kind]
+            body = first + " ".join(
+                f"a = {how.format('a', f'swap{step}_{t}(a)', t=t)};" for step in steps
+            )
             out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"{v} a", f"{body} return a[0];")
     return out
 

@@ -267,9 +267,9 @@ class Values:
         for k, other in ((0, 1), (1, 0)):
             c = n.args[other]
             if c.op == "const" and c.attr == c.attr:
-                name = {"min": "lower", "max": "upper"}[n.op]
+                name = {"min": "least", "max": "most"}[n.op]
                 return tuple(
-                    f"v_{name}_{n.dtype.name}({x}, {y})"
+                    f"{name}_{n.dtype.name}({y}, {x})"
                     for x, y in zip(args[k], args[other], strict=True)
                 )
         return vector_op(n.op, n.dtype, args, n.dtype)

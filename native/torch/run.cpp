@@ -568,7 +568,13 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::pointer: return set_pointer(f, s.a);
     case StepKind::header: return bind_header(f, s.a);
     case StepKind::region: return run_region(f, regions_[static_cast<size_t>(s.a)], profiled);
-    case StepKind::call_extern: return call_extern(f, externs_[static_cast<size_t>(s.a)]);
+    case StepKind::call_extern: {
+      const ExternCall& c = externs_[static_cast<size_t>(s.a)];
+      if (!profiled || c.road == ExternCall::Road::boxed) return call_extern(f, c);
+      // The fast roads pass by the dispatcher, which records the others.
+      RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
+      return call_extern(f, c);
+    }
     case StepKind::call_python: return run_python(f, pythons_[static_cast<size_t>(s.a)]);
     case StepKind::copy: return copy(f, instr<Copy>(s.a));
     case StepKind::bump:

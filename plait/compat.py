@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import sympy
 import torch
@@ -33,6 +34,9 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plait.errors import InternalError, PlaitError, Unsupported, UserError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Compiler = Callable[..., Callable[..., Any]]
 
@@ -444,3 +448,20 @@ def export_graph(
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
     return graph, mutated
+
+
+def graph_break(gm: GraphModule) -> str:
+    """Why Dynamo ended this graph before the function's end, with the user's line; "" where it did not."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if why is None or not why.graph_break:
+        return ""
+    frame = why.user_stack[-1] if why.user_stack else None
+    at = f"{Path(frame.filename).name}:{frame.lineno}: " if frame is not None else ""
+    return f"{at}{why.reason.strip().splitlines()[0]}"
+
+
+def untraced(fn: Callable[P, T]) -> Callable[P, T]:
+    """fn, unseen by Dynamo: a backward pass that a compiled function runs itself after a graph break calls the compiler
+    while Dynamo looks at every frame."""
+    hidden: Callable[P, T] = torch._dynamo.disable(fn)  # type: ignore[no-untyped-call]
+    return hidden

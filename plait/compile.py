@@ -76,6 +76,7 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
         kernel_source=source.text,
         cache_hit=None if library is None else library.hit,
         fallback_reasons=lowered.reasons,
+        wrapper_reason=captured.wrapper_reason,
     )
     observe(record)
     return Program(loaded, loaded.boxed, record)

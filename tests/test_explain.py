@@ -49,14 +49,24 @@ def test_the_report_counts_kernels_calls_and_fallbacks(capsys: pytest.CaptureFix
     assert report.kernels == 2
     assert report.extern_calls == {"aten::addmm": 1, "aten::linalg_inv_ex": 1}
     assert report.fallbacks == {"aten::linalg_inv_ex": 1}
-    assert "extern aten::addmm: by choice" in report.text
-    assert "extern aten::linalg_inv_ex: fell back: " in report.text
-    assert "gelu_native_layer_norm" in report.text
-    assert "test_explain.py:" in report.text  # source lines
-    assert (
-        "1 graph, 2 kernels, 2 calls of PyTorch's own operators, 1 of them for want of a rule"
-        in report.text
+    assert "extern aten::addmm: by choice" in report.details
+    assert "extern aten::linalg_inv_ex: fell back: " in report.details
+    assert "gelu_native_layer_norm" in report.details
+    assert "test_explain.py:" in report.details  # source lines
+    head, *lines = report.text.splitlines()
+    assert head == (
+        f"1 graph: {report.graphs[0].aten_ops} ATen ops -> 2 kernels, 2 calls of PyTorch's own operators, "
+        "1 of them for want of a rule"
     )
+    assert "  1 x aten::addmm" in lines
+    (fallback,) = [line for line in lines if "aten::linalg_inv_ex" in line]
+    assert fallback.startswith("  1 x aten::linalg_inv_ex: ") and "rule" in fallback
+    assert not any("test_explain.py:" in line for line in lines)
+
+
+def test_details_are_printed_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    report = plait.explain(lambda x: x.sin() + 1, inputs(), details=True)
+    assert capsys.readouterr().out == f"{report.text}\n{report.details}\n"
 
 
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +91,91 @@ def test_every_graph_between_breaks_is_shown() -> None:
         torch._dynamo.graph_break()
         return y.cos() * 2
 
-    assert len(plait.explain(broken, inputs(), quiet=True).graphs) == 2
+    report = plait.explain(broken, inputs(), quiet=True)
+    assert len(report.graphs) == 2
+    (why,) = report.breaks
+    assert re.match(r"test_explain.py:\d+: ", why) and "graph_break" in why
+    assert "graph breaks:\n  test_explain.py:" in report.text
+
+
+def test_a_function_that_runs_its_backward_pass_itself() -> None:
+    net, x = Net(), inputs()
+
+    def step() -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    report = plait.explain(step, quiet=True)
+    assert [g.kind for g in report.graphs] == ["forward", "backward"]
+    assert net.linear.weight.grad is not None
+    assert any("backward" in why for why in report.breaks)
+    want, net.linear.weight.grad = net.linear.weight.grad, None
+    step()
+    torch.testing.assert_close(net.linear.weight.grad, want)
+
+
+def test_a_loss_whose_graph_is_used_up_is_left_alone() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = x.sin().sum()
+        loss.backward(torch.ones(()))
+        return loss
+
+    x = inputs().requires_grad_()
+    plait.explain(step, x, quiet=True)
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_sizes_that_vary_are_shown_with_their_ranges() -> None:
+    x = inputs()
+    torch._dynamo.mark_dynamic(x, 0, min=4, max=900)
+    text = plait.explain(lambda x: x.softmax(0) * 2, x, quiet=True).text
+    assert re.search(r"  sizes that may vary: s\d+ >= 4 and <= 900\n", text)
+
+
+def test_why_calls_go_through_the_wrapper_is_shown() -> None:
+    plain = plait.explain(lambda x: x * 2, inputs(), quiet=True)
+    assert plain.graphs[0].wrapper_reason == "" and "AOTAutograd" not in plain.text
+    wrapped = plait.explain(lambda x: (x.t(), x * 2), inputs(), quiet=True)
+    why = wrapped.graphs[0].wrapper_reason
+    assert why and f"  called through AOTAutograd's wrapper: {why}\n" in wrapped.text
+
+
+def test_what_was_compiled_before_an_error_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        raise ValueError(f"no {y.shape}")
+
+    with pytest.raises(ValueError, match="no torch"):
+        plait.explain(fails, inputs())
+    printed = capsys.readouterr().out
+    assert printed.startswith("ValueError after these graphs were compiled\n1 graph: ")
+    with pytest.raises(ValueError, match="no torch"):
+        plait.explain(fails, inputs(), quiet=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_equal_kernels_and_reasons_are_counted_together() -> None:
+    def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = torch.nn.functional.layer_norm((x @ w).tanh(), (96,))
+        return x
+
+    with torch.no_grad():
+        report = plait.explain(layers, inputs(), torch.randn(96, 96), quiet=True)
+    assert report.kernels == 6
+    assert re.search(
+        r"\n  6 x plait_tanh_native_layer_norm_\w+: tanh, native_layer_norm; about", report.text
+    )
+    assert len(report.text.splitlines()) < 15
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(0).softmax(1).softmax(0).softmax(1)
+
+    refusals = plait.explain(twice, torch.randn(70, 90), quiet=True).refusals
+    assert sum(refusals.values()) >= 2 and len(refusals) < sum(refusals.values())
+    assert not any(c.isdigit() for kind in refusals for c in kind)
 
 
 def test_explaining_again_shows_all_of_it_again() -> None:
@@ -94,7 +188,7 @@ def test_explaining_again_shows_all_of_it_again() -> None:
 def test_reasons_against_fusion_are_told() -> None:
     report = plait.explain(two_softmaxes, torch.randn(70, 90), quiet=True)
     assert report.kernels == 2
-    assert "not fused: " in report.text
+    assert "not fused: " in report.details and "\nnot fused:\n  1 pair: " in report.text
 
 
 def test_options_reach_the_compiler() -> None:
@@ -108,7 +202,8 @@ def test_what_was_not_fused_is_equal_in_two_runs() -> None:
     def lines() -> list[str]:
         torch._dynamo.reset()
         report = plait.explain(Net(), inputs(), quiet=True)
-        return [s for s in report.text.splitlines() if " ms to compile" not in s]
+        lines = (report.text + report.details).splitlines()
+        return [s for s in lines if " ms to compile" not in s]
 
     assert lines() == lines()
 

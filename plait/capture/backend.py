@@ -62,7 +62,7 @@ class _OneGraph:
             gm,
             example_inputs,
             forward=self.forward,
-            backward=self.backward,
+            backward=compat.untraced(self.backward),
             inference=self.inference,
             partition=self.partition,
         )
@@ -83,7 +83,11 @@ class _OneGraph:
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if reason else compat.bumped_input_indices(meta)
         program = self._program(
-            gm, "inference", compat.static_input_indices(meta), bumped_inputs=bumped
+            gm,
+            "inference",
+            compat.static_input_indices(meta),
+            bumped_inputs=bumped,
+            wrapper_reason=reason,
         )
         if not reason:
             self.direct = program.call
@@ -94,7 +98,9 @@ class _OneGraph:
         self.training.forward(gm, meta, _graph_reason(gm, len(inputs), self.n_inputs))
         bumped = () if self.training.reason else compat.bumped_input_indices(meta)
         static = compat.static_input_indices(meta)
-        self.forward_program = self._program(gm, "forward", static, bumped_inputs=bumped)
+        self.forward_program = self._program(
+            gm, "forward", static, bumped_inputs=bumped, wrapper_reason=self.training.reason
+        )
         return self.forward_program.boxed
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -112,6 +118,7 @@ class _OneGraph:
         static_inputs: tuple[int, ...] = (),
         donated_inputs: tuple[int, ...] = (),
         bumped_inputs: tuple[int, ...] = (),
+        wrapper_reason: str = "",
     ) -> Program:
         captured = Captured(
             gm,
@@ -120,6 +127,7 @@ class _OneGraph:
             static_inputs=static_inputs,
             donated_inputs=donated_inputs,
             bumped_inputs=bumped_inputs,
+            wrapper_reason=wrapper_reason,
         )
         return compile_captured(captured, self.cfg)
 

@@ -69,7 +69,7 @@ class TrainingGraph:
         return _native.Training(
             program,
             wrapped,
-            self._at_first_use,
+            compat.untraced(self._at_first_use),
             facts.differentiable,
             facts.n_saved,
             facts.n_sizes,

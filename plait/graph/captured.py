@@ -23,6 +23,7 @@ class Captured:
     static_inputs: positions of placeholders whose storage never moves (parameters, buffers).
     donated_inputs: positions of placeholders that nobody reads after the call (saved tensors of a backward).
     bumped_inputs: positions of mutated placeholders whose autograd version the program itself must bump, once a call.
+    wrapper_reason: why calls go through AOTAutograd's runtime wrapper; "" where they do not.
     """
 
     graph: torch.fx.GraphModule
@@ -31,3 +32,4 @@ class Captured:
     static_inputs: tuple[int, ...] = ()
     donated_inputs: tuple[int, ...] = ()
     bumped_inputs: tuple[int, ...] = ()
+    wrapper_reason: str = ""

@@ -246,14 +246,15 @@ def step_summary(step: Step) -> str:
     reads = [b.name for b in step.args if b.name not in step.outs]
     inner = f" over {_space(step.rvars)}" if step.rvars else ""
     flow = f"{', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}"
-    return f"kernel {step.name}: {flow}; {_space(step.vars)}{inner} points, about {_time(step.work_ns)} on one core"
+    return f"kernel {step.name}: {flow}; {_space(step.vars)}{inner} points, about {time_text(step.work_ns)} on one core"
 
 
 def _space(vars_: Sequence[Expr]) -> str:
     return "x".join(str(v.symbol.extent) for v in vars_ if v.symbol is not None) or "1"
 
 
-def _time(work_ns: Size) -> str:
+def time_text(work_ns: Size) -> str:
+    """A time in words: `3.2 us`, or nanoseconds where it depends on sizes."""
     return (
         f"{work_ns / 1e3:.1f} us"
         if isinstance(work_ns, int) and work_ns >= 1000
@@ -261,16 +262,24 @@ def _time(work_ns: Size) -> str:
     )
 
 
-def refusal_lines(plan: Plan) -> list[str]:
-    """What was not fused, one line a reason; a buffer stands for the kernel that computes it."""
+def refused_pairs(plan: Plan) -> list[tuple[str, str]]:
+    """("a and b", reason) of everything that was not fused; a buffer stands for the kernel that computes it."""
     maker: dict[str, str] = {}
     for k in plan.steps:
         if isinstance(k, Kernel):
             maker.update({s.name: k.name for s in k.stmts if isinstance(s, Reduce)})
             maker.update(dict.fromkeys(k.outs, k.name))
-    by_reason: dict[str, dict[str, None]] = {}
+    pairs: dict[tuple[str, str], None] = {}
     for r in plan.refusals:
         a, b = maker.get(r.a, r.a), maker.get(r.b, r.b)
         if a != b:  # refused at first, fused in the end by another road
-            by_reason.setdefault(r.reason.text, {})[f"{a} and {b}"] = None
+            pairs[f"{a} and {b}", r.reason.text] = None
+    return list(pairs)
+
+
+def refusal_lines(plan: Plan) -> list[str]:
+    """What was not fused, one line a reason."""
+    by_reason: dict[str, list[str]] = {}
+    for pair, reason in refused_pairs(plan):
+        by_reason.setdefault(reason, []).append(pair)
     return [f"not fused: {', '.join(pairs)}: {reason}" for reason, pairs in by_reason.items()]

@@ -1,7 +1,8 @@
 """`plait.explain(fn, *args)`: compiles and runs fn once and says what became of it.
 
 In: a function or module with example arguments. Out: a `Report` with a record of every graph: inference graphs, or
-forward and backward graphs where gradients are needed. fn is called once; what was compiled before stays compiled.
+forward and backward graphs where gradients are needed, and why Dynamo broke a graph. fn is called once; what was
+compiled before stays compiled.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from plait import compat
 from plait.capture.backend import plait_backend
 from plait.tools.report import Report
 from plait.wrapper.program import CompileRecord, observers
@@ -24,30 +26,48 @@ def explain(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    details: bool = False,
     quiet: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Compiles fn for fn(*args, **kwargs), calls it once, prints the report and returns it.
 
-    options, mode: as for torch.compile. quiet: do not print. Where a result needs gradients, the backward graphs are
-    compiled and run as well; no `.grad` changes. Raises what fn or the compiler raises.
+    options, mode: as for torch.compile. details: print every kernel, call and refusal of every graph after the summary.
+    quiet: do not print. Where a result needs gradients that fn did not take itself, the backward graphs are compiled
+    and run as well, and no `.grad` changes. Raises what fn or the compiler raises, after printing what was compiled
+    before.
     """
     records: list[CompileRecord] = []
+    breaks: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if why := compat.graph_break(gm):
+            breaks.append(why)
         return plait_backend(gm, inputs, options=options, mode=mode)
 
     original = (
         getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
     )
-    with _listening(records.append):
-        # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is compiled already.
-        result = torch.compile(_fresh_caller(original), backend=backend)(*args, **kwargs)
-        _run_backward(result, original, (args, kwargs))
-    report = Report(tuple(records))
+    try:
+        with _listening(records.append):
+            # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is compiled already.
+            result = torch.compile(_fresh_caller(original), backend=backend)(*args, **kwargs)
+            if not any(r.kind == "backward" for r in records):
+                _run_backward(result, original, (args, kwargs))
+    except Exception as error:
+        if not quiet and records:
+            what = f"{type(error).__name__} after these graphs were compiled"
+            _print(Report(tuple(records), tuple(breaks)), details, what)
+        raise
+    report = Report(tuple(records), tuple(breaks))
     if not quiet:
-        print(report)
+        _print(report, details)
     return report
+
+
+def _print(report: Report, details: bool, first: str = "") -> None:
+    parts = [first, report.text, report.details if details else ""]
+    print("\n".join(part for part in parts if part))
 
 
 @contextmanager

@@ -1,26 +1,36 @@
 """What was compiled, for people: the data that `plait.explain` returns and its text.
 
-In: a `CompileRecord` of every graph. Out: counts, and a page that says for every graph which kernels were made of which
-source lines, what was not fused and why, and what PyTorch's own operators do, by choice or for want of a rule.
+In: a `CompileRecord` of every graph. Out: counts and two texts. `text` is a summary: what each graph became, kernels of
+one source counted together, calls of PyTorch's own operators by choice or for want of a rule, reasons against fusion
+counted by kind. `details` is a page a graph: which kernels were made of which source lines, every refusal.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from plait.ir.loops import Extern
+from plait.ir.sizes import free_symbols
+from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step
-from plait.schedule.text import refusal_lines, step_summary
-from plait.wrapper.instructions import Alloc, Launch
+from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
+from plait.wrapper.instructions import Alloc, Launch, TensorInput
 from plait.wrapper.program import CompileRecord
+
+MANY = 30  # lines of one list in the summary
 
 
 @dataclass(frozen=True)
 class Report:
-    """The graphs that one call compiled, in order. `print(report)` shows `text`."""
+    """The graphs that one call compiled, in order. `print(report)` shows `text`.
+
+    breaks: why Dynamo ended a graph before the function's end, one a break."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
+    breaks: tuple[str, ...] = field(default=())
 
     @property
     def kernels(self) -> int:
@@ -38,14 +48,51 @@ class Report:
         return dict(Counter(e.op for g in self.graphs for e in _externs(g) if e.fallback))
 
     @property
+    def refusals(self) -> dict[str, int]:
+        """Pairs that were not fused, by kind of reason: what is special about a pair is left out."""
+        found = Counter(_kind(reason) for g in self.graphs for _, reason in refused_pairs(g.plan))
+        return dict(found.most_common())
+
+    @property
     def text(self) -> str:
-        """The page."""
-        head = (
-            f"{_count(len(self.graphs), 'graph')}, {_count(self.kernels, 'kernel')}, "
+        """The summary."""
+        lines = [self._head(), ""]
+        lines += [line for g in self.graphs for line in _graph_head(g)]
+        lines += _section("graph breaks", self.breaks)
+        lines += _section("kernels", _kernels(self.graphs))
+        chosen = Counter(self.extern_calls) - Counter(self.fallbacks)
+        lines += _section("PyTorch's own operators, by choice", _counted(chosen))
+        lines += _section("PyTorch's own operators, for want of a rule", self._fallbacks())
+        lines += _section("not fused", self._refusals())
+        return "\n".join(lines).rstrip() + "\n"
+
+    @property
+    def details(self) -> str:
+        """A page a graph: kernels and calls in order with the lines they come from, refusals, memory."""
+        return "\n\n".join("\n".join(_graph(g)) for g in self.graphs) + "\n"
+
+    def _head(self) -> str:
+        aten = sum(g.aten_ops for g in self.graphs)
+        return (
+            f"{_count(len(self.graphs), 'graph')}: {_count(aten, 'ATen op')} -> {_count(self.kernels, 'kernel')}, "
             f"{_count(sum(self.extern_calls.values()), 'call')} of PyTorch's own operators, "
             f"{sum(self.fallbacks.values())} of them for want of a rule"
         )
-        return "\n".join([head, *(line for g in self.graphs for line in ("", *_graph(g)))]) + "\n"
+
+    def _fallbacks(self) -> list[str]:
+        why = {op: r for g in self.graphs for op, r in g.fallback_reasons.items()}
+        rows = sorted(self.fallbacks.items(), key=lambda row: (-row[1], row[0]))
+        return [f"{n} x {op}: {why.get(op, 'no lowering rule')}" for op, n in rows]
+
+    def _refusals(self) -> list[str]:
+        examples: dict[str, str] = {}
+        for g in self.graphs:
+            for pair, reason in refused_pairs(g.plan):
+                examples.setdefault(_kind(reason), f"{pair}: {reason}")
+        return [
+            f"{_count(n, 'pair')}: {kind} (such as {examples[kind]})"
+            for kind, n in self.refusals.items()
+        ]
 
     def __str__(self) -> str:
         return self.text
@@ -61,15 +108,96 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def _graph(g: CompileRecord) -> list[str]:
+def _counted(counts: Counter[str]) -> list[str]:
+    return [f"{n} x {op}" for op, n in sorted(counts.items(), key=lambda row: (-row[1], row[0]))]
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    """A titled list, cut where it is long; nothing if it is empty."""
+    if not lines:
+        return []
+    rest = [f"... and {len(lines) - MANY} more"] if len(lines) > MANY else []
+    return ["", f"{title}:", *(f"  {line}" for line in (*lines[:MANY], *rest))]
+
+
+_ONE = re.compile(r"\b(?:buf|arg)\d+\b|\bplait_\w+|\([^()]*\)|\b\d+\b|\[[^][]*\]")
+_BETWEEN = re.compile(r"^\S+ must run between them$")
+
+
+def _kind(reason: str) -> str:
+    """A reason without the names, shapes and numbers of the pair."""
+    if _BETWEEN.match(reason):
+        what = "a call" if "::" in reason else "another loop"
+        return f"{what} must run between them"
+    return _ONE.sub("..", reason)
+
+
+# ---------------------------------------------------------------------------------------------- the summary
+def _graph_head(g: CompileRecord) -> list[str]:
+    """What became of a graph: counts, time to compile, how it is called, sizes that vary, memory."""
     launches = sum(isinstance(i, Launch) for i in g.wrapper.body)
     head = f"{g.name}: {_count(g.aten_ops, 'ATen op')} -> {_count(launches, 'kernel')}, "
     head += f"{_count(len(_externs(g)), 'extern call')}; {_total_ms(g):.0f} ms to compile"
     if g.cache_hit is not None:
         head += ", kernels from the cache" if g.cache_hit else ", kernels built"
-    lines = [head, *(f"  {line}" for s in g.plan.steps for line in _step(s, g))]
-    lines += [f"  {line}" for line in refusal_lines(g.plan)]
+    lines = [head]
+    if g.wrapper_reason:
+        lines.append(f"  called through AOTAutograd's wrapper: {g.wrapper_reason}")
+    if sizes := _dynamic(g):
+        lines.append(f"  sizes that may vary: {', '.join(sizes)}")
     return [*lines, f"  memory: {_memory(g)}"]
+
+
+def _dynamic(g: CompileRecord) -> list[str]:
+    """The symbols in the shapes of the inputs, with the ranges that the program was compiled for."""
+    atoms = {
+        a.name: a
+        for i in g.wrapper.inputs
+        if isinstance(i, TensorInput)
+        for e in (*i.shape, *i.strides)
+        for a in free_symbols(e)
+    }
+    return [
+        f"{a.name} >= {int(a.lo)}" + (f" and <= {int(a.hi)}" if a.hi < 2**31 else "")
+        for _, a in sorted(atoms.items())
+    ]
+
+
+def _kernels(graphs: Sequence[CompileRecord]) -> list[str]:
+    """Kernels of the same operators in one line, with their launches and how many sources they have; the most work
+    first."""
+    alike: dict[tuple[str, str], list[Kernel]] = {}
+    for g in graphs:
+        for s in g.plan.steps:
+            if isinstance(s, Kernel):
+                alike.setdefault((s.name.rpartition("_")[0], _ops(s)), []).append(s)
+    rows = sorted(alike.items(), key=lambda row: (-_work(row[1]), row[0]))
+    return [_kernel(stem, ops, same) for (stem, ops), same in rows]
+
+
+def _work(same: Sequence[Kernel]) -> int:
+    return sum(hint(k.work_ns) for k in same)
+
+
+def _kernel(stem: str, ops: str, same: list[Kernel]) -> str:
+    sources = {k.name for k in same}
+    name = same[0].name if len(sources) == 1 else f"{stem} ({len(sources)} different)"
+    fixed = all(isinstance(k.work_ns, int) for k in same)
+    time = time_text(_work(same) if fixed else same[0].work_ns)
+    return f"{len(same)} x {name}: {ops}; about {time}{'' if fixed else ' each'} on one core"
+
+
+def _ops(k: Kernel) -> str:
+    """The operators that went into a kernel, by name, in order."""
+    names = dict.fromkeys(o.split()[-1].split(".")[1] for o in k.origin if "." in o.split()[-1])
+    shown = list(names)[:8]
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# ---------------------------------------------------------------------------------------------- the details
+def _graph(g: CompileRecord) -> list[str]:
+    lines = [*_graph_head(g), *(f"  {line}" for s in g.plan.steps for line in _step(s, g))]
+    return lines + [f"  {line}" for line in refusal_lines(g.plan)]
 
 
 def _step(step: Step, g: CompileRecord) -> list[str]:

@@ -22,6 +22,7 @@ class CompileRecord:
     aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline -> milliseconds.
     kernel_source: the text that the toolchain saw. cache_hit: the kernel library was found on disk (None: no kernels).
     fallback_reasons: op without a lowering rule, or whose rule declined -> why.
+    wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it got the program.
     """
 
     name: str
@@ -34,6 +35,7 @@ class CompileRecord:
     kernel_source: str = ""
     cache_hit: bool | None = None
     fallback_reasons: Mapping[str, str] = field(default_factory=dict)
+    wrapper_reason: str = ""
 
 
 @dataclass(frozen=True)

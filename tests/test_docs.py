@@ -1,0 +1,114 @@
+"""README and docs say what is so: their Python runs, and the commands, files, names, variables they mention exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+import plait.config
+from plait.ir.loops import Reduction
+from plait.ir.text import read_program
+from plait.lower import core
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORDS = [
+    (page.name, word) for page in PAGES for word in re.findall(r"`([^`\n]+)`", page.read_text())
+]
+
+
+def blocks(name: str, language: str = "python") -> list[str]:
+    """The code blocks of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(24, 16), nn.GELU(), nn.LayerNorm(16))
+    x = torch.randn(8, 24)
+    scope: dict[str, Any] = {"model": model, "x": x}
+    found = blocks("README.md")
+    assert len(found) >= 5
+    for block in found:
+        exec(compile(block, "README.md", "exec"), scope)
+        if "compiled(x)\n" in block or "y = compiled(x) " in block:
+            torch.testing.assert_close(scope["y"], model(x))
+        elif "compiled" in block:
+            many = torch.randn(40, 24) if "dynamic_shapes" in block else x
+            with torch.no_grad():
+                torch.testing.assert_close(scope["compiled"](many), model(many))
+    assert model[0].weight.grad is not None
+    printed = capsys.readouterr().out
+    assert "max-autotune" in printed and "opt_level" in printed  # the lists
+    assert re.search(r"2 graphs: \d+ ATen ops -> \d+ kernels", printed)  # explain
+
+
+def test_the_rule_of_the_lowering_page_is_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks("docs/lowering.md")
+    scope: dict[str, Any] = {"aten": torch.ops.aten, "View": core.View, "Lowering": core.Lowering}
+    rules: list[Any] = []
+    scope["lower"] = lambda op: lambda rule: rules.append((op, rule))
+    scope["elementwise"] = importlib.import_module("plait.lower.pointwise").elementwise
+    exec(compile(block, "docs/lowering.md", "exec"), scope)
+    ((op, rule),) = rules
+    used: list[object] = []
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        used.append(op)
+        return rule(*args, **kwargs)
+
+    monkeypatch.setitem(core.RULES, op, spied)
+    x = torch.randn(50)
+    with torch.no_grad():
+        got = plait.compile(lambda x: nn.functional.leaky_relu(x, 0.2), (x,))(x)
+    assert used == [op]
+    torch.testing.assert_close(got, nn.functional.leaky_relu(x, 0.2))
+
+
+def test_the_loops_of_the_debug_page_read() -> None:
+    (block,) = blocks("docs/debug.md")
+    loops = read_program(block).ops
+    assert len(loops) == 2 and isinstance(loops[1], Reduction) and loops[1].kind == "sum"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    mentioned = set(
+        re.findall(r"\bmake ([a-z][a-z-]*)(?=[`\s]*(?:$|#|`|\n))", page.read_text(), re.MULTILINE)
+    )
+    assert mentioned <= targets
+    if page.name == "README.md":
+        assert {"demo", "test", "lint", "bench"} <= mentioned
+
+
+def test_environment_variables_exist() -> None:
+    known = {row.env for row in plait.config._rows()} | {"PLAIT_"}
+    mentioned = {v for page in PAGES for v in re.findall(r"\bPLAIT_[A-Z_]*", page.read_text())}
+    assert mentioned <= known and {"PLAIT_DEBUG", "PLAIT_CACHE_DIR", "PLAIT_CXX"} <= mentioned
+
+
+def test_files_exist() -> None:
+    rooms = "plait|native|docs|tests|benchmarks|examples"
+    paths = [(page, w) for page, w in WORDS if re.fullmatch(rf"(?:{rooms})/[\w./-]*", w)]
+    assert len(paths) > 10
+    assert [(page, w) for page, w in paths if not (ROOT / w).exists()] == []
+
+
+def test_names_exist() -> None:
+    names = [(page, m[1]) for page, w in WORDS if (m := re.match(r"(plait(?:\.\w+)+)", w))]
+    assert len(names) > 5
+    for page, name in names:
+        found: Any = plait
+        for k, part in enumerate(parts := name.split(".")[1:]):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(["plait", *parts[: k + 1]]))
+            assert hasattr(found, part), (page, name)
+            found = getattr(found, part)

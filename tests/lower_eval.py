@@ -23,6 +23,7 @@ from plait.ir.loops import (
     Load,
     Mutate,
     Node,
+    Number,
     Pointwise,
     Reduction,
     Scalar,
@@ -103,7 +104,10 @@ class Evaluate:
             self._symbols()
             getattr(self, "_" + type(op).__name__.lower())(op)
         self._symbols()
-        return [self._operand(o) for o in self.program.outputs]
+        return [
+            self.bufs[o.buf].item() if isinstance(o, Number) else self._operand(o)
+            for o in self.program.outputs
+        ]
 
     def _symbols(self) -> None:
         for name, source in self.program.symbols.items():

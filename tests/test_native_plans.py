@@ -9,6 +9,7 @@ import zlib
 import pytest
 import torch
 
+from plait.errors import Unsupported
 from plait.ir.dtypes import f32, i64
 from plait.ir.sizes import compare, floordiv, symbol
 from plait.runtime.load import LoadError, PlanError, load
@@ -36,6 +37,7 @@ from plait.wrapper.instructions import (
     Symbol,
     SymbolInput,
     TensorInput,
+    ValueOf,
     View,
 )
 from plait.wrapper.native import encode
@@ -227,11 +229,19 @@ X = TensorInput("x", f32, (4,), (1,))
         ((X,), (Alloc("a", f32, (-4,), (1,)), Return(())), "a size is negative"),
         ((X,), (Alloc("a", f32, (1 << 40, 1 << 40), (1 << 40, 1)), Return(())), "too large"),
         ((X,), (Return((Ref("x"), ListOf(()))),), "a list is returned"),
+        ((X,), (Return((ValueOf("x"),)),), "'x' is no float and no bool"),
+        ((X,), (Fill("x", ValueOf("x")), Return(())), "a value is no operand of a call"),
     ],
 )
 def test_verifier(inputs: tuple[Input, ...], body: tuple[Instr, ...], text: str):
     with pytest.raises(PlanError, match=text):
         load(encode(program(inputs, *body)), None)
+
+
+def test_dtypes_that_plans_do_not_know_are_refused_by_the_writer():
+    call = CallExtern("aten::to", (Ref("x"), Literal("dtype", "float8_e4m3fn")), (), ("y",))
+    with pytest.raises(Unsupported, match="float8_e4m3fn"):
+        encode(program((X,), call, Return((Ref("y"),))))
 
 
 def test_wide_integers_are_refused_by_the_writer():

@@ -168,6 +168,8 @@ class _Call:
         match o:
             case ins.Ref(name):
                 return self.env[name]
+            case ins.ValueOf(name):
+                return self.env[name].item()
             case ins.ListOf(items):
                 return [self.operand(i) for i in items]
             case ins.Literal(kind, text):

@@ -209,9 +209,10 @@ class Parser {
 
   Operand operand(int depth = 0) {
     if (depth > kMaxNesting) fail("operands are nested too deeply");
-    Operand o{static_cast<Operand::Kind>(in_.id(0, 12, "operand kind"))};
+    Operand o{static_cast<Operand::Kind>(in_.id(0, 13, "operand kind"))};
     switch (o.kind) {
-      case Operand::Kind::ref: o.id = slot(); break;
+      case Operand::Kind::ref:
+      case Operand::Kind::value: o.id = slot(); break;
       case Operand::Kind::size: o.id = expr(); break;
       case Operand::Kind::none: break;
       case Operand::Kind::boolean: o.id = in_.flag(); break;

@@ -78,10 +78,11 @@ struct Operand {
     device,
     layout,
     memory_format,
-    list
+    list,
+    value
   };
   Kind kind = Kind::none;
-  int32_t id = kNone;          // ref: slot; size: expression; dtype: DType; boolean: 0 or 1
+  int32_t id = kNone;          // ref, value: slot; size: expression; dtype: DType; boolean: 0 or 1
   double re = 0, im = 0;       // real, complex
   std::string text;            // string, device, layout, memory_format
   std::vector<Operand> items;  // list

@@ -271,11 +271,21 @@ class Verifier {
     if (at_ + 1 != static_cast<int>(plan_.body.size())) fail("Return is not the last instruction");
     for (const Operand& o : i.values) {
       if (o.kind == Operand::Kind::list) fail("a list is returned");
-      operand(o);
+      if (o.kind == Operand::Kind::value)
+        number(o.id);
+      else
+        operand(o);
     }
   }
 
+  // One element that is returned as a Python float or bool.
+  void number(SlotId s) {
+    tensor(s);
+    const DType dtype = plan_.slots[static_cast<size_t>(s)].dtype;
+    if (dtype != DType::f64 && dtype != DType::b1) fail(name(s) + " is no float and no bool");
+  }
   void operand(const Operand& o) {
+    if (o.kind == Operand::Kind::value) fail("a value is no operand of a call");
     if (o.kind == Operand::Kind::ref && slots_[static_cast<size_t>(o.id)].kind != Kind::opaque)
       tensor(o.id);
     if (o.kind == Operand::Kind::size) use(o.id);

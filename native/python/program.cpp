@@ -9,6 +9,14 @@
 
 namespace plait {
 
+// The only element of a float64 or bool tensor.
+static PyObject* number(const at::Tensor& t) {
+  TORCH_CHECK(t.numel() == 1, "a number of ", t.numel(), " elements is returned");
+  const void* data = t.const_data_ptr();
+  return t.scalar_type() == c10::kDouble ? PyFloat_FromDouble(*static_cast<const double*>(data))
+                                         : PyBool_FromLong(*static_cast<const bool*>(data));
+}
+
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o) {
   switch (o.kind) {
     case Output::Kind::moved_tensor: return wrap(std::move(f.tensors[static_cast<size_t>(o.id)]));
@@ -18,6 +26,7 @@ PyObject* to_python(const ProgramState& s, Frame& f, const Output& o) {
     case Output::Kind::integer: return PyLong_FromLongLong(f.values[static_cast<size_t>(o.id)]);
     case Output::Kind::real: return PyFloat_FromDouble(o.real);
     case Output::Kind::boolean: return PyBool_FromLong(o.id);
+    case Output::Kind::value: return number(*f.refs[static_cast<size_t>(o.id)]);
     case Output::Kind::none: break;
   }
   return Py_NewRef(Py_None);
@@ -107,6 +116,7 @@ class PythonOperands {
         return Ref::check(PyObject_CallFunction(torch("device").get(), "s", o.text.c_str()));
       case Operand::Kind::layout:
       case Operand::Kind::memory_format: return torch(o.text.c_str());
+      case Operand::Kind::value:
       case Operand::Kind::list: break;
     }
     Ref list = Ref::check(PyList_New(static_cast<Py_ssize_t>(o.items.size())));
@@ -182,6 +192,8 @@ std::vector<Output> plan_outputs(const Program& p) {
                                                                : Kind::tensor;
     } else if (o.kind == Operand::Kind::size) {
       v.kind = Kind::integer;
+    } else if (o.kind == Operand::Kind::value) {
+      v.kind = Kind::value;
     } else if (o.kind == Operand::Kind::real) {
       v.kind = Kind::real;
     } else if (o.kind == Operand::Kind::boolean) {

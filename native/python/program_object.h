@@ -12,7 +12,7 @@ namespace plait {
 
 // What a returned value is, decided once.
 struct Output {
-  enum class Kind { tensor, moved_tensor, opaque, integer, none, real, boolean } kind;
+  enum class Kind { tensor, moved_tensor, opaque, integer, none, real, boolean, value } kind;
   int32_t id = kNone;
   double real = 0;
 };

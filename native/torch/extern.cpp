@@ -127,6 +127,7 @@ class Resolver {
       case Operand::Kind::device: return IValue(c10::Device(o.text));
       case Operand::Kind::layout: return IValue(static_cast<int64_t>(layout(o.text)));
       case Operand::Kind::memory_format: return IValue(static_cast<int64_t>(memory_format(o.text)));
+      case Operand::Kind::value:
       case Operand::Kind::list: mismatch();
     }
     mismatch();

@@ -298,6 +298,7 @@ class Loader {
     for (const Operand& o : i.values) {
       use_operand(o, true);
       if (o.kind == Operand::Kind::ref) info(o.id).escapes = true;
+      if (o.kind == Operand::Kind::value) use_header(o.id);
     }
   }
 

@@ -294,6 +294,11 @@ class TensorArg:
 
 
 @dataclass(frozen=True, slots=True)
+class Number(TensorArg):
+    """An output of the program: the only element of an f64 or b1 buffer as a Python float or bool."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scalar:
     """A constant operand; kind and text as in wrapper.instructions.Literal."""
 

@@ -29,6 +29,7 @@ from plait.ir.loops import (
     LoopProgram,
     Mutate,
     Node,
+    Number,
     Op,
     Pointwise,
     Reduction,
@@ -312,6 +313,8 @@ def _fact(value: object, scope: Scope) -> str:
 
 def _operand(a: ExternArg, scope: Scope) -> str:
     match a:
+        case Number(buf):
+            return f"value({name_text(buf)})"
         case TensorArg(buf, shape, strides, offset, dtype):
             at = "" if (offset, dtype) == (0, None) else scope.size(offset)
             at += "" if dtype is None else f", {dtype}"
@@ -496,6 +499,8 @@ class OpReader:
         """An operand of a call or an output of the program."""
         if self.symbols.is_tensor_type(e):
             return self._tensor(e)
+        if isinstance(e, ast.Call) and word(e) == "value":
+            return Number(name_of(positional(e, 0)), (), (), 0)
         if isinstance(e, ast.List):
             return ListArg(tuple(self.operand(x) for x in e.elts))
         if self.symbols.is_size(e):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from plait.errors import InternalError
 from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS, Bound
-from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, i64
+from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, f64, i64
 from plait.ir.loops import (
     Alias,
     Assert,
@@ -25,6 +25,7 @@ from plait.ir.loops import (
     LoopProgram,
     Mutate,
     Node,
+    Number,
     Op,
     Pointwise,
     Reduction,
@@ -80,6 +81,8 @@ class _Verify:
         self.op = None
         for out in p.outputs:
             self.operand(out)
+            if isinstance(out, Number) and self.buffer(out.buf).dtype not in (f64, b1):
+                raise self.fail(f"{out.buf} is no float and no bool")
         if unknown := [d for d in p.donated if d not in p.inputs]:
             raise self.fail(f"donated buffers that are no inputs: {unknown}")
 

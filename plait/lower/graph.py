@@ -25,13 +25,13 @@ from plait.errors import PlaitError, Unsupported
 from plait.graph.captured import Captured
 from plait.ir import loops
 from plait.ir import sizes as sz
-from plait.ir.dtypes import LOOP_DTYPES, opaque
-from plait.ir.loops import Buffer, Extern, LoopProgram, Scalar, TensorArg
+from plait.ir.dtypes import LOOP_DTYPES, b1, f64, opaque
+from plait.ir.loops import Buffer, Extern, LoopProgram, Number, Scalar, TensorArg
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
-from plait.lower.symbols import bindings, is_symbolic, to_size
+from plait.lower.symbols import bindings, is_symbolic, to_scalar_node, to_size
 
 aten = torch.ops.aten
 
@@ -392,6 +392,9 @@ class _Walk:
 
     def _result(self, a: Any, owners: dict[str, int]) -> TensorArg | Scalar | Size:
         value = self._value(a)
+        val = a.meta.get("val") if isinstance(a, torch.fx.Node) else None
+        if self.ctx.cfg.kernels and isinstance(val, (torch.SymFloat, torch.SymBool)):
+            return self._number(val, value)
         if isinstance(value, View):
             assert isinstance(a, torch.fx.Node)
             if a not in self.results:  # one node returned twice is one tensor
@@ -407,6 +410,15 @@ class _Walk:
         if isinstance(value, float):
             return Scalar("float", value.hex())
         raise Unsupported(f"a graph output of type {type(value).__name__}")
+
+    def _number(self, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:
+        """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an integer."""
+        floats = self.ctx.float_readers()
+        if isinstance(val, torch.SymFloat):
+            found = self.ctx.pointwise((), f64, lambda ops, i: to_scalar_node(ops, val, floats))
+        else:
+            found = self.ctx.pointwise((), b1, lambda ops, i: ops.cast(ops.index(value), b1))
+        return Number(found.buf, (), (), 0)
 
     def _tensor_result(self, x: View, val: torch.Tensor, owners: dict[str, int]) -> TensorArg:
         """x with the fake value's strides. Results share memory with inputs and with each other only where the fake

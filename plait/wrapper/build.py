@@ -20,6 +20,7 @@ from plait.ir.loops import (
     Item,
     ListArg,
     Mutate,
+    Number,
     Scalar,
     TensorArg,
 )
@@ -300,7 +301,9 @@ class _Builder:
         self.check_symbols()
         values: list[ins.Operand] = []
         for out in self.plan.program.outputs:
-            if isinstance(out, TensorArg):
+            if isinstance(out, Number):
+                values.append(ins.ValueOf(out.buf))
+            elif isinstance(out, TensorArg):
                 values.append(ins.Ref(self.tensor(out, exact=True)))
             else:
                 values.append(self.operand(out))

@@ -45,8 +45,15 @@ class ListOf:
     items: tuple[Operand, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ValueOf:
+    """The only element of an f64 or b1 tensor as a Python float or bool; an operand of Return."""
+
+    tensor: str
+
+
 # An int or an Expr is an integer operand (SymInt or int in the schema).
-Operand = Ref | Literal | ListOf | Size
+Operand = Ref | Literal | ListOf | ValueOf | Size
 
 
 # ---------------------------------------------------------------------------------------------- signature
@@ -318,7 +325,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Ends the program. A Ref is a tensor, a Size an int, Literal('none') is None."""
+    """Ends the program. A Ref is a tensor, a Size an int, a ValueOf a float or bool, Literal('none') is None."""
 
     values: tuple[Operand, ...]
 

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator
 from typing import assert_never
 
+from plait.errors import Unsupported
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size
@@ -47,6 +48,7 @@ from plait.wrapper.instructions import (
     Symbol,
     SymbolInput,
     TensorInput,
+    ValueOf,
     View,
     WrapperProgram,
 )
@@ -62,11 +64,15 @@ _ITEM_SOURCE = 4
 _LITERAL = {"none": 2, "bool": 3, "float": 4, "str": 5, "complex": 6, "dtype": 7, "device": 8,
             "layout": 9, "memory_format": 10}  # fmt: skip
 _LIST = 11
+_VALUE = 12
 _MAX_WORD = 2**63
 
 
 def encode(program: WrapperProgram) -> bytes:
-    """The plan of a verified program. Raises ValueError for an integer that needs more than 64 bits."""
+    """The plan of a verified program.
+
+    Raises ValueError for an integer that needs more than 64 bits, Unsupported for a dtype literal that plans lack.
+    """
     return _Encoder().program(program)
 
 
@@ -177,6 +183,8 @@ class _Encoder:
         match o:
             case Ref(name):
                 return [0, self._slot(name)]
+            case ValueOf(name):
+                return [_VALUE, self._slot(name)]
             case Literal(kind, text):
                 return [_LITERAL[kind], *self._literal(kind, text)]
             case ListOf(items):
@@ -195,8 +203,13 @@ class _Encoder:
             case "complex":
                 real, imaginary = text.split()
                 return [_float_bits(_read_float(real)), _float_bits(_read_float(imaginary))]
-            case "dtype":
+            case "dtype" if text in _DTYPE:
                 return [_DTYPE[text]]
+            case "dtype":
+                raise Unsupported(
+                    f"the dtype {text} as an operand of a native plan",
+                    hint='set the option wrapper="python"',
+                )
             case _:
                 return [self._string(text)]
 

@@ -341,6 +341,8 @@ class _Module:
         match o:
             case ins.Ref(name):
                 return self.names.variable(name)
+            case ins.ValueOf(name):
+                return f"{self.names.variable(name)}.item()"
             case ins.Literal():
                 return _literal(o)
             case ins.ListOf(items):

@@ -166,6 +166,8 @@ class _Writer:
         match o:
             case ins.Ref(name):
                 return self.name(name)
+            case ins.ValueOf(name):
+                return f"value({self.name(name)})"
             case ins.Literal(kind, value):
                 return _literal(kind, value)
             case ins.ListOf(values):
@@ -364,6 +366,8 @@ class _Reader:
                 return ins.ListOf(tuple(self.operand(x) for x in elts))
             case _ if self.symbols.is_size(e):
                 return self.symbols.size(e)
+            case ast.Call(func=ast.Name(id="value"), args=[tensor]):
+                return ins.ValueOf(self.name(tensor))
             case ast.Call(func=ast.Name(id=kind), args=[value]):
                 return ins.Literal(kind, text_of(value))
             case _:

@@ -172,7 +172,7 @@ class _Verifier:
         for name in used(i):
             self.check_use(i, name)
         for o in operands(i):
-            self.literal(o)
+            self.literal(i, o)
         match i:
             case ins.Symbol():
                 self.define(i.name, "symbol")
@@ -225,7 +225,9 @@ class _Verifier:
         else:
             self.tensor(name)
 
-    def literal(self, o: object) -> None:
+    def literal(self, i: ins.Instr, o: ins.Operand) -> None:
+        if isinstance(o, ins.ValueOf) and not isinstance(i, ins.Return):
+            self.fail("a tensor's value can only be returned")
         if isinstance(o, ins.Literal) and o.kind not in LITERALS:
             self.fail(f"a literal of unknown kind {o.kind!r}")
 
@@ -304,9 +306,9 @@ class _Verifier:
         if self.at != len(self.p.body) - 1:
             self.fail("instructions follow")
         for o in i.values:
-            if not isinstance(o, (ins.Ref, ins.Literal, int, Expr)):
+            if not isinstance(o, (ins.Ref, ins.Literal, ins.ValueOf, int, Expr)):
                 self.fail(f"{o} is no output")
-            for name in refs(o):
+            for name in refs(o) if isinstance(o, ins.Ref) else ():
                 if self.kind[self.root(name)] == "place":
                     self.fail(f"output {name} lies in the arena")
 

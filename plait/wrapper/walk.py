@@ -42,7 +42,7 @@ def defined(i: ins.Instr) -> tuple[str, ...]:
 def refs(o: ins.Operand) -> Iterator[str]:
     """Tensors named in an operand, in order."""
     match o:
-        case ins.Ref(name):
+        case ins.Ref(name) | ins.ValueOf(name):
             yield name
         case ins.ListOf(items):
             for item in items:
@@ -61,7 +61,7 @@ def operand_sizes(o: ins.Operand) -> Iterator[Size]:
         case ins.ListOf(items):
             for item in items:
                 yield from operand_sizes(item)
-        case ins.Literal() | ins.Ref():
+        case ins.Literal() | ins.Ref() | ins.ValueOf():
             return
         case _:
             assert_never(o)
@@ -169,6 +169,8 @@ def map_operand(
     match o:
         case ins.Ref(name):
             return ins.Ref(ref(name))
+        case ins.ValueOf(name):
+            return ins.ValueOf(ref(name))
         case ins.ListOf(items):
             return ins.ListOf(tuple(map_operand(item, ref, size) for item in items))
         case int() | Expr():

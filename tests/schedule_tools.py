@@ -292,6 +292,8 @@ def store(
 
 def run_kernel(k: Kernel, arrays: Arrays, syms: Mapping[str, int]) -> None:
     """Runs the statements one after the other. Reads its own arguments only."""
+    for part in k.parts[::-1]:  # any order will do
+        run_kernel(part, {b.name: arrays[b.name] for b in k.args}, syms)
     assert len({a.name for a in k.args}) == len(k.args)
     mine = {a.name: arrays[a.name] for a in k.args}
     known = {s.symbol.name: syms[s.symbol.name] for s in k.sizes}
@@ -535,8 +537,14 @@ def check(
         )
 
 
-def kernels(plan: Plan) -> list[Kernel]:
+def launches(plan: Plan) -> list[Kernel]:
+    """The kernels, of one nest or of several."""
     return [s for s in plan.steps if isinstance(s, Kernel)]
+
+
+def kernels(plan: Plan) -> list[Kernel]:
+    """The loop nests."""
+    return [n for s in launches(plan) for n in s.nests]
 
 
 def points(shape: Sequence[int]) -> itertools.product:

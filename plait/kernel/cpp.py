@@ -40,19 +40,58 @@ class CppTarget:
 
 def emit_library(kernels: Sequence[Kernel], isa: Isa) -> Source:
     """One translation unit. Kernels that are equal up to the names of kernel, buffers and origin share one symbol."""
-    functions: list[str] = []
-    shared: dict[object, str] = {}
-    entry_points: dict[str, str] = {}
-    taken: set[str] = set()
-    for kernel in kernels:
-        key = structure(kernel)
-        symbol = shared.get(key)
-        if symbol is None:
-            symbol = shared[key] = _symbol(kernel.name, taken)
-            functions.append(emit_function(kernel, symbol, isa))
-        entry_points[kernel.name] = symbol
-    body = "\n".join(functions)
+    library = _Library(isa)
+    entry_points = {kernel.name: library.symbol_of(kernel) for kernel in kernels}
+    body = "\n".join(library.functions)
     return Source(f"{prelude_for(body, isa)}\n{body}", entry_points)
+
+
+class _Library:
+    """The functions written so far."""
+
+    def __init__(self, isa: Isa) -> None:
+        self.isa = isa
+        self.functions: list[str] = []
+        self.shared: dict[object, str] = {}
+        self.taken: set[str] = set()
+
+    def symbol_of(self, kernel: Kernel) -> str:
+        """The function of a kernel; those of its parts stand before it."""
+        parts = [self.symbol_of(p) for p in kernel.parts]
+        key = structure(kernel)
+        symbol = self.shared.get(key)
+        if symbol is None:
+            symbol = self.shared[key] = _symbol(kernel.name, self.taken)
+            text = emit_calls(kernel, symbol, parts) if parts else None
+            self.functions.append(text or emit_function(kernel, symbol, self.isa))
+        return symbol
+
+
+def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
+    """The C++ function of a kernel with parts: one call a part. parts: their symbols."""
+    n_checks, lines = 0, []
+    for n, (part, name) in enumerate(zip(kernel.parts, parts, strict=True)):
+        bufs, sizes = _part_operands(kernel, part)
+        lines.append(f"void* const b{n}[] = {{{', '.join(f'bufs[{k}]' for k in bufs)}}};")
+        if sizes:
+            lines.append(f"const i64 z{n}[] = {{{', '.join(f'syms[{k}]' for k in sizes)}}};")
+        call = f"{name}(tid, nthreads, b{n}, {f'z{n}' if sizes else 'syms'})"
+        if part.checks:
+            lines.append(f"if (const i64 k = {call}) return k + {n_checks};")
+            n_checks += len(part.checks)
+        else:
+            lines.append(f"{call};")
+    return _function(f'extern "C" i64 {symbol}', "\n".join((*lines, "return 0;")))
+
+
+def _part_operands(kernel: Kernel, part: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which buffers and which sizes of a kernel are those of its part."""
+    names = [b.name for b in kernel.args]
+    sizes = [str(s) for s in kernel.sizes]
+    return (
+        tuple(names.index(b.name) for b in part.args),
+        tuple(sizes.index(str(s)) for s in part.sizes),
+    )
 
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
@@ -94,6 +133,8 @@ def _indented(text: str) -> str:
 
 def structure(kernel: Kernel) -> object:
     """A hashable value that is equal for kernels that differ only in the names of kernel, buffers and reductions."""
+    if kernel.parts:
+        return tuple((structure(p), _part_operands(kernel, p)) for p in kernel.parts)
     buffers = {b.name: k for k, b in enumerate(kernel.args)}
     accs = {s.name: k for k, s in enumerate(s for s in kernel.stmts if isinstance(s, Reduce))}
     numbers: dict[Node, int] = {}

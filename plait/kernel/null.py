@@ -25,7 +25,7 @@ class NullTarget:
 
     def emit_library(self, kernels: Sequence[Kernel], isa: Isa) -> Source:
         """One block of text a kernel."""
-        text = "\n".join(self._kernel(k) for k in kernels)
+        text = "\n".join(self._kernel(n) for k in kernels for n in k.nests)
         return Source(text, {k.name: k.name for k in kernels})
 
     def _kernel(self, kernel: Kernel) -> str:

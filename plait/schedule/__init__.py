@@ -19,6 +19,7 @@ from plait.schedule.inline import inline_loops
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
+from plait.schedule.pack import pack
 from plait.schedule.plan import Plan
 from plait.schedule.split import split_reductions
 
@@ -51,6 +52,7 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     draft = log("form kernels", form, loops, bodies)
     draft = log("fuse", fuse, draft, cfg)
     ordered = log("order", order, draft)
+    ordered = log("pack", pack, draft, ordered, cfg)  # knows what is alive when: after order
     plan = log("finish kernels", finish, draft, ordered)
     return log("plan memory", plan_memory, plan, cfg)
 

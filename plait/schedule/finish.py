@@ -9,9 +9,9 @@ from plait.ir.loops import Buffer, Loop, LoopProgram, Mutate, Pointwise, Scan, S
 from plait.ir.sizes import Size
 from plait.schedule.axes import Access, choose_axes
 from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers, roots
-from plait.schedule.form import Draft, Unit
+from plait.schedule.form import Draft, Pack, Unit
 from plait.schedule.group import Group, is_ordered, moved, statements, store_index
-from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
+from plait.schedule.kernels import Names, content_text, make_kernel, origin_words, packed
 from plait.schedule.layout import flat_index, follow
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
 
@@ -24,12 +24,15 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     names = Names()
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
     needed.update(i for i in program.inputs if isinstance(i, str))
-    ordered = [replace(u, writes=tuple(w for w in u.writes if w in needed)) for u in ordered]
+    ordered = [_without_unneeded(u, needed) for u in ordered]
     settled: set[str] = set()
     steps: list[Step] = []
     for unit in ordered:
         if isinstance(unit.item, Group):
             steps.append(_Finisher(unit, draft, buffers, settled).kernel(names))
+        elif isinstance(unit.item, Pack):
+            parts = [_Finisher(u, draft, buffers, settled).kernel(names) for u in unit.item.units]
+            steps.append(packed(parts, names))
         else:
             step = unit.item
             assert isinstance(step, Step), step
@@ -39,6 +42,14 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     alive = _alive(program, access)
     kept = {name: b for name, b in buffers.items() if name in alive}
     return Plan(program, tuple(steps), frees, kept, MemoryPlan(), draft.refusals)
+
+
+def _without_unneeded(unit: Unit, needed: set[str]) -> Unit:
+    """A unit that writes only what somebody reads."""
+    item = unit.item
+    if isinstance(item, Pack):
+        item = Pack(tuple(_without_unneeded(u, needed) for u in item.units))
+    return replace(unit, item=item, writes=tuple(w for w in unit.writes if w in needed))
 
 
 def _follow_targets(draft: Draft, buffers: dict[str, Buffer]) -> None:

@@ -1,7 +1,7 @@
 """The draft of a plan: which loops run together, and what must come before what.
 
 A unit is what the order is made of: one group of loops, or one op that is no loop. `form` starts
-with a group a loop.
+with a group a loop. Once the order is known, `pack` may join units to one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A step in the making. item: a group, or an op that is no loop. ops: places in the program.
-    preds: units that come before it. reads, writes: buffers (an update is a write)."""
+    """A step in the making. item: a group, several in a pack, or an op that is no loop. ops: places
+    in the program. preds: units that come before it. reads, writes: buffers (an update is a write)."""
 
-    item: Group | Op
+    item: Group | Pack | Op
     ops: tuple[int, ...]
     preds: frozenset[int]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Units with groups that need nothing of each other and run in one launch."""
+
+    units: tuple[Unit, ...]
 
 
 def as_loop(op: Op) -> Loop | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from plait.ir.checks import Bound
 from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
-from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol
+from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol, total
 from plait.schedule.cost import kernel_work_ns
 from plait.schedule.deps import extent, load_of
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
@@ -42,6 +42,29 @@ def make_kernel(
     inner = inner_nodes(nodes, rvars, stmts)
     work_ns = kernel_work_ns(vars_, rvars, nodes, inner, args)
     return Kernel(name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin)
+
+
+def packed(parts: Sequence[Kernel], names: Names) -> Kernel:
+    """One kernel of several that need nothing of each other."""
+    args = tuple({b.name: b for p in parts for b in p.args}.values())
+    outs = tuple(dict.fromkeys(o for p in parts for o in p.outs))
+    sizes = {str(s): s for p in parts for s in p.sizes}
+    origin = tuple(dict.fromkeys(o for p in parts for o in p.origin))
+    content = "\n".join(content_text(p.vars, p.rvars, p.stmts, p.args) for p in parts)
+    work_ns = total(p.work_ns for p in parts)
+    return Kernel(
+        names.new(origin_words([origin]) or ["pack"], content),
+        (),
+        (),
+        (),
+        args,
+        outs,
+        tuple(s for _, s in sorted(sizes.items())),
+        all(p.sequential for p in parts),
+        work_ns,
+        origin,
+        tuple(parts),
+    )
 
 
 def inner_nodes(nodes: Sequence[Node], rvars: Sequence[Expr], stmts: Sequence[Stmt]) -> set[Node]:

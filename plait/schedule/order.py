@@ -70,7 +70,7 @@ def _after(all_units: Sequence[Unit], start: int) -> set[int]:
 
 
 @dataclass(slots=True)
-class _Traffic:
+class Traffic:
     """What running units does to memory. made, used: memory roots by unit; nbytes: of a root;
     users: how many units touch it."""
 
@@ -81,14 +81,15 @@ class _Traffic:
     at_start: int
 
 
-def _traffic(draft: Draft, all_units: Sequence[Unit]) -> _Traffic:
+def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
+    """What each unit does to memory."""
     program = draft.program
     memory = memory_roots(program.ops)
     kept = {memory.get(n, n) for n in (*output_buffers(program), *program.constants)}
     inputs = {i for i in program.inputs if isinstance(i, str)}
     kept |= inputs - set(program.donated)
     read_by_others = {b for u in all_units for b in u.reads} | set(output_buffers(program))
-    t = _Traffic([], [], {}, {}, 0)
+    t = Traffic([], [], {}, {}, 0)
     for name in program.donated:
         t.nbytes[name] = buffer_nbytes(program.buffers[name])
         t.at_start += t.nbytes[name]
@@ -112,7 +113,7 @@ def _traffic(draft: Draft, all_units: Sequence[Unit]) -> _Traffic:
 def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]) -> int:
     """The most bytes alive at once when units run in a sequence and memory is freed after its last
     use. Inputs count only if donated."""
-    t = _traffic(draft, all_units)
+    t = traffic(draft, all_units)
     left = dict(t.users)
     best = now = t.at_start
     for k in sequence:
@@ -128,7 +129,7 @@ def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]
 def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
     """A topological order that always takes the ready unit which leaves the least memory alive; the
     program's order decides ties."""
-    t = _traffic(draft, all_units)
+    t = traffic(draft, all_units)
     left = dict(t.users)
     waiting = [len(u.preds) for u in all_units]
     users = _users(all_units)
@@ -147,7 +148,7 @@ def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
     return out
 
 
-def _growth(t: _Traffic, left: dict[str, int], k: int) -> int:
+def _growth(t: Traffic, left: dict[str, int], k: int) -> int:
     """By how many bytes more are alive after a unit ran."""
     return sum(t.nbytes[n] for n in t.made[k]) - sum(t.nbytes[n] for n in t.used[k] if left[n] == 1)
 
@@ -162,7 +163,7 @@ def _users(all_units: Sequence[Unit]) -> list[list[int]]:
 
 def order(draft: Draft) -> list[Unit]:
     """The units in the order in which they will run: the program's own, unless a greedy one needs
-    clearly less memory."""
+    clearly less memory. Their preds are places in that order."""
     all_units = readers_first(units(draft))
     best = program_order(all_units)
     if len(all_units) <= MAX_GREEDY:
@@ -170,4 +171,6 @@ def order(draft: Draft) -> list[Unit]:
         now, then = (peak_nbytes(draft, all_units, s) for s in (best, other))
         if then < now * CLEARLY_LESS:
             best = other
-    return [all_units[k] for k in best]
+    place = {k: at for at, k in enumerate(best)}
+    moved = (all_units[k] for k in best)
+    return [replace(u, preds=frozenset(place[p] for p in u.preds)) for u in moved]

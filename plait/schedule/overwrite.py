@@ -19,6 +19,10 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
 def overwritable(kernel: Kernel, new: str, old: str, buffers: Mapping[str, Buffer]) -> bool:
     """Whether `new`, made by the kernel, may take the memory of `old`, which nobody reads after it.
     Both have the same size in bytes."""
+    users = [p for p in kernel.parts if any(b.name in (new, old) for b in p.args)]
+    if len(users) > 1:  # these run at one time
+        return False
+    kernel = users[0] if users else kernel
     if kernel.sequential or buffers[new].dtype.nbytes != buffers[old].dtype.nbytes:
         return False
     stores = [k for k, s in enumerate(kernel.stmts) if isinstance(s, Store) and s.buf == new]

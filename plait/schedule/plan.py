@@ -86,7 +86,10 @@ class Kernel:
     (each once; an in-place pair is two args). outs: those written.
     sizes: the size symbols used, in the order of the integer arguments. sequential: points must
     run in row-major order on one thread (scatters that collide, ordered).
-    work_ns: estimate on one core. origin: source lines and ATen ops."""
+    work_ns: estimate on one core. origin: source lines and ATen ops.
+    parts: nests that one launch runs one after the other with nothing in between, since none needs
+    what another makes; such a kernel has no axes and statements of its own, and its args, outs and
+    sizes are those of all."""
 
     name: str
     vars: tuple[Expr, ...]
@@ -98,10 +101,18 @@ class Kernel:
     sequential: bool = False
     work_ns: Size = 0
     origin: tuple[str, ...] = ()
+    parts: tuple[Kernel, ...] = ()
+
+    @property
+    def nests(self) -> tuple[Kernel, ...]:
+        """The loop nests: its parts, or itself."""
+        return self.parts or (self,)
 
     @property
     def checks(self) -> tuple[Check, ...]:
         """What the kernel's run-time checks raise: it returns k where checks[k - 1] failed."""
+        if self.parts:
+            return tuple(c for p in self.parts for c in p.checks)
         nodes = walk([n for s in self.stmts for n in stmt_roots(s)])
         return tuple(dict.fromkeys(c for n in nodes if (c := check_of(n)) is not None))
 

@@ -83,7 +83,8 @@ def read_kernel(text: str) -> Kernel:
 
 # ---------------------------------------------------------------------------------------------- writing
 def _scope(kernels: Sequence[Kernel], buffers: frozenset[str]) -> Scope:
-    return Scope(buffers | {str(v) for k in kernels for v in (*k.vars, *k.rvars)})
+    nests = [n for k in kernels for n in k.nests]
+    return Scope(buffers | {str(v) for n in nests for v in (*n.vars, *n.rvars)})
 
 
 def _names(names: Sequence[str]) -> str:
@@ -102,7 +103,7 @@ def step_lines(step: Step, scope: Scope) -> list[str]:
 
 
 def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
-    """A kernel as a function of its loop variables, the statements in order."""
+    """A kernel as a function of its loop variables, the statements in order; its parts stand in it."""
     facts = [
         *map(name_text, (b.name for b in k.args)),
         f"writes={tuple_text(list(map(name_text, k.outs)))}",
@@ -113,6 +114,8 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
     body = Body(scope, (*k.vars, *k.rvars))
     for s in k.stmts:
         body.lines.append(_reduce(s, body) if isinstance(s, Reduce) else _store(s, body))
+    for part in k.parts:
+        body.lines += kernel_lines(part, scope)
     head = f"def {k.name}({params_text(k.vars, k.rvars, body)}):"
     lines = [*origin_lines(k.origin), *(body.lines or ["..."])]
     return [f"@kernel({', '.join(facts)})", head, *(f"    {s}" for s in lines)]
@@ -188,6 +191,8 @@ class _PlanReader:
         facts = keywords(head, ("writes", "sizes", "work_ns", "sequential"))
         body = BodyReader(self.ops.symbols, s.args)
         origin, lines = body.split_origin(s.body)
+        parts = tuple(self.kernel(line) for line in lines if isinstance(line, ast.FunctionDef))
+        lines = lines if not parts else []
         stmts = [made for line in lines if (made := _statement(line, body)) is not None]
         sizes = self.ops.symbols.sizes(facts["sizes"]) if "sizes" in facts else ()
         work_ns = self.ops.symbols.size(facts["work_ns"]) if "work_ns" in facts else 0
@@ -196,7 +201,7 @@ class _PlanReader:
         sequential = flag_of(head, "sequential")
         return Kernel(
             s.name, body.vars, body.rvars, tuple(stmts), args, outs,
-            tuple(e for e in sizes if isinstance(e, Expr)), sequential, work_ns, origin,
+            tuple(e for e in sizes if isinstance(e, Expr)), sequential, work_ns, origin, parts,
         )  # fmt: skip
 
     def buffer(self, e: ast.expr) -> Buffer:
@@ -244,9 +249,15 @@ def step_summary(step: Step) -> str:
     if not isinstance(step, Kernel):
         return ""
     reads = [b.name for b in step.args if b.name not in step.outs]
-    inner = f" over {_space(step.rvars)}" if step.rvars else ""
+    spaces = " and ".join(f"{_space(n.vars)}{_over(n)}" for n in step.nests)
     flow = f"{', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}"
-    return f"kernel {step.name}: {flow}; {_space(step.vars)}{inner} points, about {time_text(step.work_ns)} on one core"
+    if step.parts:
+        flow += f" by {' and '.join(n.name for n in step.parts)}"
+    return f"kernel {step.name}: {flow}; {spaces} points, about {time_text(step.work_ns)} on one core"
+
+
+def _over(k: Kernel) -> str:
+    return f" over {_space(k.rvars)}" if k.rvars else ""
 
 
 def _space(vars_: Sequence[Expr]) -> str:
@@ -265,10 +276,9 @@ def time_text(work_ns: Size) -> str:
 def refused_pairs(plan: Plan) -> list[tuple[str, str]]:
     """("a and b", reason) of everything that was not fused; a buffer stands for the kernel that computes it."""
     maker: dict[str, str] = {}
-    for k in plan.steps:
-        if isinstance(k, Kernel):
-            maker.update({s.name: k.name for s in k.stmts if isinstance(s, Reduce)})
-            maker.update(dict.fromkeys(k.outs, k.name))
+    for k in (n for s in plan.steps if isinstance(s, Kernel) for n in s.nests):
+        maker.update({s.name: k.name for s in k.stmts if isinstance(s, Reduce)})
+        maker.update(dict.fromkeys(k.outs, k.name))
     pairs: dict[tuple[str, str], None] = {}
     for r in plan.refusals:
         a, b = maker.get(r.a, r.a), maker.get(r.b, r.b)

@@ -30,7 +30,9 @@ def verify_plan(plan: Plan) -> None:
             if step.name in names:
                 raise InternalError(f"two kernels are called {step.name}")
             names.add(step.name)
-            _Kernel(step, plan).run()
+            _check_parts(step)
+            for nest in step.nests:
+                _Kernel(nest, plan).run()
         read, made = touched(step)
         known.update(made)
         for name in (*read, *made):
@@ -44,6 +46,24 @@ def verify_plan(plan: Plan) -> None:
     for name in output_buffers(program):
         if name not in known or name in gone:
             raise InternalError(f"output {name} does not exist at the end")
+
+
+def _check_parts(kernel: Kernel) -> None:
+    """The contract of a kernel of several nests."""
+    parts = kernel.parts
+    if not parts:
+        return
+    if len(parts) < 2 or kernel.stmts or any(p.parts for p in parts):
+        raise InternalError(f"{kernel.name}: its parts are not several plain kernels")
+    for of in ("args", "outs", "sizes"):
+        if set(getattr(kernel, of)) != {a for p in parts for a in getattr(p, of)}:
+            raise InternalError(f"{kernel.name}: its {of} are not those of its parts")
+    for p in parts:
+        loaded = {n.attr.buf for n in all_nodes(p.stmts) if isinstance(n.attr, Load)}
+        for q in parts:
+            both = loaded & set(q.outs) if q is not p else set()
+            if both:
+                raise InternalError(f"{p.name} loads {min(both)}, which {q.name} makes beside it")
 
 
 class _Kernel:

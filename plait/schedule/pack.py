@@ -1,0 +1,192 @@
+"""Packing: loops that need nothing of each other run in one launch, one nest after the other.
+
+Comes in: units in the order in which they will run. Goes out: the same units, some groups joined to
+Packs. A group moves up to an earlier one, or an earlier one down to it, where every dependence and
+the peak of memory allow it; past a call only if what it touches stays in a cache. Each answer is
+Fused or a Reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from plait.config import Config
+from plait.ir.loops import Extern, Scatter
+from plait.schedule.cost import CACHE_BYTES, buffer_nbytes
+from plait.schedule.deps import memory_roots, output_buffers
+from plait.schedule.form import Draft, Pack, Unit
+from plait.schedule.group import Group
+from plait.schedule.order import traffic
+from plait.schedule.plan import Fused, Reason
+
+MAX_PARTS = 8
+MAX_HOSTS = 4  # earlier launches that are looked at
+FAR = 24  # steps back that are looked at
+
+Life = tuple[int, int]
+
+
+def pack(draft: Draft, ordered: Sequence[Unit], cfg: Config) -> list[Unit]:
+    """The units in their order, with packs. A unit's preds are places in `ordered`."""
+    if not cfg.fusion:
+        return list(ordered)
+    packer = _Packer(draft, ordered)
+    for k in range(len(ordered)):
+        if packer.may_pack(k):
+            packer.settle(k)
+    return packer.result()
+
+
+class _Packer:
+    """Units in slots. A slot holds what runs in one step; slot k starts with unit k alone."""
+
+    def __init__(self, draft: Draft, ordered: Sequence[Unit]) -> None:
+        self.draft, self.units = draft, ordered
+        n = len(ordered)
+        self.slot = list(range(n))
+        self.members = [[k] for k in range(n)]
+        self.users: list[list[int]] = [[] for _ in range(n)]
+        for k, u in enumerate(ordered):
+            for p in u.preds:
+                self.users[p].append(k)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """What is alive in which slot."""
+        program, n = self.draft.program, len(self.units)
+        memory = memory_roots(program.ops)
+        t = traffic(self.draft, self.units)
+        self.nbytes = t.nbytes
+        self.given = set(program.donated)
+        self.kept = {memory.get(b, b) for b in output_buffers(program)}
+        self.writers: dict[str, list[int]] = {}
+        self.readers: dict[str, list[int]] = {}
+        self.roots: list[set[str]] = []
+        for k, u in enumerate(self.units):
+            made = {memory.get(w, w) for w in u.writes} & self.nbytes.keys() - self.given
+            for root in sorted(made):
+                self.writers.setdefault(root, []).append(k)
+            for root in t.used[k]:
+                self.readers.setdefault(root, []).append(k)
+            self.roots.append(made.union(t.used[k]))
+        change = [0] * (n + 1)
+        for root, nbytes in self.nbytes.items():
+            start, end = self._life(root, self.slot)
+            change[start] += nbytes
+            change[min(end, n - 1) + 1] -= nbytes
+        self.alive: list[int] = []
+        now = 0
+        for c in change[:n]:
+            now += c
+            self.alive.append(now)
+        peak = max(self.alive, default=0)
+        # A convolution may hold its operands once more: nothing is added there.
+        self.limit = [
+            a if isinstance(u.item, Extern) and "convolution" in u.item.op else peak
+            for a, u in zip(self.alive, self.units, strict=True)
+        ]
+
+    def _life(self, root: str, slot: Sequence[int]) -> Life:
+        """The slots in which memory is held."""
+        start = 0 if root in self.given else min(slot[k] for k in self.writers[root])
+        end = max((slot[k] for k in self.readers.get(root, ())), default=start)
+        return start, len(slot) if root in self.kept else end
+
+    # ---- one unit
+    def may_pack(self, k: int) -> bool:
+        """Whether a unit may share a launch: loops on the CPU whose points may run on any thread."""
+        u = self.units[k]
+        if not isinstance(u.item, Group) or any(
+            isinstance(m.loop, Scatter) for m in u.item.members
+        ):
+            return False
+        buffers = self.draft.program.buffers
+        return all(buffers[b].device == "cpu" for b in (*u.reads, *u.writes))
+
+    def settle(self, k: int) -> Fused | Reason:
+        """Finds a launch for unit k, which is the last one so far that may pack."""
+        found: Fused | Reason = Reason("no launch is near")
+        for host in self._hosts(k):
+            found = self._join(host, k)
+            if isinstance(found, Fused):
+                break
+        return found
+
+    def _hosts(self, k: int) -> Iterator[int]:
+        n = 0
+        for i in range(k - 1, max(k - FAR, 0) - 1, -1):
+            if self.members[i] and self.may_pack(self.members[i][0]):
+                yield i
+                n += 1
+                if n == MAX_HOSTS:
+                    return
+
+    def _join(self, i: int, k: int) -> Fused | Reason:
+        """Joins the launch in slot i and unit k, in either place."""
+        if len(self.members[i]) >= MAX_PARTS:
+            return Reason(f"a launch holds {MAX_PARTS} parts")
+        between = self.units[i + 1 : k]
+        calls = any(isinstance(u.item, Extern) for u in between)
+        found: Fused | Reason = Reason("one needs the other, or what runs between them")
+        for moving, to in (([k], i), (self.members[i], k)):
+            if not self._legal(moving, to):
+                continue
+            if calls and (nbytes := self._touched(moving)) > CACHE_BYTES:
+                found = Reason(f"{nbytes} bytes would leave the cache")
+                continue
+            why = self._move(moving, to, i, k)
+            if why is None:
+                return Fused(str(to))
+            found = why
+        return found
+
+    def _legal(self, moving: Sequence[int], to: int) -> bool:
+        if to < self.slot[moving[0]]:
+            return all(self.slot[p] < to for k in moving for p in self.units[k].preds)
+        return all(self.slot[u] > to for k in moving for u in self.users[k])
+
+    def _touched(self, moving: Sequence[int]) -> int:
+        names = {b for k in moving for b in (*self.units[k].reads, *self.units[k].writes)}
+        return sum(buffer_nbytes(self.draft.program.buffers[b]) for b in names)
+
+    def _move(self, moving: list[int], to: int, i: int, k: int) -> Reason | None:
+        """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to
+        k are all that can change."""
+        slot = list(self.slot)
+        for m in moving:
+            slot[m] = to
+        now = self.alive[i : k + 1]
+        for root in {r for m in moving for r in self.roots[m]}:
+            for sign, places in ((-1, self.slot), (1, slot)):
+                start, end = self._life(root, places)
+                for s in range(max(start, i), min(end, k) + 1):
+                    now[s - i] += sign * self.nbytes[root]
+        for s, nbytes in enumerate(now, i):
+            if nbytes > self.limit[s] and nbytes > self.alive[s]:
+                return Reason(f"{nbytes} bytes would be alive at once, {self.limit[s]} are now")
+        self.alive[i : k + 1] = now
+        start = self.slot[moving[0]]
+        self.members[to] = sorted((*self.members[to], *moving))
+        self.members[start] = []
+        self.slot = slot
+        return None
+
+    # ---- the outcome
+    def result(self) -> list[Unit]:
+        """The units slot by slot. Their preds mean nothing any more."""
+        out = []
+        for found in self.members:
+            some = [self.units[k] for k in found]
+            if len(some) == 1:
+                out += some
+            elif some:
+                out.append(_together(some))
+        return out
+
+
+def _together(some: Sequence[Unit]) -> Unit:
+    def each(of: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(b for u in some for b in getattr(u, of)))
+
+    ops = tuple(sorted(k for u in some for k in u.ops))
+    return Unit(Pack(tuple(some)), ops, frozenset(), each("reads"), each("writes"))

@@ -318,7 +318,7 @@ def embedding_dense_backward(
     return scatter_loop(ctx, zeros, grad.shape, "add", body)
 
 
-@lower(aten.masked_scatter.default, aten.put.default)
+@lower(aten.put.default)
 def by_aten(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     """Writes whose source position depends on all earlier hits."""
     assert ctx.node is not None

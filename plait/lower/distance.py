@@ -1,0 +1,100 @@
+"""Distances between all rows of two matrices, and their gradient: reductions over the coordinates.
+
+Large Euclidean distances go to ATen, which makes them of a matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from plait.ir import sizes as sz
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr
+from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.dtypes import compute_dtype
+from plait.lower.extern import call_extern
+from plait.lower.pointwise import Maths
+from plait.lower.shape import result
+
+aten = torch.ops.aten
+
+Point = tuple[Expr, ...]
+_ROWS = 25  # ATen multiplies matrices from this many rows on
+
+
+@lower(aten._cdist_forward.default)
+def cdist(ctx: Lowering, a: View, b: View, p: float, compute_mode: int | None) -> Any:
+    """The p-norm of the difference of every row of a and every row of b. Batches were expanded."""
+    rows = max(sz.bounds(x.shape[-2])[1] for x in (a, b))
+    if p == 2 and (compute_mode == 1 or (not compute_mode and rows > _ROWS)):
+        assert ctx.node is not None
+        return call_extern(ctx, ctx.node, (a, b, p, compute_mode), {}, fallback=False)
+    if sz.bounds(a.shape[-1])[0] < 1 or a.shape[:-2] != b.shape[:-2]:
+        raise NoRule("rows without coordinates, or batches that differ")
+    compute = compute_dtype(a.dtype)
+
+    def term(ops: Recorder, i: Point, r: Point) -> Node:
+        m = Maths(ops)
+        x = ops.cast(a.load(ops, (*i[:-1], r[0])), compute)
+        y = ops.cast(b.load(ops, (*i[:-2], i[-1], r[0])), compute)
+        d = m("abs", m("sub", x, y))
+        if p == 0:
+            return m("where", m("ne", d, 0), m.const(1, compute), 0)
+        return m("mul", d, d) if p == 2 else d if p in (1, math.inf) else m("pow", d, p)
+
+    shape = (*a.shape[:-1], b.shape[-2])
+    kind = "max" if p == math.inf else "sum"
+    found = ctx.reduce(shape, a.shape[-1:], kind, term)
+
+    def root(ops: Recorder, i: Point) -> Node:
+        m, x = Maths(ops), found.load(ops, i)
+        if p == 2:
+            x = m("sqrt", x)
+        elif p not in (0, 1, math.inf):
+            x = m("pow", x, 1 / p)
+        return ops.cast(x, a.dtype)
+
+    return result(ctx, root)
+
+
+@lower(aten._cdist_backward.default)
+def cdist_backward(ctx: Lowering, grad: View, a: View, b: View, p: float, dist: View) -> View:
+    """The gradient of a's rows: a sum over the rows of b."""
+    compute = compute_dtype(a.dtype)
+    if p == 0:
+        return result(ctx, lambda ops, i: ops.const(0, a.dtype))
+    if a.shape[:-2] != b.shape[:-2] or sz.bounds(b.shape[-2])[0] < 1:
+        raise NoRule("nothing to sum, or batches that differ")
+
+    def term(ops: Recorder, i: Point, r: Point) -> Node:
+        m, pair = Maths(ops), (*i[:-1], r[0])
+        g, far = (ops.cast(x.load(ops, pair), compute) for x in (grad, dist))
+        x = ops.cast(a.load(ops, i), compute)
+        y = ops.cast(b.load(ops, (*i[:-2], r[0], i[-1])), compute)
+        return _slope(m, m("sub", x, y), far, g, p)
+
+    total = ctx.reduce(a.shape, b.shape[-2:-1], "sum", term)
+    return result(ctx, lambda ops, i: ops.cast(total.load(ops, i), a.dtype))
+
+
+def _slope(m: Maths, d: Node, far: Node, g: Node, p: float) -> Node:
+    """g times the derivative of the distance `far` by the difference d of one coordinate."""
+    if p == 1:
+        return m("mul", g, m("sign", d))
+    if p == math.inf:
+        return m("where", m("eq", m("abs", d), far), m("mul", g, m("sign", d)), 0.0)
+    if p == 2:
+        return m("where", m("eq", far, 0), 0.0, m("truediv", m("mul", g, d), far))
+    scaled = m("truediv", g, m("pow", far, p - 1))
+    if p > 2:
+        inner = m("mul", m("mul", d, m("pow", m("abs", d), p - 2)), scaled)
+        return m("where", m("eq", far, 0), 0.0, inner)
+    inner = m("mul", m("mul", m("sign", d), m("pow", m("abs", d), p - 1)), scaled)
+    nothing = m("eq", far, 0)
+    if p < 1:
+        nothing = m("or", nothing, m("eq", d, 0))
+    return m("where", nothing, 0.0, inner)

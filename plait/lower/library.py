@@ -1,0 +1,42 @@
+"""What ATen's libraries do and no loop nest of ours would do as well: factorisations and solvers (LAPACK), Fourier
+transforms, recurrent layers (oneDNN), bags of embeddings (parallel over bags).
+
+These are calls by choice: `explain` does not count them as missing rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.lower.core import Lowering, lower
+from plait.lower.extern import call_extern
+
+aten = torch.ops.aten
+
+_LINEAR_ALGEBRA = (
+    "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "cholesky",
+    "cholesky_inverse", "cholesky_solve", "geqrf", "linalg_cholesky_ex", "linalg_eig", "linalg_householder_product",
+    "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex",
+    "linalg_lu_solve", "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular", "ormqr", "triangular_solve",
+)  # fmt: skip
+_TRANSFORMS = ("_fft_c2c", "_fft_c2r", "_fft_r2c")
+_RECURRENT = ("mkldnn_rnn_layer",)
+_BAGS = (
+    "_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward",
+    "_embedding_bag_per_sample_weights_backward",
+)  # fmt: skip
+
+
+def by_library(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """A call of the operator as it stands."""
+    assert ctx.node is not None
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
+
+
+for _name in (*_LINEAR_ALGEBRA, *_TRANSFORMS, *_RECURRENT, *_BAGS):
+    _packet = getattr(aten, _name)
+    lower(_packet.default if "default" in _packet.overloads() else _packet.X, any_dtype=True)(
+        by_library
+    )

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 
 from plait.ir import sizes as sz
+from plait.ir.checks import Check
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size
 
@@ -151,6 +152,11 @@ def literal_text(kind: str, value: str) -> str:
     return f"{kind}({value!r})"
 
 
+def check_text(check: Check) -> str:
+    """The error of a run-time check: IndexError('index out of range')."""
+    return f"{check.error}({check.message!r})"
+
+
 def _from_hex(value: str) -> float | None:
     try:
         return float.fromhex(value)
@@ -202,7 +208,9 @@ class Reader:
         match e:
             case ast.BinOp(
                 left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()
-            ) if dtype in DTYPES:
+            ):
+                if dtype not in DTYPES:
+                    raise wrong(e, "an element type")
                 return DTYPES[dtype], self.index(shape), self.sizes(e.right)
             case _:
                 raise wrong(e, "a tensor type such as f32[8, 4] @ (4, 1)")
@@ -325,3 +333,19 @@ def read_literal(e: ast.expr) -> tuple[str, str] | None:
             return kind, text_of(value)
         case _:
             return None
+
+
+def read_check(e: ast.expr) -> Check:
+    """What `check_text` wrote."""
+    match e:
+        case ast.Call(func=ast.Name(id=error), args=[message]):
+            return Check(error, text_of(message))
+        case _:
+            raise wrong(e, "a check such as IndexError('...')")
+
+
+def positional(call: ast.Call, k: int) -> ast.expr:
+    """The k-th positional argument. Raises TextError if there is none."""
+    if k >= len(call.args):
+        raise wrong(call, f"an argument number {k + 1}")
+    return call.args[k]

@@ -46,12 +46,15 @@ from plait.ir.sizes import Expr, Size, bounds, free_symbols, symbol
 from plait.ir.symtext import (
     Reader,
     Scope,
+    check_text,
     is_variable,
     items,
     keywords,
     literal_text,
     name_of,
     name_text,
+    positional,
+    read_check,
     read_literal,
     symbol_text,
     text_of,
@@ -256,9 +259,9 @@ class Body:
                     self.given(index, n.args, None))  # fmt: skip
                 return f"load({', '.join([at, *given])})" if given else at
             case Bound(size, check):
-                args += [f"size={self.inner.size(size)}", f"check={_check_text(check)}"]
+                args += [f"size={self.inner.size(size)}", f"check={check_text(check)}"]
             case Check():
-                args.append(f"check={_check_text(n.attr)}")
+                args.append(f"check={check_text(n.attr)}")
             case int() | Expr():
                 args = [self.inner.size(n.attr), *self.given((n.attr,), n.args, None)]
             case None:
@@ -278,10 +281,6 @@ def _const_text(n: Node) -> str:
     if finite and n.dtype == _BARE.get(type(value)):
         return repr(value)
     return f"{n.dtype}({repr(value) if finite else repr(str(value))})"
-
-
-def _check_text(check: Check) -> str:
-    return f"{check.error}({check.message!r})"
 
 
 _EXTERN = {
@@ -351,13 +350,6 @@ def is_element(e: ast.expr) -> TypeGuard[ast.Subscript]:
     return isinstance(e, ast.Subscript) and not (
         isinstance(e.value, ast.Name) and e.value.id == "ref"
     )
-
-
-def positional(call: ast.Call, k: int) -> ast.expr:
-    """The k-th positional argument. Raises TextError if there is none."""
-    if k >= len(call.args):
-        raise wrong(call, f"an argument number {k + 1}")
-    return call.args[k]
 
 
 def _int(e: ast.expr) -> int:
@@ -615,10 +607,9 @@ class BodyReader:
 
     def _checked(self, op: str, e: ast.Call) -> Bound | Check:
         given = keywords(e)
-        fails = given.get("check")
-        if not isinstance(fails, ast.Call):
+        if "check" not in given:
             raise wrong(e, "check=IndexError('...')")
-        check = Check(word(fails) or "", text_of(positional(fails, 0)))
+        check = read_check(given["check"])
         if op != "bounded":
             return check
         if "size" not in given:

@@ -86,7 +86,7 @@ def time_kernels(
 
 
 def table(launches: Sequence[KernelTime]) -> list[str]:
-    """A line a launch: time, bytes of the arguments, GB/s, the estimate; then the sum."""
+    """A line a launch: time, bytes of the arguments, GB/s, the estimate; then the sum of several."""
     if not launches:
         return ["no kernels"]
     width = max(len(k.name) for k in launches)
@@ -96,6 +96,8 @@ def table(launches: Sequence[KernelTime]) -> list[str]:
         lines.append(
             f"{k.name:<{width}}  {_us(k.best_ns)}  {_size(k.nbytes)}  {speed:7.2f} GB/s  {_us(k.estimate_ns)}"
         )
+    if len(launches) == 1:
+        return lines
     total, guess = sum(k.best_ns for k in launches), sum(k.estimate_ns for k in launches)
     what = f"all {len(launches)} launches"
     return [*lines, f"{what:<{width}}  {_us(total)}  {'':>10}  {'':>12}  {_us(guess)}"]

@@ -13,7 +13,17 @@ from collections.abc import Sequence
 
 from plait.ir.loops import Buffer, Extern, LoopProgram
 from plait.ir.sizes import Expr, Size
-from plait.ir.symtext import Scope, keywords, name_of, name_text, text_of, tuple_text, word, wrong
+from plait.ir.symtext import (
+    Scope,
+    keywords,
+    name_of,
+    name_text,
+    positional,
+    text_of,
+    tuple_text,
+    word,
+    wrong,
+)
 from plait.ir.text import (
     Body,
     BodyReader,
@@ -25,7 +35,6 @@ from plait.ir.text import (
     op_lines,
     origin_lines,
     params_text,
-    positional,
     py_word,
 )
 from plait.schedule.plan import (
@@ -253,7 +262,9 @@ def step_summary(step: Step) -> str:
     flow = f"{', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}"
     if step.parts:
         flow += f" by {' and '.join(n.name for n in step.parts)}"
-    return f"kernel {step.name}: {flow}; {spaces} points, about {time_text(step.work_ns)} on one core"
+    return (
+        f"kernel {step.name}: {flow}; {spaces} points, about {time_text(step.work_ns)} on one core"
+    )
 
 
 def _over(k: Kernel) -> str:

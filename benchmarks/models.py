@@ -1,4 +1,4 @@
-"""The programs that the benchmarks race, in plain PyTorch: this file needs torch and nothing else.
+"""The programs that the benchmarks race, in plain PyTorch; the two language models come from transformers.
 
 Each `Case` makes a module and its inputs from a fixed seed, so that every process measures the same numbers.
 """
@@ -110,6 +110,33 @@ class Loss(nn.Module):
         return self.model(x).square().mean()
 
 
+class TextModel(nn.Module):
+    """A transformers model as a function of token ids that returns one tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result = self.model(input_ids=ids)
+        return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # a peer's environment may not have it
+
+    # No dropout, here and in BERT: gradients are compared with eager's.
+    config = GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return TextModel(GPT2LMHeadModel(config))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return TextModel(BertModel(config))
+
+
 def tiny_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
@@ -124,19 +151,24 @@ def tf6() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """One program. train: a call is forward and backward with fresh gradients, in training mode."""
+    """One program. train: a call is forward and backward with fresh gradients, in training mode. tokens: the inputs
+    are token ids below this number, else normally distributed."""
 
     name: str
     about: str
     build: Callable[[], nn.Module]
     shapes: tuple[tuple[int, ...], ...]
     train: bool = False
+    tokens: int = 0
 
     def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The module and its inputs, the same ones in every process."""
         torch.manual_seed(0)
         module = self.build().train(self.train)
-        return module, tuple(torch.randn(shape) for shape in self.shapes)
+        return module, tuple(self._input(shape) for shape in self.shapes)
+
+    def _input(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(self.tokens, shape) if self.tokens else torch.randn(shape)
 
 
 CASES = {
@@ -162,6 +194,23 @@ CASES = {
             lambda: Loss(tf6()),
             ((4, 64, 256),),
             train=True,
+        ),
+        Case("gpt2", "GPT-2 of 124M parameters, 1 x 128 tokens", gpt2, ((1, 128),), tokens=50257),
+        Case(
+            "gpt2-train",
+            "GPT-2 of 124M parameters, 1 x 128 tokens, forward + backward",
+            lambda: Loss(gpt2()),
+            ((1, 128),),
+            train=True,
+            tokens=50257,
+        ),
+        Case(
+            "bert-train",
+            "BERT-base, 4 x 64 tokens, forward + backward",
+            lambda: Loss(bert()),
+            ((4, 64),),
+            train=True,
+            tokens=30522,
         ),
     )
 }

@@ -76,9 +76,9 @@ def copies(values: Sequence[Any]) -> list[object]:
         t = value.detach()
         storage = t.untyped_storage()
         if storage.data_ptr() not in memory:
-            memory[storage.data_ptr()] = storage.clone()
+            memory[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
         made = torch.empty(0, dtype=t.dtype, device=t.device)
-        made.set_(memory[storage.data_ptr()], t.storage_offset(), t.shape, t.stride())  # type: ignore[call-overload]
+        made.set_(memory[storage.data_ptr()], t.storage_offset(), t.shape, t.stride())
         made = torch._conj(made) if t.is_conj() else made
         return torch._neg_view(made) if t.is_neg() else made
 

@@ -48,6 +48,8 @@ class Writer:
         self.accs: dict[str, str] = {}
         self.running: set[str] = set()
         self.group_of = {a: g for g in tile.groups for a in g.axes}
+        self.rescaled: dict[str, Reduce] = {}
+        self.lanes: dict[str, str] = {}  # reduction -> its accumulator, one value a lane
         self.n = 0
         self.checks = False
 
@@ -93,6 +95,8 @@ class Writer:
         """All lines of the body."""
         lines = self._heads()
         passes, last = passes_of(self.space, self.deps)
+        if self.tile.looped:
+            passes, self.rescaled = online(passes)
         for p in passes:
             self._pass(p)
         for s in last:
@@ -141,8 +145,10 @@ class Writer:
         for s in stmts:
             if isinstance(s, Store):
                 pending.append(s)
+            elif s.name in self.rescaled:
+                pass  # goes with its maximum
             elif looped:
-                self._step(s, begun[s.name])
+                self._step(s, begun)
             else:
                 self._whole(s)
         for s in pending:  # after all loads: an output may have the memory of an input
@@ -219,9 +225,9 @@ class Writer:
             return (acc,)
         return acc, self._define(f"tl.full({everything}, {2**63 - 1}, tl.int64)", False, "a")
 
-    def _step(self, s: Reduce, names: tuple[str, ...]) -> None:
+    def _step(self, s: Reduce, begun: dict[str, tuple[str, ...]]) -> None:
         """One block of a reduction inside the loop."""
-        block = self._block(s)
+        names, block = begun[s.name], self._block(s)
         if s.running:
             fn = combiner(s.kind, s.value.dtype)
             scanned = self._define(f"tl.associative_scan({block}, 1, {fn})", True)
@@ -240,13 +246,27 @@ class Writer:
             sign = "|" if s.kind == "any" else "&"
             self.loop_lines.append(f"{names[0]} = {names[0]} {sign} {block}")
         else:
-            self.loop_lines.append(
-                f"{names[0]} = {combiner(s.kind, s.value.dtype)}({names[0]}, {block})"
-            )
+            new = f"{combiner(s.kind, s.value.dtype)}({names[0]}, {block})"
+            sums = [
+                begun[t.name][0]
+                for t in self.rescaled.values()
+                if t.name in begun and _peak(t) == s.name
+            ]
+            if sums:
+                new = self._define(new, True)
+                for name in sums:
+                    old = f"{name} * p_exp_below({names[0]}, {new})"
+                    self.loop_lines.append(f"{name} = {old} + p_exp_below({block}, {new})")
+            self.loop_lines.append(f"{names[0]} = {new}")
 
     def _finish(self, s: Reduce, names: tuple[str, ...]) -> None:
         self.loop_lines = []
-        if not s.running:
+        if s.name in self.rescaled:
+            peak = self.accs[_peak(s)]
+            lane = f"{names[0]} * p_exp_below({self.lanes[_peak(s)]}, {peak})"
+            self.accs[s.name] = self._define(f"tl.sum({lane}, 1)[:, None]", False, "a")
+        elif not s.running:
+            self.lanes[s.name] = names[0]
             position = names[1] if len(names) > 1 else ""
             self.accs[s.name] = self._define(
                 self._reduced(s, names[0], position, inner=False), False, "a"
@@ -449,6 +469,43 @@ class Writer:
         inner = self.size(_product(g.axes[k + 1 :]))
         text = g.name if k == len(g.axes) - 1 else f"({g.name} // {inner})"
         return text if k == 0 else f"{text} % {self.size(extent(a))}"
+
+
+Passes = tuple[tuple[Reduce | Store, ...], ...]
+
+
+def online(passes: Passes) -> tuple[Passes, dict[str, Reduce]]:
+    """Moves sums of exp(x - max x) into the pass of their maximum, where each lane rescales its sum as its maximum
+    grows, so that rows too long for a block are read once less. Also gives the moved sums, by name.
+
+    Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
+    """
+    level = {
+        s.name: (k, s)
+        for k, p in enumerate(passes)
+        for s in p
+        if isinstance(s, Reduce) and s.kind == "max"
+    }
+    moved: dict[str, Reduce] = {}
+    out: list[list[Reduce | Store]] = [list(p) for p in passes]
+    for k, p in enumerate(passes):
+        for s in p:
+            if not isinstance(s, Reduce) or s.kind != "sum" or s.running or not _peak(s):
+                continue
+            at, peak = level.get(_peak(s), (k, s))
+            if at < k and not peak.running and s.value.args[0].args[0] is peak.value:
+                moved[s.name] = s
+                out[k].remove(s)
+                out[at].append(s)
+    return tuple(tuple(p) for p in out if p), moved
+
+
+def _peak(s: Reduce) -> str:
+    """The reduction m of a sum of exp(x - m), or ""."""
+    n = s.value
+    if n.op != "exp" or n.args[0].op != "sub" or n.args[0].args[1].op != "acc":
+        return ""
+    return str(n.args[0].args[1].attr)
 
 
 def _product(axes: Sequence[Atom]) -> Size:

@@ -214,6 +214,9 @@ _FUNCTIONS: dict[str, str] = dict((
     ("p_sign", """def p_sign(a):
     return (a > 0).to(a.dtype) - (a < 0).to(a.dtype)
 """),
+    ("p_exp_below", """def p_exp_below(x, peak):
+    return libdevice.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
+"""),
     ("p_argmax", """def p_argmax(a, i, b, j):
     better = (a > b) | ((a != a) & (b == b))
     same = (a == b) | ((a != a) & (b != b))

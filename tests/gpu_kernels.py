@@ -1,7 +1,7 @@
 """Random kernels on a GPU against the slow reference: `python -m tests.gpu_kernels FIRST COUNT [cpu]`.
 
-A log_softmax of rows too long for a block comes first. With `cpu` they run in Triton's interpreter instead (set TRITON_INTERPRET=1). Prints the seeds that differ and exits
-with 1 if there is one.
+A log_softmax of rows too long for a block comes first. With `cpu` they run in Triton's interpreter instead (set
+TRITON_INTERPRET=1). Prints the seeds that differ and exits with 1 if there is one.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from plait.compat import kept_whole
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.runtime.philox import philox_words
 from plait.ir.loops import Extern
 from plait.lower.graph import Lowered, lower_graph
+from plait.runtime.philox import philox_words
 
 DECOMPOSITIONS = dict(torch._decomp.core_aten_decompositions())
 for _op in kept_whole():

@@ -214,8 +214,9 @@ def _total_ms(g: CompileRecord) -> float:
 
 def _memory(g: CompileRecord) -> str:
     allocs = sum(isinstance(i, Alloc) for i in g.wrapper.body)
-    arena = g.plan.memory.arena_nbytes if g.plan.memory.offsets else 0
+    arena = g.plan.memory.arena_nbytes
     room = f"{arena / 1024:.1f} KiB" if isinstance(arena, int) else f"{arena} bytes"
     placed, reused = len(g.plan.memory.offsets), len(g.plan.memory.in_place)
-    tensors = "tensor" if placed == 1 else "tensors"
-    return f"{placed} {tensors} in an arena of {room}, {reused} on the memory of another, {allocs} allocated"
+    parts = [f"{_count(placed, 'tensor')} in an arena of {room}"] if placed else []
+    parts += [f"{reused} on the memory of another"] if reused else []
+    return ", ".join([*parts, f"{allocs} allocated"])

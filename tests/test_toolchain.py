@@ -16,7 +16,8 @@ import pytest
 from plait.config import Config
 from plait.errors import ToolchainError, UserError
 from plait.runtime import toolchain
-from plait.runtime.cache import CacheWarning, cache_key, get_or_build, trim
+from plait.runtime.cache import cache_key, get_or_build
+from plait.runtime.store import CacheWarning, Store
 from plait.runtime.toolchain import ISAS, Toolchain, ToolchainMissing, detect_isa, find_toolchain
 
 SOURCE = 'extern "C" long answer() { return 42; }'
@@ -177,9 +178,9 @@ def test_trim_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
         path = folder / f"{k}.so"
         path.write_bytes(bytes(100))
         os.utime(path, (now - 100 + k, now - 100 + k))
-    trim(tmp_path, 250)
+    Store(tmp_path, ".so").trim(250)
     assert sorted(p.name for p in folder.iterdir()) == ["3.so", "4.so"]
-    trim(tmp_path, 250)
+    Store(tmp_path, ".so").trim(250)
     assert len(list(folder.iterdir())) == 2
 
 
@@ -191,7 +192,7 @@ def test_a_hit_counts_as_use(tmp_path: Path) -> None:
         os.utime(path, (time.time() - 1000, time.time() - 1000))
     get_or_build(SOURCE, tools, cfg)
     get_or_build(SOURCE + "// third", tools, cfg)
-    trim(tmp_path / "kernels", old.stat().st_size * 2 + 100)
+    Store(tmp_path / "kernels", ".so").trim(old.stat().st_size * 2 + 100)
     assert old.exists()
     assert not other.exists()
 

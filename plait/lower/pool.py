@@ -1,4 +1,4 @@
-"""Rules for pooling and resampling: windows small enough are written out, larger ones are reductions.
+"""Rules for pooling: windows small enough are written out, larger ones are reductions.
 
 Gradients gather: each input element sums over the windows that hold it, so nothing collides and any number of
 threads may run.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from plait.ir import sizes as sz
-from plait.ir.dtypes import DType, f32, f64, i64
+from plait.ir.dtypes import DType
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -524,106 +524,3 @@ def _adaptive_max_backward(ctx: Lowering, grad: View, x: View, indices: View, n:
     lead = len(x.shape) - n
     parts = _Parts(grad.shape[lead:], x.shape[lead:])
     return _chosen(ctx, grad, x, indices, lead, lambda i: parts.taps(i[lead:]))
-
-
-# ------------------------------------------------------------------------------------------- resampling
-@lower(
-    aten.upsample_nearest1d_backward.default,
-    aten.upsample_nearest2d_backward.default,
-    aten.upsample_nearest3d_backward.default,
-)
-def upsample_nearest_backward(
-    ctx: Lowering,
-    grad: View,
-    output_size: Sequence[Size],
-    input_size: Sequence[Size],
-    *scales: float | None,
-) -> View:
-    """Where every input element was repeated a whole number of times, its gradient is the sum over its copies."""
-    lead = 2
-    times = [sz.exact_div(o, i) for o, i in zip(output_size, input_size[lead:], strict=True)]
-    whole = [t for t in times if isinstance(t, int)]
-    if len(whole) < len(times) or any(
-        s is not None and s != t for s, t in zip(scales, whole, strict=False)
-    ):
-        raise NoRule("resampling by a factor that is not whole")
-
-    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        copies = (
-            tuple(sz.add(sz.mul(e, t), k) for e, t, k in zip(i[lead:], whole, tap, strict=True))
-            for tap in product(*map(range, whole))
-        )
-        taps = (_tap(ops, grad, i[:lead], at, _whole(grad.shape[lead:]), 0) for at in copies)
-        return ops.cast(_chain(ops, "add", taps), grad.dtype)
-
-    return result(ctx, body)
-
-
-@lower(aten.upsample_bilinear2d.default)
-def upsample_bilinear2d(
-    ctx: Lowering,
-    x: View,
-    output_size: Sequence[Size],
-    align_corners: bool,
-    scale_h: float | None = None,
-    scale_w: float | None = None,
-) -> View:
-    compute = f64 if x.dtype == f64 else f32
-    outs, sizes, scales = ctx.out_shape()[-2:], x.shape[-2:], (scale_h, scale_w)
-
-    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        (y0, y1, fy), (x0, x1, fx) = (
-            _between(ops, i[2 + d], sizes[d], outs[d], align_corners, scales[d], compute)
-            for d in range(2)
-        )
-
-        def mixed(a: Node, b: Node, f: Node) -> Node:
-            rest = ops.op("sub", ops.const(1.0, compute), f)
-            return ops.op("add", ops.op("mul", a, rest), ops.op("mul", b, f))
-
-        def at(y: Size, z: Size) -> Node:
-            return ops.cast(x.load(ops, (i[0], i[1], y, z)), compute)
-
-        return ops.cast(
-            mixed(mixed(at(y0, x0), at(y0, x1), fx), mixed(at(y1, x0), at(y1, x1), fx), fy), x.dtype
-        )
-
-    return result(ctx, body)
-
-
-def _between(
-    ops: Recorder, o: Expr, size: Size, out: Size, align: bool, scale: float | None, compute: DType
-) -> tuple[Expr, Expr, Node]:
-    """The two input positions around output position o and the weight of the second, in ATen's arithmetic."""
-
-    def number(e: Size) -> Node:
-        return ops.cast(ops.index(e), compute)
-
-    def const(v: float) -> Node:
-        return ops.const(v, compute)
-
-    if align:
-        steps = sz.add(out, -1)
-        step = (
-            ops.op("truediv", number(sz.add(size, -1)), number(sz.smax(steps, 1)))
-            if steps != 0
-            else const(0.0)
-        )
-        position = ops.op("mul", step, number(o))
-    else:
-        step = (
-            const(1.0 / scale)
-            if scale is not None and scale > 0
-            else ops.op("truediv", number(size), number(out))
-        )
-        middle = ops.op("mul", step, ops.op("add", number(o), const(0.5)))
-        position = ops.op("max", ops.op("sub", middle, const(0.5)), const(0.0))
-    last = ops.index(sz.add(size, -1))
-    low = ops.op("min", ops.cast(ops.op("floor", position), i64), last)
-    high = ops.op("min", ops.op("add", low, ops.const(1, i64)), last)
-    weight = ops.op(
-        "min",
-        ops.op("max", ops.op("sub", position, ops.cast(low, compute)), const(0.0)),
-        const(1.0),
-    )
-    return ops.indirect(low, size), ops.indirect(high, size), weight

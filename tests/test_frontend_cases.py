@@ -226,6 +226,20 @@ def test_no_grad_result_requires_no_grad() -> None:
     assert fn(x).requires_grad
 
 
+@pytest.mark.filterwarnings("error:Dynamo")
+def test_a_backward_pass_inside_the_function() -> None:
+    """Dynamo breaks the graph at autograd.grad and must not trace the compiler that the backward pass runs."""
+    net = torch.nn.Linear(1, 3)
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = net((x[:, None] - x)[..., None]).sin().sum((1, 2))
+            return energy, *torch.autograd.grad(energy.sum(), x)
+
+    same(fn, lambda: (torch.linspace(-1, 1, 7),))
+
+
 def test_grad_mode_survives_a_call() -> None:
     fn = compiled(lambda x: x * 2)
     with torch.no_grad():

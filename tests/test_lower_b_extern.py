@@ -208,6 +208,34 @@ def test_mutable_custom_operators_run_in_place_where_nobody_can_tell(name: str) 
     assert (x._version > before) == (given[0]._version > 0)
 
 
+def test_custom_operators_use_up_saved_tensors() -> None:
+    class F(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.sin()
+            ctx.save_for_backward(y)
+            return y * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            (y,) = ctx.saved_tensors
+            z = y.clone()
+            add_to(z, y)
+            return g * z
+
+    def fn(x):
+        return F.apply(x).sum()
+
+    x = r(5, requires_grad=True)
+    (want,) = torch.autograd.grad(fn(x), x)
+    for retain in (False, True):
+        torch._dynamo.reset()
+        loss = torch.compile(fn, backend="plait", fullgraph=True)(x)
+        for _ in range(1 + retain):
+            (got,) = torch.autograd.grad(loss, x, retain_graph=retain)
+            torch.testing.assert_close(got, want)
+
+
 def test_custom_operators_get_eager_strides() -> None:
     low = compare(lambda x: column_major((x + 1).t()), r(4, 4))
     assert low.fallbacks == {"plait_test::column_major": 1}

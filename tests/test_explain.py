@@ -69,7 +69,7 @@ def test_the_report_counts_kernels_calls_and_fallbacks(capsys: pytest.CaptureFix
     head, *lines = report.text.splitlines()
     assert head == (
         f"1 graph: {report.graphs[0].aten_ops} ATen ops -> 2 kernels, 3 calls of PyTorch's own operators, "
-        f"{sum(report.fallbacks.values())} of them for want of a rule"
+        f"{sum(report.fallbacks.values())} of them for want of a rule; 0 pairs not fused"
     )
     assert "  1 x aten::addmm" in lines
     assert "  1 x plaittest::halved: no lowering rule" in lines
@@ -185,8 +185,10 @@ def test_equal_kernels_and_reasons_are_counted_together() -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x.softmax(0).softmax(1).softmax(0).softmax(1)
 
-    refusals = plait.explain(twice, torch.randn(70, 90), quiet=True).refusals
+    report = plait.explain(twice, torch.randn(70, 90), quiet=True)
+    refusals = report.refusals
     assert sum(refusals.values()) >= 2 and len(refusals) < sum(refusals.values())
+    assert f"; {sum(refusals.values())} pairs not fused\n" in report.text
     assert not any(c.isdigit() for kind in refusals for c in kind)
 
 

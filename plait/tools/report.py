@@ -76,7 +76,8 @@ class Report:
         return (
             f"{_count(len(self.graphs), 'graph')}: {_count(aten, 'ATen op')} -> {_count(self.kernels, 'kernel')}, "
             f"{_count(sum(self.extern_calls.values()), 'call')} of PyTorch's own operators, "
-            f"{sum(self.fallbacks.values())} of them for want of a rule"
+            f"{sum(self.fallbacks.values())} of them for want of a rule; "
+            f"{_count(sum(self.refusals.values()), 'pair')} not fused"
         )
 
     def _fallbacks(self) -> list[str]:

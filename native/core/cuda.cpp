@@ -1,0 +1,127 @@
+// native/core/cuda.cpp: the CUDA driver's entry points, and kernels made of cubins.
+#include "core/cuda.h"
+
+#include <dlfcn.h>
+
+namespace plait::cuda {
+namespace {
+enum FunctionAttribute : int {
+  kStaticShared = 1,
+  kMaxDynamicShared = 8,
+  kCarveout = 9,
+  kNonPortableCluster = 14,
+};
+constexpr int kMaxSharedOptIn = 97;  // a device attribute
+constexpr uint32_t kSharedWithoutOptIn = 48 << 10;
+constexpr uint64_t kMaxGrid = (uint64_t{1} << 31) - 1;
+constexpr uint32_t kThreadsOfWarp = 32;
+constexpr uint32_t kPortableCluster = 8;
+constexpr int kSpread = 1;  // a cluster scheduling policy
+constexpr size_t kScratchPointers = 2;
+constexpr int kNoDriver = 100, kInvalidValue = 1;
+
+template <class F>
+void find(void* library, F& entry, const char* name, bool required = true) {
+  entry = reinterpret_cast<F>(dlsym(library, name));
+  if (!entry && required)
+    throw DriverError(kNoDriver, std::string("the CUDA driver has no ") + name +
+                                     "; it is older than what plait needs");
+}
+}  // namespace
+
+Driver::Driver(const char* library) {
+  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);  // stays open: kernels use it to the end
+  if (!handle) throw DriverError(kNoDriver, std::string("no CUDA driver: ") + dlerror());
+  find(handle, init, "cuInit");
+  find(handle, error_string, "cuGetErrorString");
+  find(handle, current_device, "cuCtxGetDevice");
+  find(handle, device_attribute, "cuDeviceGetAttribute");
+  find(handle, load_module, "cuModuleLoadData");
+  find(handle, unload_module, "cuModuleUnload");
+  find(handle, function, "cuModuleGetFunction");
+  find(handle, function_attribute, "cuFuncGetAttribute");
+  find(handle, set_function_attribute, "cuFuncSetAttribute");
+  find(handle, launch, "cuLaunchKernelEx");
+  find(handle, parameter, "cuFuncGetParamInfo", false);
+  check(init(0), "cuInit");
+}
+
+const Driver& Driver::machine() {
+  static const Driver driver("libcuda.so.1");
+  return driver;
+}
+
+void Driver::fail(int code, std::string_view what) const {
+  const char* text = nullptr;
+  error_string(code, &text);
+  throw DriverError(code, std::string(what) + ": " + (text ? text : "unknown CUDA error") +
+                              " (" + std::to_string(code) + ")");
+}
+
+Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts,
+               size_t n_arguments)
+    : driver_(driver),
+      facts_(facts),
+      symbol_(facts.symbol),
+      num_ctas_(facts.num_ctas),
+      max_grid_(kMaxGrid / facts.num_ctas),
+      n_parameters_(n_arguments + kScratchPointers) {
+  driver_.check(driver_.load_module(&module_, image), symbol_);
+  try {
+    driver_.check(driver_.function(&function_, module_, symbol_.c_str()), symbol_);
+    check_parameters();
+    prepare_shared(facts.shared);
+    prepare_attributes();
+  } catch (...) {
+    driver_.unload_module(module_);
+    throw;
+  }
+  config_ = {.grid_x = 0, .grid_y = 1, .grid_z = 1,
+             .block_x = kThreadsOfWarp * facts.num_warps, .block_y = 1, .block_z = 1,
+             .shared = facts.shared, .stream = nullptr,
+             .attributes = attributes_.empty() ? nullptr : attributes_.data(),
+             .n_attributes = static_cast<uint32_t>(attributes_.size())};
+}
+
+Kernel::~Kernel() { driver_.unload_module(module_); }  // fails when the context is gone: nothing to do
+
+void Kernel::prepare_shared(uint32_t bytes) {
+  if (bytes <= kSharedWithoutOptIn) return;
+  int device = 0, most = 0, fixed = 0;
+  driver_.check(driver_.current_device(&device), symbol_);
+  driver_.check(driver_.device_attribute(&most, kMaxSharedOptIn, device), symbol_);
+  driver_.check(driver_.function_attribute(&fixed, kStaticShared, function_), symbol_);
+  if (static_cast<int64_t>(bytes) + fixed > most)
+    throw std::runtime_error(symbol_ + ": needs " + std::to_string(bytes + fixed) +
+                             " bytes of shared memory, the device has " + std::to_string(most));
+  driver_.check(driver_.set_function_attribute(function_, kCarveout, 100), symbol_);
+  driver_.check(driver_.set_function_attribute(function_, kMaxDynamicShared, most - fixed), symbol_);
+}
+
+void Kernel::prepare_attributes() {
+  if (facts_.pdl) attributes_.push_back({Attribute::serialization, 0, {1}});
+  if (facts_.cooperative) attributes_.push_back({Attribute::cooperative, 0, {1}});
+  if (num_ctas_ == 1) return;
+  attributes_.push_back({Attribute::cluster_dimension, 0, {num_ctas_, 1, 1}});
+  attributes_.push_back({Attribute::cluster_policy, 0, {kSpread}});
+  if (num_ctas_ > kPortableCluster)
+    driver_.check(driver_.set_function_attribute(function_, kNonPortableCluster, 1), symbol_);
+}
+
+// A Triton that changed its calling convention is found here, not by wrong numbers.
+void Kernel::check_parameters() const {
+  if (!driver_.parameter) return;
+  size_t offset = 0, bytes = 0;
+  const int last = driver_.parameter(function_, n_parameters_ - 1, &offset, &bytes);
+  const int beyond = driver_.parameter(function_, n_parameters_, &offset, &bytes);
+  if (last == 0 && beyond == kInvalidValue) return;
+  throw std::runtime_error(symbol_ + ": the compiled kernel has not the " +
+                           std::to_string(n_parameters_) + " parameters that plait launches it with");
+}
+
+void Kernel::too_large(uint64_t grid) const {
+  throw std::runtime_error(symbol_ + ": a grid of " + std::to_string(grid) +
+                           " programs is more than the device takes");
+}
+
+}  // namespace plait::cuda

@@ -1,0 +1,126 @@
+// native/core/cuda.h: compiled GPU kernels, loaded and launched through the CUDA driver.
+//
+// Needs neither CUDA headers nor a driver to build: libcuda is found when first asked for, so one
+// binary serves machines with and without a GPU. Everything that a launch needs besides its
+// arguments is prepared when the kernel is loaded; a launch copies nothing but the grid and the
+// stream. A current context is the caller's business.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace plait::cuda {
+
+// The driver said no. `code` is its CUresult.
+struct DriverError : std::runtime_error {
+  DriverError(int code, const std::string& text) : std::runtime_error(text), code(code) {}
+  int code;
+};
+
+using Function = struct FunctionHandle*;
+using Module = struct ModuleHandle*;
+using Stream = struct StreamHandle*;
+
+// As in the driver's interface (cuda.h, CUlaunchAttribute and CUlaunchConfig); a test compares.
+struct Attribute {
+  enum Id : int { cooperative = 2, cluster_dimension = 4, cluster_policy = 5, serialization = 6 };
+  Id id;
+  int pad = 0;
+  std::array<uint32_t, 16> value{};
+};
+
+struct Config {
+  uint32_t grid_x, grid_y, grid_z;
+  uint32_t block_x, block_y, block_z;
+  uint32_t shared;
+  Stream stream;
+  Attribute* attributes;
+  uint32_t n_attributes;
+};
+
+// The entry points of one driver library.
+class Driver {
+ public:
+  // The machine's own driver, opened once. Throws DriverError where there is none.
+  static const Driver& machine();
+  explicit Driver(const char* library);
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  void check(int code, std::string_view what) const {
+    if (code != 0) [[unlikely]]
+      fail(code, what);
+  }
+  [[noreturn]] void fail(int code, std::string_view what) const;
+
+  int (*init)(unsigned);
+  int (*error_string)(int, const char**);
+  int (*current_device)(int*);
+  int (*device_attribute)(int*, int, int);
+  int (*load_module)(Module*, const void*);
+  int (*unload_module)(Module);
+  int (*function)(Function*, Module, const char*);
+  int (*function_attribute)(int*, int, Function);
+  int (*set_function_attribute)(Function, int, int);
+  int (*launch)(const Config*, Function, void**, void**);
+  int (*parameter)(Function, size_t, size_t*, size_t*);  // null in drivers before 12.4
+};
+
+// What the compiler's metadata says of a kernel. Scratch: bytes a program.
+struct KernelFacts {
+  std::string symbol;
+  uint32_t num_warps = 4, num_ctas = 1, shared = 0;
+  int64_t global_scratch = 0, profile_scratch = 0;
+  bool cooperative = false, pdl = false;
+};
+
+// One kernel in one context. Threads may launch it at once.
+class Kernel {
+ public:
+  // n_arguments: of the signature; the pointers to scratch memory that follow are counted here.
+  // Throws DriverError, and std::runtime_error if the image does not fit the facts.
+  Kernel(const Driver& driver, const void* image, const KernelFacts& facts, size_t n_arguments);
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  // Enqueues a launch. parameters: one address an argument, then those of the two scratch
+  // pointers. An empty grid is no launch.
+  void launch(Stream stream, uint64_t grid, void** parameters) const {
+    if (grid == 0) return;
+    if (grid > max_grid_) [[unlikely]]
+      too_large(grid);
+    Config config = config_;
+    config.grid_x = static_cast<uint32_t>(grid) * num_ctas_;
+    config.stream = stream;
+    driver_.check(driver_.launch(&config, function_, parameters, nullptr), symbol_);
+  }
+
+  size_t n_parameters() const { return n_parameters_; }
+  const std::string& symbol() const { return symbol_; }
+  const KernelFacts& facts() const { return facts_; }
+
+ private:
+  void prepare_shared(uint32_t bytes);
+  void prepare_attributes();
+  void check_parameters() const;
+  [[noreturn]] void too_large(uint64_t grid) const;
+
+  const Driver& driver_;
+  KernelFacts facts_;
+  std::string symbol_;
+  Module module_ = nullptr;
+  Function function_ = nullptr;
+  std::vector<Attribute> attributes_;
+  Config config_{};
+  uint32_t num_ctas_;
+  uint64_t max_grid_;
+  size_t n_parameters_;
+};
+
+}  // namespace plait::cuda

@@ -293,6 +293,11 @@ def shorter(x: Tensor) -> Tensor:
     return x[:1].clone()
 
 
+@torch.library.custom_op("plait_export::wider", mutates_args=())
+def wider(x: Tensor) -> Tensor:
+    return x.double()
+
+
 @torch.library.custom_op("plait_export::positives", mutates_args=())
 def positives(x: Tensor, extra: int) -> Tensor:
     rows = x[x[:, 0] > 0]
@@ -301,6 +306,7 @@ def positives(x: Tensor, extra: int) -> Tensor:
 
 turned.register_fake(torch.empty_like)
 shorter.register_fake(torch.empty_like)
+wider.register_fake(torch.empty_like)
 
 
 @positives.register_fake
@@ -314,6 +320,7 @@ def _(x: Tensor, extra: int) -> Tensor:
     [
         (turned, r"has sizes \[4, 6\] and strides \[1, 4\], expected \[4, 6\] and \[6, 1\]"),
         (shorter, r"has sizes \[1, 6\] .* expected \[4, 6\]"),
+        (wider, "has dtype float64, expected float32"),
         (lambda x: positives(x, 2), r"has sizes \[2, 8\] .* expected \[2, 6\] and \[6, 1\]"),
     ],
 )

@@ -179,7 +179,7 @@ class Access:
         v, t, depth = self.v, memory(n.dtype), self.v.depth(n)
         p, index = self._lane_address(buf, offset)
         half = v.lanes // n_parts(n.dtype)
-        if n.dtype.nbytes == 4 and mask is None and not v.tail:
+        if n.dtype.nbytes == 4 and mask is None:
             at = self._short_lanes(offset)
             if at is not None:
                 return self._loaded(n, [f"gather_{t}({p}, {at})"])
@@ -203,6 +203,8 @@ class Access:
         low, high = bounds(moving)
         if not isinstance(moving, Expr) or low < -(1 << 31) or high >= 1 << 31:
             return None
+        if self.v.tail and any(a.kind != "sym" for mono, _ in moving.terms for a in mono):
+            return None  # positions past the end; indices are in range in every lane
         texts = []
         for mono, c in moving.terms:
             text = self._short_factor(mono[0]) if len(mono) == 1 else None

@@ -248,8 +248,10 @@ def _axis_cost(axis: Atom, inner: bool, found: list[Access], lanes: int, has_inn
             each = a.nbytes / 4 * 0.25 + 0.05
         elif stride in (-1, 2) and not a.store:
             each = a.nbytes / 4 * 0.4 + 0.05
-        else:
-            each = 3.5 if a.store else 3.0
+        elif a.store:
+            each = 3.5
+        else:  # a cache line an element, unless tiles are turned around
+            each = 3.9 if has_inner else 3.0
         if inner and not a.full:
             each = 2.0
         cost += weight * each * (waste if each < 2 else 1.0)

@@ -562,20 +562,29 @@ def _random(isa: Isa) -> dict[str, str]:
     }[isa.name]
     params = "vu64 a, vu64 b"
     plain = _fn("vu64", "mul_wide", params, "return (a & 0xffffffffu) * (b & 0xffffffffu);")
+    # Upper halves of lanes hold rubbish, which a product of lower halves does not see.
     body = """\
-static inline vi64 v_philox(vi64 seed, vi64 counter, vi64 word) {
+struct vphilox { vi64 word[4]; };
+static inline vphilox v_philox4(vi64 seed, vi64 counter, vi64 block) {
   const vu64 low = splat_u64(0xffffffffu), m0 = splat_u64(0xD2511F53u), m1 = splat_u64(0xCD9E8D57u);
-  vu64 k0 = (vu64)seed & low, k1 = (vu64)seed >> 32, c0 = (vu64)counter & low, c1 = (vu64)counter >> 32;
-  vu64 c2 = (vu64)(word >> 2) & low, c3 = {};
+  vu64 k0 = (vu64)seed, k1 = (vu64)seed >> 32, c0 = (vu64)counter, c1 = (vu64)counter >> 32;
+  vu64 c2 = (vu64)block, c3 = {};
+#pragma GCC unroll 10
   for (int i = 0; i < 10; ++i) {
     vu64 a = mul_wide(m0, c0), b = mul_wide(m1, c2);
-    c0 = (b >> 32) ^ c1 ^ k0; c1 = b & low; c2 = (a >> 32) ^ c3 ^ k1; c3 = a & low;
-    k0 = (k0 + 0x9E3779B9u) & low; k1 = (k1 + 0xBB67AE85u) & low;
+    c0 = (b >> 32) ^ c1 ^ k0; c1 = b; c2 = (a >> 32) ^ c3 ^ k1; c3 = a;
+    k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
   }
+  return {{(vi64)(c0 & low), (vi64)(c1 & low), (vi64)(c2 & low), (vi64)(c3 & low)}};
+}"""
+    one = """\
+static inline vi64 v_philox(vi64 seed, vi64 counter, vi64 word) {
+  const vphilox r = v_philox4(seed, counter, word >> 2);
   word &= 3;
-  return (vi64)(word == 0 ? c0 : (word == 1 ? c1 : (word == 2 ? c2 : c3)));
+  return word == 0 ? r.word[0] : (word == 1 ? r.word[1] : (word == 2 ? r.word[2] : r.word[3]));
 }"""
     return {
         "mul_wide": _either(_fn("vu64", "mul_wide", params, f"return {product};"), plain),
-        "v_philox": body,
+        "v_philox4": body,
+        "v_philox": one,
     }

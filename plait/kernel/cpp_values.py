@@ -162,7 +162,7 @@ class Values:
             kept = self.nest.kept.get(n, self.pass_number) < self.pass_number
             todo = (
                 ()
-                if kept
+                if kept or self._lanes_below(n) is not None
                 else [a for a in n.args if self.key(a) not in self.chain[self.depth(a)].memo]
             )
             if todo:
@@ -234,10 +234,11 @@ class Values:
         return scalar_op(n.op, n.args[-1].dtype, args, n.dtype)
 
     def _vector(self, n: Node) -> Parts:
-        if n.op in _ORDER and n.args[0].dtype == i64:
-            mask = self._lanes_below(n)
-            if mask is not None:
-                return (mask,)
+        mask = self._lanes_below(n)
+        if mask is not None:
+            return (mask,)
+        if n.op == "philox" and isinstance(n.args[2].attr, int):
+            return self._philox(n, n.args[2].attr)
         args = tuple(self.vector(a) for a in n.args)
         if n.op == "cast":
             return vector_cast(args[0], n.args[0].dtype, n.dtype)
@@ -249,6 +250,8 @@ class Values:
 
     def _lanes_below(self, n: Node) -> str | None:
         """A comparison of positions that is true for the first lanes only or for the last only."""
+        if n.op not in _ORDER or not self.is_vector(n):
+            return None
         strict, swapped = _ORDER[n.op]
         ends = [_affine(a) for a in (n.args[::-1] if swapped else n.args)]
         if ends[0] is None or ends[1] is None:
@@ -261,6 +264,19 @@ class Values:
         if step == -1:
             return f"lanes_below({self.integer(first)}{self.rep_offset(-1)})"
         return f"~lanes_below(1 - ({self.integer(first)}{self.rep_offset(1)}))"
+
+    def _philox(self, n: Node, word: int) -> Parts:
+        """One word of a block of four, which other words of the same block share."""
+        seed, counter, depth = n.args[0], n.args[1], self.depth(n)
+        block = word >> 2
+        memo, key = self.chain[depth].memo, ("philox", seed, counter, block, self.rep)
+        if key not in memo:
+            pairs = zip(self.vector(seed), self.vector(counter), strict=True)
+            memo[key] = tuple(
+                self.define("vphilox", f"v_philox4({s}, {c}, splat_i64({block}l))", depth)
+                for s, c in pairs
+            )
+        return tuple(f"{p}.word[{word & 3}]" for p in memo[key])
 
     def _bound(self, n: Node, args: tuple[Parts, ...]) -> Parts:
         """min or max of floats: one instruction where one side is a constant that is no NaN."""

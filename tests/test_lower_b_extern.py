@@ -78,7 +78,8 @@ def test_numbers_for_float_arguments_are_floats() -> None:
     assert call.args[1] == 2  # a Scalar keeps its kind
     (call,) = _externs(
         lowered(
-            lambda x: torch.ops.aten.upsample_bicubic2d(x, [4, 4], False, 2, 2), (r(1, 1, 2, 2),)
+            lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [4, 4], False, 2, 2),
+            (r(1, 1, 2, 2),),
         )
     )
     assert call.args[-2:] == (Scalar("float", (2.0).hex()),) * 2

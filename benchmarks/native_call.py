@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from plait._native import Training
 from plait.ir.dtypes import f32
 from plait.ir.sizes import symbol
 from plait.runtime.load import Bound, Program
@@ -116,6 +117,19 @@ def dynamic() -> Program:
     return build(program((tensor("x", s0, 8),), *body))
 
 
+def trained() -> Training:
+    """x + 1 with a backward program, and x saved for it."""
+    forward = build(
+        program((tensor("x", 4),), alloc("o", 4), launch("k_inc", "x", "o", n=4), ret("o", "x"))
+    )
+    inputs = (tensor("x", 4), tensor("t", 4))
+    backward = build(program(inputs, alloc("g", 4), launch("k_inc", "t", "g", n=4), ret("g")))
+    layout = ((4,), (1,))
+    return Training(
+        forward, forward, lambda _: backward, (True,), 1, 0, (layout,), (0,), False, (), (), False
+    )
+
+
 def main() -> None:
     torch.set_grad_enabled(False)
     x, y = torch.randn(8, 8), torch.randn(8, 8)
@@ -136,6 +150,17 @@ def main() -> None:
     t_few, t_many = measure(lambda: few(v)), measure(lambda: many(v))
     print(f"{'chain of 2 kernels in an arena':44s} {t_few:8.0f}")
     print(f"{'each further kernel':44s} {(t_many - t_few) / 30:8.1f}")
+    step, leaf, ones = trained(), torch.randn(4, requires_grad=True), torch.ones(4)
+
+    def backward() -> None:
+        torch.autograd.grad(step(leaf), leaf, ones)
+
+    def eager() -> None:
+        torch.autograd.grad(leaf * leaf, leaf, ones)
+
+    print(f"{'one kernel with a backward pass, forward':44s} {measure(lambda: step(leaf)):8.0f}")
+    print(f"{'the same, forward and backward':44s} {measure(backward):8.0f}")
+    print(f"{'eager leaf * leaf, forward and backward':44s} {measure(eager):8.0f}")
     dyn = dynamic()
     print(f"{'dynamic x + 1':44s} {measure(lambda: dyn(x)):8.0f}")
     a, w, b = torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)

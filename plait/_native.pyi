@@ -46,6 +46,7 @@ class Bound:
         inputs: Sequence[torch.Tensor | tuple[Any, ...]],
         names: Sequence[str],
         single: bool,
+        results: Sequence[tuple[Any, ...]] = ...,
     ) -> Bound: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     @property
@@ -66,13 +67,31 @@ class Training:
         tangents: Sequence[str | tuple[Sequence[int], Sequence[int]]],
         wants_grad: Sequence[int],
         nondeterministic: bool,
+        marks: Sequence[tuple[int, str, frozenset[int]]],
         switches: Sequence[tuple[dict[str, Any], str]],
+        wrapper_first: bool,
     ) -> Training: ...
     def __call__(self, *args: Any) -> Any: ...
     @property
     def __name__(self) -> str: ...
     @property
     def forward(self) -> Program: ...
+
+@final
+class Direct:
+    def __new__(
+        cls,
+        program: Program,
+        wrapper: Callable[..., Any],
+        results: Sequence[tuple[Any, ...]],
+        marks: Sequence[tuple[int, str, frozenset[int]]],
+        wrapper_first: bool,
+    ) -> Direct: ...
+    def __call__(self, *args: Any) -> Any: ...
+    @property
+    def __name__(self) -> str: ...
+    @property
+    def program(self) -> Program: ...
 
 def arena_stats() -> dict[str, int]: ...
 def trim_arenas() -> None: ...

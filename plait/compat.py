@@ -157,11 +157,9 @@ def wrapper_reason(meta: Any) -> str:
         return "the first call is fake"
     counts = (
         ("num_mutated_inp_runtime_indices", "an input mutation is applied outside the graph"),
-        ("num_outputs_aliased", "an output aliases an input or an intermediate"),
         ("num_intermediate_bases", "outputs are views of an intermediate"),
         ("tokens", "effect tokens"),
         ("is_rng_op_functionalized", "functionalised random state"),
-        ("dynamic_outputs", "outputs carry marks of dynamic dimensions"),
     )
     for name, reason in counts:
         if getattr(meta, name):
@@ -171,7 +169,66 @@ def wrapper_reason(meta: Any) -> str:
     for info in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta):
         if type(info).__name__ != "PlainTensorMeta":
             return "tensor subclasses"
+    known = {"non_alias", "unsafe_view_alias", "custom_function_view", "alias_of_input", "is_input"}
+    if any(info.output_type.name not in known for info in meta.output_info):
+        return "an output is a view of an intermediate"
     return ""
+
+
+Mark = tuple[int, str, frozenset[int]]
+"""(result, attribute of its tensor, the dimensions to put there)."""
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What AOTAutograd's wrapper does after an inference graph without wrapper_reason.
+
+    results: for each output ("program",), ("input", argument) or ("view", argument, requires_grad); the caller
+    appends the view's offset.
+    """
+
+    results: tuple[tuple[Any, ...], ...]
+    marks: tuple[Mark, ...]
+
+    @property
+    def trivial(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.marks and all(r == ("program",) for r in self.results)
+
+
+def epilogue(meta: Any) -> Epilogue:
+    """Reads it from AOTAutograd's metadata."""
+    results: list[tuple[Any, ...]] = []
+    for info in meta.output_info:
+        kind = info.output_type.name
+        if kind == "is_input":
+            results.append(("input", info.base_idx))
+        elif kind == "alias_of_input":
+            results.append(("view", info.base_idx, bool(info.requires_grad)))
+        else:
+            results.append(("program",))
+    return Epilogue(tuple(results), dynamic_marks(meta))
+
+
+def as_constant(size: int | torch.SymInt) -> int | None:
+    """The number that a size is, None if it is an expression of symbols."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_number else None
+    return size
+
+
+def dynamic_marks(meta: Any) -> tuple[Mark, ...]:
+    """The dynamic dimensions of results, as Dynamo wants to find them on the tensors that the next graph gets."""
+    if hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices"):
+        attribute = "_dynamo_propagated_dynamic_indices"
+    else:
+        attribute = "_dynamo_weak_dynamic_indices"  # before torch 2.13
+    return tuple(
+        (i, attribute, frozenset(info.dynamic_dims))
+        for i, info in enumerate(meta.output_info)
+        if info.dynamic_dims
+    )
 
 
 # ---------------------------------------------------------------------------------------------- training
@@ -186,6 +243,7 @@ class TrainingFacts:
 
     differentiable: one flag for each result. tangents: one layout for each result that has a gradient.
     wants_grad: the inputs that get a gradient. nondeterministic: deterministic algorithms were off.
+    marks: as in Epilogue.
     """
 
     differentiable: tuple[bool, ...]
@@ -194,6 +252,7 @@ class TrainingFacts:
     tangents: tuple[TangentLayout, ...]
     wants_grad: tuple[int, ...]
     nondeterministic: bool
+    marks: tuple[Mark, ...]
 
 
 def training_reason(meta: Any) -> str:
@@ -202,6 +261,7 @@ def training_reason(meta: Any) -> str:
     if reason:
         return reason
     counts = (
+        ("num_outputs_aliased", "an output is an input or a view of one"),
         ("num_backward_tokens", "effect tokens in the backward pass"),
         ("num_graphsafe_rng_states", "random states of a graph"),
         ("num_opaque_objects_saved_for_bw", "objects are saved for the backward pass"),
@@ -247,6 +307,7 @@ def training_facts(meta: Any, n_outputs: int, has_gradient: Sequence[bool]) -> T
             if has and info.requires_grad
         ),
         nondeterministic=meta.deterministic is False,
+        marks=dynamic_marks(meta),
     )
 
 

@@ -1,29 +1,42 @@
-"""Which graphs Dynamo may call as they are, and that every other one gets AOTAutograd's runtime wrapper."""
+"""Which graphs Dynamo may call as they are or behind a native epilogue, that every other one gets AOTAutograd's
+runtime wrapper, and that the epilogue does what eager does."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
+from plait import _native
 from plait.capture.backend import plait_backend
 from tests.against_eager import same
 
+ROADS = {
+    types.FunctionType: "wrapped",
+    _native.Program: "direct",
+    _native.Direct: "epilogue",
+    _native.Training: "training",
+}
 
-def road(fn: Callable[..., Any], args: Sequence[Any], **kwargs: Any) -> list[str]:
-    """'direct' or 'wrapped' for every graph that fn(*args) compiles."""
+
+def road(
+    fn: Callable[..., Any], args: Sequence[Any], grad: bool = False, **kwargs: Any
+) -> list[str]:
+    """How every graph that fn(*args) compiles is called: a value of ROADS."""
     roads: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         out = plait_backend(gm, inputs)
-        roads.append("wrapped" if isinstance(out, types.FunctionType) else "direct")
+        roads.append(ROADS[type(out)])
         return out
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         torch.compile(fn, backend=backend, **kwargs)(*args)
     return roads
 
@@ -73,24 +86,139 @@ def subclass() -> Sequence[Any]:
     return (TwoTensor(torch.randn(4), torch.randn(4)),)
 
 
+def mutate_and_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    x.mul_(2)
+    return x.t(), x + 1
+
+
 @pytest.mark.parametrize(
     ("fn", "make"),
     [
-        (lambda x: x.t(), None),
-        (lambda x: (x[1:], x + 1), None),
-        (resize, None),
         (mutate_with_view, views),
         (lambda x: x * 2, subclass),
+        (lambda x: x.view(torch.int32), lambda: (torch.randn(4),)),
+        (lambda x: x.conj(), lambda: (torch.randn(4, dtype=torch.complex64),)),
+        (mutate_and_view, lambda: (torch.randn(4, 6),)),
+        (lambda x: (x.detach(), x + 1), lambda: (torch.randn(4, 6),)),
     ],
-    ids=[
-        "alias of input", "slice and result", "as_strided of input", "synthetic base", "subclass",
-    ],
+    ids=["synthetic base", "subclass", "other elements", "conjugated view", "view of a mutated input", "detached"],
 )  # fmt: skip
-def test_wrapped(fn: Callable[..., Any], make: Callable[[], Sequence[Any]] | None) -> None:
-    args = make() if make else (torch.randn(4, 6),)
-    assert road(fn, args) == ["wrapped"]
+def test_wrapped(fn: Callable[..., Any], make: Callable[[], Sequence[Any]]) -> None:
+    assert road(fn, make()) == ["wrapped"]
 
 
+# ---------------------------------------------------------------------------------------------- epilogue
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "transposed": lambda x: x.t(),
+    "slice and result": lambda x: (x[1:], x + 1),
+    "strided slice": lambda x: (x[::2, 1:4].t(), x.sum()),
+    "as_strided": resize,
+    "expanded": lambda x: (x[:, :, None].expand(-1, -1, 3), None, 3),
+    "two views": lambda x: (x[0], x[1], x.view(-1)),
+    "alias": lambda x: (x.view_as(x), x.sin()),
+    "unfolded": lambda x: x.unfold(1, 3, 2),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", list(VIEWS))
+def test_views_of_inputs_are_eagers(name: str, dynamic: bool, mode: Callable[[], Any]) -> None:
+    fn = VIEWS[name]
+    made: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made.append(plait_backend(gm, inputs))
+        return made[-1]
+
+    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+    big = torch.arange(60.0)
+    for x in (big[12:36].view(4, 6), torch.randn(4, 6)):
+        with mode():
+            want, got = fn(x), compiled(x)
+        for w, g in zip(pytree.tree_leaves(want), pytree.tree_leaves(got), strict=True):
+            if not isinstance(w, Tensor):
+                assert g == w
+                continue
+            torch.testing.assert_close(g, w, check_stride=True)
+            assert g.is_inference() == w.is_inference()
+            assert g._is_view() == w._is_view() and g._base is w._base
+            if not w._is_view():
+                continue
+            assert g.data_ptr() == w.data_ptr() and g.storage_offset() == w.storage_offset()
+            before = g._version
+            x.add_(1)
+            assert g._version == x._version == before + 1
+            torch.testing.assert_close(g, w)
+    assert {type(m) for m in made} == {_native.Direct}
+
+
+def test_a_view_of_a_parameter_under_no_grad() -> None:
+    lin = torch.nn.Linear(4, 6)
+    fn = torch.compile(lambda x: (lin.weight.t(), lin(x)), backend="plait")
+    with torch.no_grad():
+        view, _ = fn(torch.randn(2, 4))
+        want = lin.weight.t()
+    assert view._base is lin.weight and view.requires_grad == want.requires_grad
+    assert view.grad_fn is None and want.grad_fn is None
+
+
+def test_writing_through_a_returned_view() -> None:
+    x = torch.zeros(4, 6)
+    with torch.no_grad():
+        view = torch.compile(lambda x: (x[1], x + 1), backend="plait")(x)[0]
+        view.fill_(7)
+    assert x[1].eq(7).all() and x.sum() == 42
+
+
+def test_a_lazily_negated_view_goes_through_the_wrapper() -> None:
+    z = torch.randn(4, 6, dtype=torch.complex64)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[1:], x + 1
+
+    same(fn, lambda: (z.conj().imag,))
+
+
+def test_dynamic_dimensions_are_marked() -> None:
+    fn = lambda x: (x + 1, x.sum(), x[1:])
+    assert road(fn, (torch.randn(4, 6),), dynamic=True) == ["epilogue"]
+    outs = []
+    for backend in ("plait", "aot_eager"):
+        torch._dynamo.reset()
+        x = torch.randn(4, 6)
+        with torch.no_grad():
+            outs.append(torch.compile(fn, backend=backend, dynamic=True)(x))
+    names = [n for n in dir(outs[1][0]) if n.startswith("_dynamo_")]
+    assert names
+    for name in names:
+        for got, want in zip(*outs, strict=True):
+            assert (getattr(got, name, None) or set()) == (getattr(want, name, None) or set())
+
+
+def test_marks_spare_the_next_graph_a_compilation() -> None:
+    graphs = 0
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return plait_backend(gm, inputs)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    compiled = torch.compile(fn, backend=backend)
+    with torch.no_grad():
+        for n in (3, 4, 5):
+            x = torch.randn(n, 2)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(compiled(x), fn(x))
+    assert graphs == 2
+
+
+# ---------------------------------------------------------------------------------------------- the rest
 @pytest.mark.parametrize(
     "fn",
     [
@@ -105,35 +233,88 @@ def test_views_of_an_intermediate_are_direct_and_share_memory(fn: Callable[..., 
     same(fn, lambda: (torch.linspace(0, 1, 24).view(4, 6),))
 
 
-def test_dynamic_outputs_are_wrapped() -> None:
-    assert road(lambda x: x + 1, (torch.randn(4, 6),), dynamic=True) == ["wrapped"]
-
-
 def test_dynamic_inputs_with_a_static_result_are_direct() -> None:
     assert road(lambda x: (x + 1).sum(), (torch.randn(4, 6),), dynamic=True) == ["direct"]
 
 
-def test_training_is_direct() -> None:
-    roads: list[str] = []
+def test_training_is_native() -> None:
+    assert road(torch.sin, (torch.randn(3, requires_grad=True),), grad=True) == ["training"]
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    with torch.library._scoped_library("plait_test", "FRAGMENT") as lib:
+        yield lib
+
+
+def test_custom_op_is_checked_at_its_first_call(library: torch.library.Library) -> None:
+    """It returns its input, which its schema does not say: the wrapper warns, once."""
+    library.define("same(Tensor x) -> Tensor")
+    library.impl("same", lambda x: x, "CompositeExplicitAutograd")
+    torch.library.register_fake("plait_test::same", torch.empty_like, lib=library)
+    op = torch.ops.plait_test.same.default
+    made: list[Any] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        out = plait_backend(gm, inputs)
-        roads.append("wrapped" if isinstance(out, types.FunctionType) else "direct")
-        return out
+        made.append(plait_backend(gm, inputs))
+        return made[-1]
 
-    torch.compile(lambda x: x.sin(), backend=backend)(
-        torch.randn(3, requires_grad=True)
-    ).sum().backward()
-    assert roads == ["direct"]
+    fn = torch.compile(lambda x: op(x) + 1, backend=backend)
+    x = torch.randn(4)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="plait_test::same"):
+            torch.testing.assert_close(fn(x), x + 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(fn(x), x + 1)
+    assert type(made[0]) is _native.Direct
 
 
-def test_custom_op_is_wrapped() -> None:
-    with torch.library._scoped_library("plait_test", "FRAGMENT") as lib:
-        lib.define("twice(Tensor x) -> Tensor")
-        lib.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-        torch.library.register_fake("plait_test::twice", torch.empty_like, lib=lib)
-        op = torch.ops.plait_test.twice.default
-        assert road(lambda x: op(x) + 1, (torch.randn(4),)) == ["wrapped"]
+def test_custom_op_whose_first_call_fails_is_checked_at_the_next(
+    library: torch.library.Library,
+) -> None:
+    calls: list[int] = []
+
+    def twice(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("not yet")
+        return x * 2
+
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", twice, "CompositeExplicitAutograd")
+    torch.library.register_fake("plait_test::twice", torch.empty_like, lib=library)
+    op = torch.ops.plait_test.twice.default
+    fn = torch.compile(lambda x: op(x) + 1, backend="plait")
+    x = torch.randn(4)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="not yet"):
+            fn(x)
+        for _ in range(2):
+            torch.testing.assert_close(fn(x), x * 2 + 1)
+
+
+def test_an_epilogue_that_does_not_fit_is_refused() -> None:
+    made: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made.append(plait_backend(gm, inputs))
+        return made[-1]
+
+    with torch.no_grad():
+        torch.compile(lambda x: (x[1:], x + 1), backend=backend)(torch.randn(4, 6))
+    program = made[0].program
+    view, own = ("view", 0, False, 0), ("program",)
+    _native.Direct(program, print, (view, own), (), False)
+    for results, marks, text in (
+        ((view,), (), "outputs"),
+        ((("view", 1, False, 0), own), (), "argument 1"),
+        ((("input", -1), own), (), "argument -1"),
+        ((("other",), own), (), "a result is"),
+        ((view, own), ((2, "a", frozenset()),), "result 2"),
+    ):
+        with pytest.raises(_native.LoadError, match=text):
+            _native.Direct(program, print, results, marks, False)
 
 
 def test_fake_first_call_is_wrapped() -> None:
@@ -142,15 +323,16 @@ def test_fake_first_call_is_wrapped() -> None:
     from plait import compat
 
     class Meta:
-        num_mutated_inp_runtime_indices = num_outputs_aliased = num_intermediate_bases = 0
+        num_mutated_inp_runtime_indices = num_intermediate_bases = 0
         tokens: dict[Any, Any] = {}  # noqa: RUF012
-        is_rng_op_functionalized = dynamic_outputs = False
+        is_rng_op_functionalized = False
+        output_info: tuple[Any, ...] = ()
         grad_enabled_mutation = None
         subclass_inp_meta: tuple[Any, ...] = ()
         subclass_fw_graph_out_meta: tuple[Any, ...] = ()
 
     assert compat.wrapper_reason(Meta()) == ""
-    for name in ("tokens", "is_rng_op_functionalized", "dynamic_outputs", "num_intermediate_bases"):
+    for name in ("tokens", "is_rng_op_functionalized", "num_intermediate_bases"):
         changed = Meta()
         setattr(changed, name, 1)
         assert compat.wrapper_reason(changed) != "", name

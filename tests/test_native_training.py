@@ -182,6 +182,7 @@ def test_incoming_gradients_of_any_layout(grad: Callable[[], Tensor], dynamic: b
     fn = Compiled(f, dynamic=dynamic)
     g = grad()
     (got,) = torch.autograd.grad(fn(x), x, g)
+    assert fn.native
     (want,) = torch.autograd.grad(f(x), x, g)
     torch.testing.assert_close(got, want)
 
@@ -634,14 +635,15 @@ def test_compiled_autograd_takes_the_wrapper() -> None:
     torch.testing.assert_close(x.grad, once)
 
 
-def test_custom_op_is_wrapped() -> None:
+def test_custom_op_is_native_after_its_first_call() -> None:
     with torch.library._scoped_library("plait_training_test", "FRAGMENT") as lib:
         lib.define("twice(Tensor x) -> Tensor")
         lib.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
         torch.library.register_fake("plait_training_test::twice", torch.empty_like, lib=lib)
         torch.library.register_autograd("plait_training_test::twice", lambda ctx, g: g * 2, lib=lib)
         op = torch.ops.plait_training_test.twice.default
-        check(lambda x: op(x) + x.sin(), leaf(4), native=False)
+        fn = check(lambda x: op(x) + x.sin(), leaf(4))
+        assert fn(leaf(4)).grad_fn.name() == "PlaitBackward"
 
 
 # ---------------------------------------------------------------------------------------------- the type itself
@@ -655,14 +657,14 @@ def test_a_description_that_does_not_fit_is_refused() -> None:
         return _native.Training(forward, print, print, *rest)
 
     layout = ((3,), (1,))
-    make((True,), n_saved, 0, (layout,), (0,), False, ())
+    make((True,), n_saved, 0, (layout,), (0,), False, (), (), False)
     for rest, text in (
-        (((True,), n_saved + 1, 0, (layout,), (0,), False, ()), "outputs"),
-        (((True,), n_saved, 0, (), (0,), False, ()), "tangents"),
-        (((True,), n_saved, 0, ("sparse",), (0,), False, ()), "memory format"),
-        (((True,), n_saved, 0, (layout,), (7,), False, ()), "input 7"),
-        (((True,), n_saved - 1, 1, (layout,), (0,), False, ()), "no integer"),
-        (((True,), n_saved, 0, (layout,), (0,), False, (1,)), "switch"),
+        (((True,), n_saved + 1, 0, (layout,), (0,), False, (), (), False), "outputs"),
+        (((True,), n_saved, 0, (), (0,), False, (), (), False), "tangents"),
+        (((True,), n_saved, 0, ("sparse",), (0,), False, (), (), False), "memory format"),
+        (((True,), n_saved, 0, (layout,), (7,), False, (), (), False), "input 7"),
+        (((True,), n_saved - 1, 1, (layout,), (0,), False, (), (), False), "no integer"),
+        (((True,), n_saved, 0, (layout,), (0,), False, (), (1,), False), "switch"),
     ):
         with pytest.raises((_native.LoadError, TypeError), match=text):
             make(*rest)

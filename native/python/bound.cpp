@@ -4,6 +4,8 @@
 // What the front end promised for every program input is compiled into a list of small checks once;
 // a call binds the parameters, checks and binds the arguments, derives the symbols, runs, and
 // unwraps a single output.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <Python.h>
 #include <structmember.h>
 
@@ -12,7 +14,7 @@
 #include <limits>
 #include <optional>
 
-#include "python/program_object.h"
+#include "python/epilogue.h"
 #include "python/tensors.h"
 
 namespace plait {
@@ -44,12 +46,18 @@ struct BoundState {
   std::vector<std::string> names;    // of the user's arguments
   std::vector<std::string> symbols;  // by index
   bool single = false;
+  std::vector<size_t> changed;     // inputs that the program writes to
+  std::vector<Produced> results;   // empty: all are the program's own; args are numbers of inputs
 };
 
 struct PyBound {
   PyObject_HEAD vectorcallfunc call;
   BoundState* state;
 };
+
+bool has_tensor(const InputSpec& s) {
+  return s.kind == InputSpec::Kind::bound || s.kind == InputSpec::Kind::tensor;
+}
 
 // ----------------------------------------------------------------------------------------------------
 // making
@@ -102,6 +110,29 @@ class BoundMaker {
               "has a description of unknown kind");
     }
     b_.inputs.push_back(std::move(s));
+  }
+
+  void watch_changed() {
+    for (size_t i = 0; i < b_.inputs.size(); ++i) {
+      const Input& input = program_.plan().inputs[i];
+      if (input.kind == Input::Kind::tensor && program_.slot(input.id).written)
+        b_.changed.push_back(i);
+    }
+  }
+  void add_results(PyObject* results, size_t n_outputs) {
+    const Items given(results, "results must be a sequence");
+    for (Py_ssize_t k = 0; k < given.n; ++k) {
+      const Produced r = read_produced(given.data[k]);
+      if (r.kind == Produced::Kind::view &&
+          (r.arg < 0 || static_cast<size_t>(r.arg) >= b_.inputs.size() ||
+           !has_tensor(b_.inputs[static_cast<size_t>(r.arg)])))
+        throw LoadError("a result is a view of input " + std::to_string(r.arg) +
+                        ", which is no tensor");
+      b_.results.push_back(r);
+    }
+    if (given.n > 0 && static_cast<size_t>(given.n) != n_outputs)
+      throw LoadError("the program has " + std::to_string(n_outputs) + " results, " +
+                      std::to_string(given.n) + " were described");
   }
 
  private:
@@ -318,6 +349,71 @@ void sort_arguments(const BoundState& b, PyObject* const* args, Py_ssize_t n, Py
     if (!out[i]) throw InputError("input '" + b.names[i] + "' is missing");
 }
 
+const at::Tensor& tensor_of(const InputSpec& s, PyObject* const* args) {
+  return s.kind == InputSpec::Kind::bound ? s.tensor : unpack(args[s.arg]);
+}
+std::string name_of(const BoundState& b, size_t input) {
+  const InputSpec& s = b.inputs[input];
+  return s.kind == InputSpec::Kind::bound ? "parameter " + std::to_string(input)
+                                          : "'" + b.names[static_cast<size_t>(s.arg)] + "'";
+}
+
+// The bytes of t's storage that its elements occupy.
+at::Tensor bytes_of(const at::Tensor& storage_bytes, const at::Tensor& t) {
+  const auto size = static_cast<int64_t>(t.element_size());
+  c10::DimVector sizes(t.sizes()), strides(t.strides());
+  for (int64_t& s : strides) s *= size;
+  sizes.push_back(size);
+  strides.push_back(1);
+  return storage_bytes.as_strided(sizes, strides, t.storage_offset() * size);
+}
+
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.has_storage() || !b.has_storage() || a.numel() == 0 || b.numel() == 0) return false;
+  if (!a.storage().is_alias_of(b.storage())) return false;
+  const at::NoGradGuard no_grad;
+  const at::Tensor bytes =
+      at::zeros({static_cast<int64_t>(a.storage().nbytes())}, at::TensorOptions(at::kByte));
+  bytes_of(bytes, a).fill_(1);
+  return bytes_of(bytes, b).any().item<bool>();
+}
+
+// The program was compiled for inputs that share no memory: a change of one would show in another
+// or not, as kernels happen to run.
+void check_apart(const BoundState& b, PyObject* const* args) {
+  for (size_t i : b.changed) {
+    const at::Tensor& mine = tensor_of(b.inputs[i], args);
+    for (size_t j = 0; j < b.inputs.size(); ++j) {
+      if (j == i || !has_tensor(b.inputs[j])) continue;
+      if (share_memory(mine, tensor_of(b.inputs[j], args)))
+        throw InputError("inputs " + name_of(b, i) + " and " + name_of(b, j) +
+                         " share memory and " + name_of(b, i) +
+                         " is changed in place: pass a copy of one of them");
+    }
+  }
+}
+
+PyObject* bound_result(const BoundState& b, const ProgramState& s, Frame& f, size_t k,
+                       PyObject* const* args) {
+  if (b.results.empty() || b.results[k].kind != Produced::Kind::view)
+    return to_python(s, f, s.outputs[k]);
+  const at::NoGradGuard no_grad;
+  const Produced& r = b.results[k];
+  const InputSpec& base = b.inputs[static_cast<size_t>(r.arg)];
+  return wrap(view_of(tensor_of(base, args), input_at(s, f, r.arg), take_tensor(s, f, k), r));
+}
+
+PyObject* bound_results(const BoundState& b, const ProgramState& s, Frame& f,
+                        PyObject* const* args) {
+  if (b.single) return bound_result(b, s, f, 0, args);
+  if (b.results.empty()) return outputs(s, f);
+  Ref tuple = Ref::check(PyTuple_New(static_cast<Py_ssize_t>(s.outputs.size())));
+  for (size_t k = 0; k < s.outputs.size(); ++k)
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(k),
+                     Ref::check(bound_result(b, s, f, k, args)).release());
+  return tuple.release();
+}
+
 PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   return guarded([&] {
     const BoundState& b = *reinterpret_cast<PyBound*>(self)->state;
@@ -367,8 +463,9 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
                          "'");
       p.set_symbol(call.frame(), inputs[i].id, symbols[index]);
     }
+    if (!b.changed.empty()) check_apart(b, args);
     p.run(call.frame());
-    return b.single ? to_python(s, call.frame(), s.outputs[0]) : outputs(s, call.frame());
+    return bound_results(b, s, call.frame(), args);
   });
 }
 
@@ -376,9 +473,10 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
 // type
 PyObject* bound_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
-    PyObject *program = nullptr, *inputs = nullptr, *names = nullptr;
+    PyObject *program = nullptr, *inputs = nullptr, *names = nullptr, *results = nullptr;
     int single = 0;
-    if (!PyArg_ParseTuple(args, "O!OOp", program_type, &program, &inputs, &names, &single))
+    if (!PyArg_ParseTuple(args, "O!OOp|O", program_type, &program, &inputs, &names, &single,
+                          &results))
       return nullptr;
     auto state = std::make_unique<BoundState>();
     state->program = Ref::borrow(program);
@@ -395,6 +493,8 @@ PyObject* bound_new(PyTypeObject* type, PyObject* args, PyObject*) {
       throw LoadError("the program has more than a single output");
     BoundMaker maker(*state);
     for (size_t i = 0; i < want; ++i) maker.add(i, given.data[i]);
+    maker.watch_changed();
+    if (results) maker.add_results(results, state_of(program).outputs.size());
     Ref self = Ref::check(type->tp_alloc(type, 0));
     reinterpret_cast<PyBound*>(self.get())->call = bound_call;
     reinterpret_cast<PyBound*>(self.get())->state = state.release();

@@ -137,6 +137,7 @@ PyMODINIT_FUNC PyInit__native() {
     boxed_type = add_type(module.get(), boxed_spec);
     bound_type = add_type(module.get(), bound_spec);
     training_type = add_type(module.get(), training_spec);
+    direct_type = add_type(module.get(), direct_spec);
     return module.release();
   });
 }

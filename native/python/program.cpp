@@ -59,12 +59,21 @@ void bind_input(const Program& p, Frame& f, const Input& input, PyObject* arg) {
   }
 }
 
+}  // namespace
+
 void check_count(const Program& p, Py_ssize_t got) {
   const size_t want = p.plan().inputs.size();
   if (static_cast<size_t>(got) != want)
     throw InputTypeError("program " + p.plan().name + " takes " + std::to_string(want) +
                          " inputs, got " + std::to_string(got));
 }
+
+void bind_inputs(const Program& p, Frame& f, PyObject* const* args) {
+  const std::vector<Input>& inputs = p.plan().inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) bind_input(p, f, inputs[i], args[i]);
+}
+
+namespace {
 
 PyObject* program_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   return guarded([&] {
@@ -73,9 +82,7 @@ PyObject* program_call(PyObject* self, PyObject* const* args, size_t nargsf, PyO
       throw InputTypeError("a program takes no keyword arguments");
     check_count(*s.program, PyVectorcall_NARGS(nargsf));
     Call call(*s.program);
-    const std::vector<Input>& inputs = s.program->plan().inputs;
-    for (size_t i = 0; i < inputs.size(); ++i)
-      bind_input(*s.program, call.frame(), inputs[i], args[i]);
+    bind_inputs(*s.program, call.frame(), args);
     s.program->run(call.frame());
     return outputs(s, call.frame());
   });

@@ -52,11 +52,14 @@ class Call {
 inline ProgramState& state_of(PyObject* program) {
   return *reinterpret_cast<PyProgram*>(program)->state;
 }
+void check_count(const Program& p, Py_ssize_t got);                     // throws InputTypeError
+void bind_inputs(const Program& p, Frame& f, PyObject* const* args);    // as many as it takes
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o);  // a new reference
 PyObject* outputs(const ProgramState& s, Frame& f);                     // a new tuple
 
-inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type;
-extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec;
+inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,
+    *direct_type;
+extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec;
 std::vector<void*> math_table(PyObject* names);
 
 }  // namespace plait

@@ -10,7 +10,7 @@
 
 #include <cstddef>
 
-#include "python/program_object.h"
+#include "python/epilogue.h"
 #include "python/tensors.h"
 #include "torch/node.h"
 
@@ -27,7 +27,9 @@ struct TrainingState {
   std::vector<int32_t> saved_result;   // of each saved tensor: the result that it is, or kNone
   std::vector<std::pair<Ref, Ref>> switches;  // (dict, name) of variables that are true where
                                               // the node does not serve
+  std::vector<Mark> marks;
   BackwardFacts facts;
+  bool wrapper_first = false;  // the first call goes to the wrapper, which checks custom operators
 };
 
 struct PyTraining {
@@ -169,9 +171,14 @@ Ref finish(const TrainingState& t, const ProgramState& s, Frame& f, const NodeRe
 
 PyObject* training_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   return guarded([&] {
-    const TrainingState& t = training_of(self);
+    TrainingState& t = training_of(self);
     ProgramState& s = state_of(t.forward.get());
     const Program& p = *s.program;
+    if (t.wrapper_first) [[unlikely]] {
+      Ref results = Ref::check(PyObject_Vectorcall(t.wrapper.get(), args, nargsf, kwnames));
+      t.wrapper_first = false;
+      return results.release();
+    }
     if (kwnames || !serves(t, p, args, PyVectorcall_NARGS(nargsf))) [[unlikely]]
       return PyObject_Vectorcall(t.wrapper.get(), args, nargsf, kwnames);
     const std::vector<Input>& inputs = p.plan().inputs;
@@ -184,7 +191,9 @@ PyObject* training_call(PyObject* self, PyObject* const* args, size_t nargsf, Py
     }
     s.program->run(call.frame());
     const NodeRef node = new_node(self, t, args);
-    return finish(t, s, call.frame(), node).release();
+    Ref results = finish(t, s, call.frame(), node);
+    apply_marks(t.marks, results.get());
+    return results.release();
   });
 }
 
@@ -256,11 +265,11 @@ PyObject* training_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *forward, *wrapper, *compile, *differentiable, *tangents, *wants_grad;
     Py_ssize_t n_saved = 0, n_sizes = 0;
-    int nondeterministic = 0;
-    PyObject* switches;
-    if (!PyArg_ParseTuple(args, "O!OOOnnOOpO", program_type, &forward, &wrapper, &compile,
+    int nondeterministic = 0, wrapper_first = 0;
+    PyObject *marks, *switches;
+    if (!PyArg_ParseTuple(args, "O!OOOnnOOpOOp", program_type, &forward, &wrapper, &compile,
                           &differentiable, &n_saved, &n_sizes, &tangents, &wants_grad,
-                          &nondeterministic, &switches))
+                          &nondeterministic, &marks, &switches, &wrapper_first))
       return nullptr;
     auto t = std::make_unique<TrainingState>();
     t->forward = Ref::borrow(forward);
@@ -269,6 +278,7 @@ PyObject* training_new(PyTypeObject* type, PyObject* args, PyObject*) {
     t->n_saved = static_cast<size_t>(n_saved);
     t->n_sizes = static_cast<size_t>(n_sizes);
     t->facts.nondeterministic = nondeterministic != 0;
+    t->wrapper_first = wrapper_first != 0;
     const Items flags(differentiable, "differentiable must be a sequence");
     for (Py_ssize_t i = 0; i < flags.n; ++i)
       t->differentiable.push_back(PyObject_IsTrue(flags.data[i]) == 1);
@@ -276,6 +286,7 @@ PyObject* training_new(PyTypeObject* type, PyObject* args, PyObject*) {
     for (Py_ssize_t i = 0; i < layouts.n; ++i) t->facts.tangents.push_back(tangent(layouts.data[i]));
     const Items wanted(wants_grad, "wants_grad must be a sequence");
     for (Py_ssize_t i = 0; i < wanted.n; ++i) t->wants_grad.push_back(integer(wanted.data[i]));
+    t->marks = read_marks(marks, t->differentiable.size());
     const Items pairs(switches, "switches must be a sequence");
     for (Py_ssize_t i = 0; i < pairs.n; ++i) {
       const Items pair(pairs.data[i], "a switch is (dict, name)");
@@ -327,7 +338,7 @@ PyMemberDef training_members[] = {
 PyType_Slot training_slots[] = {
     {Py_tp_doc,
      const_cast<char*>("Training(forward, wrapper, compile_backward, differentiable, n_saved, "
-                       "n_sizes, tangents, wants_grad, nondeterministic, switches): a forward "
+                       "n_sizes, tangents, wants_grad, nondeterministic, marks, switches, wrapper_first): a forward "
                        "program whose "
                        "results have a backward program.")},
     {Py_tp_new, reinterpret_cast<void*>(training_new)},

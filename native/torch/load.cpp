@@ -270,7 +270,10 @@ class Loader {
     const bool escapes = i.may_keep;
     for (const Operand& o : i.args) use_operand(o, escapes);
     for (const KeywordOperand& o : i.kwargs) use_operand(o.value, escapes);
-    for (SlotId s : i.into) use_header(s);
+    for (SlotId s : i.into) {
+      use_header(s);
+      if (info(info(s).root).kind == Kind::input) info(info(s).root).written = true;
+    }
     use_results(i.outs);
     p_.needs_guard_ = true;
   }

@@ -204,6 +204,9 @@ struct Frame {
   at::Storage arena_storage;  // borrows arena's memory for headers of Places
   char* arena_at = nullptr;   // where the patches of the arena point
   bool owns_inputs = false;
+  // Inputs that are lazily negated or conjugated and are changed: their values in memory, which the
+  // program changes, go back into them.
+  std::vector<std::pair<at::Tensor, at::Tensor>> written_back;  // (input, its values)
   c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
   void* gil = nullptr;
 };
@@ -273,6 +276,7 @@ class Program {
   void evaluate_range(Frame& f, int32_t first, int32_t n) const;
   void drop(Frame& f, SlotId s) const;
   void run_python(Frame& f, const PythonCall& c) const;
+  void write_back(Frame& f) const;
   void step(Frame& f, const Step& s, bool profiled) const;
   template <class T>
   const T& instr(int32_t index) const {
@@ -308,6 +312,9 @@ class Program {
   mutable std::atomic<int64_t> typical_ticks_{0};  // of the last call
 };
 
+// Conjugated or negated by a bit of the tensor, or zeros without memory: kernels and headers of
+// views know no such bits.
+bool is_lazy(const at::Tensor& t);
 at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single);  // row-major, float or double
 c10::ScalarType scalar_type(DType dtype);                          // throws LoadError for opaque
 const char* torch_name(DType dtype);                               // "float32"

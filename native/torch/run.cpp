@@ -109,14 +109,6 @@ at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type) {
       c10::scalarTypeToTypeMeta(type)));
 }
 
-// Conjugated or negated by a bit of the tensor, or zeros without memory: kernels and headers of
-// views know no such bits.
-bool is_lazy(const at::Tensor& t) {
-  using K = c10::DispatchKey;
-  return t.unsafeGetTensorImpl()->key_set().has_any(
-      c10::DispatchKeySet({K::Conjugate, K::Negative, K::ZeroTensor}));
-}
-
 // Its values in memory, with its strides.
 at::Tensor materialised(const at::Tensor& t) {
   const DispatchGuard guard;
@@ -129,6 +121,12 @@ at::Tensor materialised(const at::Tensor& t) {
 }
 
 }  // namespace
+
+bool is_lazy(const at::Tensor& t) {
+  using K = c10::DispatchKey;
+  return t.unsafeGetTensorImpl()->key_set().has_any(
+      c10::DispatchKeySet({K::Conjugate, K::Negative, K::ZeroTensor}));
+}
 
 Extents::Extents(const Meta& m, const std::vector<int64_t>& values) {
   if (m.is_static) {
@@ -241,11 +239,10 @@ void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
   if (f.owns_inputs) f.tensors[s] = t;
   f.refs[s] = f.owns_inputs ? &f.tensors[s] : &t;
   if (is_lazy(t)) [[unlikely]] {
-    if (slot.written)
-      throw InputTypeError("input '" + slot.name +
-                           "' is changed in place and is a lazily conjugated or negated view");
     f.owns_inputs = true;  // the frame drops the copy after the call
-    f.tensors[s] = materialised(t);
+    at::Tensor values = materialised(t);
+    if (slot.written) f.written_back.emplace_back(t, values);
+    f.tensors[s] = std::move(values);
     f.refs[s] = &f.tensors[s];
     impl = f.tensors[s].unsafeGetTensorImpl();
   }
@@ -287,6 +284,7 @@ void Program::reset(Frame& f) const noexcept {
     for (const Input& i : plan_.inputs)
       if (i.kind == Input::Kind::tensor) f.tensors[static_cast<size_t>(i.id)].reset();
   f.stack.clear();
+  f.written_back.clear();
   f.arena = ArenaBlock();
   f.owns_inputs = false;
 }
@@ -598,6 +596,8 @@ void Program::run_steps(Frame& f) const {
   const bool profiled = at::hasCallbacks();
   if (!needs_guard_) {
     for (const Step& s : steps_) step(f, s, profiled);
+    if (!f.written_back.empty()) [[unlikely]]
+      write_back(f);
     return;
   }
   f.excluded_by_us = c10::DispatchKeySet(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
@@ -605,6 +605,17 @@ void Program::run_steps(Frame& f) const {
                      c10::impl::tls_local_dispatch_key_set().excluded_;
   const DispatchGuard guard;
   for (const Step& s : steps_) step(f, s, profiled);
+  if (!f.written_back.empty()) [[unlikely]]
+    write_back(f);
+}
+
+void Program::write_back(Frame& f) const {
+  const DispatchGuard guard;
+  for (auto& [input, values] : f.written_back) {
+    input.copy_(values);
+    if (!input.is_inference() && values._version() > 0)  // the program counts it as changed
+      input.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 void Program::run(Frame& f) const {

@@ -1,7 +1,7 @@
 """The torch.compile back end: a Dynamo graph in, a callable for Dynamo out.
 
-AOTAutograd makes one inference graph, or a forward and a backward graph, each compiled by `plait.compile`. Where an
-inference graph needs nothing of AOTAutograd's runtime wrapper, Dynamo gets the compiled program itself.
+AOTAutograd makes one inference graph, or a forward and a backward graph, each compiled by `plait.compile`. Where what
+its own callable does around them can be done natively (`direct.py`, `training.py`), Dynamo gets a native callable.
 Loading this module loads the whole compiler, so that the first call pays for compiling only: `backend="plait"` is
 looked up when torch.compile is called.
 """
@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from plait import compat
+from plait.capture.direct import DirectGraph
 from plait.capture.program import collector_paused, compile_captured
 from plait.capture.training import TrainingGraph
 from plait.compile import Program
@@ -53,9 +53,9 @@ class _OneGraph:
         self.cfg = cfg
         self.n_inputs = n_inputs
         self.serial = next(_serial)
-        self.direct: Callable[..., Any] | None = None
-        self.forward_program: Program | None = None
-        self.training = TrainingGraph(self._backward)
+        self.program: Program | None = None  # of the inference or forward graph
+        self.direct = DirectGraph()
+        self.training: TrainingGraph | None = None
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         wrapped = compat.aot_compile(
@@ -66,46 +66,46 @@ class _OneGraph:
             inference=self.inference,
             partition=self.partition,
         )
-        if self.forward_program is not None:
-            return self.training.around(self.forward_program, wrapped)
-        return wrapped if self.direct is None else self.direct
+        made = self.training or self.direct
+        return wrapped if self.program is None else made.around(self.program, wrapped)
 
     def partition(
         self, joint: GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         forward, backward = partition(joint, joint_inputs, **kwargs)
-        self.training.partitioned(backward)
+        self.training = TrainingGraph(self._backward, backward)
         return forward, backward
 
     def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        meta = compat.forward_metadata()
-        reason = _graph_reason(gm, len(inputs), self.n_inputs) or compat.wrapper_reason(meta)
-        # Behind the wrapper, the wrapper itself bumps versions.
-        bumped = () if reason else compat.bumped_input_indices(meta)
-        program = self._program(
-            gm,
-            "inference",
-            compat.static_input_indices(meta),
-            bumped_inputs=bumped,
-            wrapper_reason=reason,
-        )
-        if not reason:
-            self.direct = program.call
-        return program.boxed
+        return self._first(gm, inputs, "inference", self.direct)
 
     def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        meta = compat.forward_metadata()
-        self.training.forward(gm, meta, _graph_reason(gm, len(inputs), self.n_inputs))
-        bumped = () if self.training.reason else compat.bumped_input_indices(meta)
-        static = compat.static_input_indices(meta)
-        self.forward_program = self._program(
-            gm, "forward", static, bumped_inputs=bumped, wrapper_reason=self.training.reason
-        )
-        return self.forward_program.boxed
+        assert self.training is not None, "AOTAutograd partitions before it compiles"
+        return self._first(gm, inputs, "forward", self.training)
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert self.training is not None, "AOTAutograd partitions before it compiles"
         donated = compat.donated_input_indices(compat.forward_metadata())
         return self.training.backward(gm, donated).boxed
+
+    def _first(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        kind: GraphKind,
+        made: DirectGraph | TrainingGraph,
+    ) -> Callable[..., Any]:
+        """Compiles what a call runs first, the inference or the forward graph."""
+        meta = compat.forward_metadata()
+        same = len(inputs) == self.n_inputs
+        made.learn(gm, meta, "" if same else "inputs were deduplicated or got a synthetic base")
+        # Behind the wrapper, the wrapper itself bumps versions.
+        bumped = () if made.reason else compat.bumped_input_indices(meta)
+        static = compat.static_input_indices(meta)
+        self.program = self._program(
+            gm, kind, static, bumped_inputs=bumped, wrapper_reason=made.reason
+        )
+        return self.program.boxed
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
         with collector_paused():  # called at the first backward pass, on its own
@@ -130,22 +130,3 @@ class _OneGraph:
             wrapper_reason=wrapper_reason,
         )
         return compile_captured(captured, self.cfg)
-
-
-_TRUSTED_NAMESPACES = ("aten", "prims", "plait", "_operator", "math")
-
-
-def _graph_reason(gm: GraphModule, n_compiled: int, n_dynamo: int) -> str:
-    """Why Dynamo must not be handed the program itself, as far as the graph tells, or ""."""
-    if n_compiled != n_dynamo:
-        return "inputs were deduplicated or got a synthetic base"
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and _namespace(node.target) not in _TRUSTED_NAMESPACES:
-            return "the wrapper checks custom ops for aliasing on their first call"
-    return ""
-
-
-def _namespace(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace
-    return str(getattr(target, "__module__", ""))

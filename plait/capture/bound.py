@@ -41,14 +41,29 @@ def _entry(size: int | torch.SymInt, bounds: dict[str, tuple[int, int | None]]) 
     return (name, *bounds[name]) if name in bounds else name
 
 
+Result = tuple[Any, ...]
+"""("program",), or ("view", number of the program's input, True, offset or None: the program's tensor tells)."""
+
+
 def bind(
-    program: Callable[..., Any], specs: Sequence[InputSpec], names: Sequence[str], single: bool
+    program: Callable[..., Any],
+    specs: Sequence[InputSpec],
+    names: Sequence[str],
+    single: bool,
+    results: Sequence[Result],
+    changed: Sequence[int],
 ) -> Callable[..., Any]:
-    """A callable of the user's tensors, by position or by name. single: return the only result, not a tuple."""
+    """A callable of the user's tensors, by position or by name.
+
+    single: return the only result, not a tuple. results: which of them are views of inputs. changed: the inputs that
+    the program writes to.
+    """
     if isinstance(program, _native.Program):
-        bound: Callable[..., Any] = _native.Bound(program, list(specs), list(names), single)
+        bound: Callable[..., Any] = _native.Bound(
+            program, list(specs), list(names), single, list(results)
+        )
         return bound
-    return PythonBound(program, specs, names, single)
+    return PythonBound(program, specs, names, single, results, changed)
 
 
 class PythonBound:
@@ -60,8 +75,12 @@ class PythonBound:
         specs: Sequence[InputSpec],
         names: Sequence[str],
         single: bool,
+        results: Sequence[Result],
+        changed: Sequence[int],
     ) -> None:
         self.program = program
+        self.views = [(k, *r[1:]) for k, r in enumerate(results) if r[0] == "view"]
+        self.changed = tuple(changed)
         self.specs = tuple(specs)
         self.names = tuple(names)
         self.single = single
@@ -89,9 +108,30 @@ class PythonBound:
                 what = f"input {self.names[arg]!r}"
                 _check(what, given[arg], dtype, shape, strides, device, symbols)
                 inputs.append(given[arg])
+        for k in self.changed:
+            self._check_apart(k, inputs)
         with torch.no_grad():
-            result = self.program(*inputs)
+            result = list(self.program(*inputs))
+            for k, base, _, offset in self.views:
+                x, like = inputs[base], result[k]
+                start = like.storage_offset() if offset is None else x.storage_offset() + offset
+                result[k] = x.as_strided(like.shape, like.stride(), start)
         return result[0] if self.single else tuple(result)
+
+    def _check_apart(self, changed: int, inputs: Sequence[torch.Tensor]) -> None:
+        for k, x in enumerate(inputs):
+            if k != changed and _share_memory(inputs[changed], x):
+                mine, other = self._name(changed), self._name(k)
+                raise InputError(
+                    f"inputs {mine} and {other} share memory and {mine} is changed in place: "
+                    "pass a copy of one of them"
+                )
+
+    def _name(self, position: int) -> str:
+        spec = self.specs[position]
+        if isinstance(spec, torch.Tensor):
+            return f"parameter {position}"
+        return repr(self.names[spec[1]])
 
     def _ordered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         if len(args) > len(self.names):
@@ -107,6 +147,23 @@ class PythonBound:
             if name not in given:
                 raise InputError(f"input {name!r} is missing")
         return [given[name] for name in self.names]
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout != torch.strided or b.layout != torch.strided or not a.numel() or not b.numel():
+        return False
+    storage = a.untyped_storage()
+    if storage.data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    used = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+
+    def bytes_of(t: torch.Tensor) -> torch.Tensor:
+        size = t.element_size()
+        strides = (*(s * size for s in t.stride()), 1)
+        return used.as_strided((*t.shape, size), strides, t.storage_offset() * size)
+
+    bytes_of(a).fill_(1)
+    return bool(bytes_of(b).any())
 
 
 Layout = tuple[torch.dtype, torch.device, list[int], list[int]]

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Node
 
 from plait import compat
-from plait.capture.bound import bind, tensor_spec
+from plait.capture.bound import Result, bind, tensor_spec
+from plait.capture.direct import is_plain_view
 from plait.capture.program import collector_paused, compile_captured
 from plait.capture.trace import VALUE, FunctionModule, Signature, Traced, trace
 from plait.config import Config
 from plait.errors import InputError, UserError
 from plait.graph.captured import Captured
+from plait.graph.edit import output_of
 
 _serial = itertools.count()  # makes graph names unique within the process
 
@@ -71,6 +74,7 @@ def _bound(traced: Traced, cfg: Config) -> Callable[..., Any]:
         static_inputs=tuple(range(n_state)),
         bumped_inputs=traced.mutated,
     )
+    results = _results(traced.graph)
     program = compile_captured(captured, cfg)
     signature = traced.signature
     specs = [
@@ -78,12 +82,30 @@ def _bound(traced: Traced, cfg: Config) -> Callable[..., Any]:
         *(tensor_spec(i, fake, traced.sizes.bounds) for i, fake in enumerate(traced.fakes)),
     ]
     names = [n for n, x in zip(signature.names, signature.leaves, strict=True) if x is VALUE]
-    call = bind(program.call, specs, names, signature.single)
+    call = bind(program.call, specs, names, signature.single, results, traced.mutated)
     if traced.sizes.checks:
         call = _with_checks(call, names, traced.sizes)
     if signature.takes_tensors and (signature.single or signature.returns_tuple):
         return call
     return _with_trees(call, signature)
+
+
+def _results(graph: GraphModule) -> list[Result]:
+    """Which of the graph's results are views of inputs, in eager too, and where they begin."""
+    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    storages = {x.untyped_storage()._cdata: k for k, x in enumerate(inputs)}
+    outputs: Any = output_of(graph.graph).args[0]
+    results: list[Result] = []
+    for node in outputs:
+        val = node.meta.get("val") if isinstance(node, Node) else None
+        result: Result = ("program",)
+        if isinstance(val, torch.Tensor) and node.op != "placeholder":
+            base = storages.get(val.untyped_storage()._cdata)
+            if base is not None and is_plain_view(inputs[base], val):
+                offset = val.storage_offset() - inputs[base].storage_offset()
+                result = ("view", base, True, compat.as_constant(offset))
+        results.append(result)
+    return results if any(r[0] == "view" for r in results) else []
 
 
 def _with_checks(

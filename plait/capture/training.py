@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from plait import _native, compat
+from plait.capture.direct import calls_custom_ops
 from plait.compile import Program
 from plait.graph.edit import output_of
 
@@ -23,31 +24,30 @@ CompileBackward = Callable[[GraphModule, tuple[int, ...]], Program]
 
 
 class TrainingGraph:
-    """The training half of one Dynamo graph's compilation. compile_backward: (graph, donated inputs) -> program."""
+    """The training half of one Dynamo graph's compilation.
 
-    def __init__(self, compile_backward: CompileBackward) -> None:
+    compile_backward: (graph, donated inputs) -> program. backward: the backward graph that the partitioner made.
+    reason: why calls need AOTAutograd's callable, or "".
+    """
+
+    def __init__(self, compile_backward: CompileBackward, backward: GraphModule) -> None:
         self.reason = "no forward graph"
         self._compile_backward = compile_backward
-        self._backward_graph: GraphModule | None = None
-        self._has_gradient: tuple[bool, ...] = ()
+        self._backward_graph = backward
         self._programs: dict[tuple[int, ...], Program] = {}  # by donated inputs
         self._lock = threading.Lock()
 
-    def partitioned(self, backward: GraphModule) -> None:
-        """Learns the backward graph that the partitioner made."""
-        self._backward_graph = backward
-        values: Any = output_of(backward.graph).args[0]
-        self._has_gradient = tuple(v is not None for v in values)
-
-    def forward(self, gm: GraphModule, meta: Any, reason: str) -> None:
+    def learn(self, gm: GraphModule, meta: Any, reason: str) -> None:
         """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's callable, as far
         as the caller knows, or ""."""
         self.reason = reason or compat.training_reason(meta) or _graph_reason(gm, meta)
         if self.reason:
             return
-        self._facts = compat.training_facts(meta, len(_outputs(gm)), self._has_gradient)
+        has_gradient = [v is not None for v in _outputs(self._backward_graph)]
+        self._facts = compat.training_facts(meta, len(_outputs(gm)), has_gradient)
         self._donated = compat.donated_input_indices(meta)
         self._resume = compat.resume_tracing()
+        self._wrapper_first = calls_custom_ops(gm)
         if not self._facts.wants_grad:
             self.reason = "no input gets a gradient"
 
@@ -76,12 +76,13 @@ class TrainingGraph:
             facts.tangents,
             facts.wants_grad,
             facts.nondeterministic,
+            facts.marks,
             compat.autograd_switches(),
+            self._wrapper_first,
         )
 
     def _at_first_use(self, may_overwrite: bool) -> _native.Program:
         """The backward program, in the thread of a backward pass."""
-        assert self._backward_graph is not None
         with self._resume():
             graph = copy.deepcopy(self._backward_graph)  # compiling changes it
             call = self.backward(graph, self._donated if may_overwrite else ()).call

@@ -1,0 +1,97 @@
+"""An inference graph as a native callable, where its metadata allows it.
+
+Where AOTAutograd's runtime wrapper has nothing to do, Dynamo is handed the program itself; where it has little to do
+(results that are inputs or views of them, inputs that take another shape, marks of dynamic dimensions, the check of
+custom operators on the first call), the program behind a native epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from plait import _native, compat
+from plait.compile import Program
+from plait.graph.edit import output_of
+
+_TRUSTED_NAMESPACES = ("aten", "prims", "plait", "_operator", "math")
+
+
+class DirectGraph:
+    """The inference half of one Dynamo graph's compilation.
+
+    reason: why calls need AOTAutograd's callable, or "".
+    """
+
+    def __init__(self) -> None:
+        self.reason = "no graph"
+
+    def learn(self, gm: GraphModule, meta: Any, reason: str) -> None:
+        """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the caller knows."""
+        self.reason = reason or compat.wrapper_reason(meta)
+        if self.reason:
+            return
+        todo = _with_offsets(gm, compat.epilogue(meta))
+        if todo is None:
+            self.reason = "a view of an input that its sizes and strides do not describe"
+            return
+        self._epilogue = todo
+        self._wrapper_first = calls_custom_ops(gm)
+
+    def around(self, program: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        """The callable for Dynamo; wrapped: AOTAutograd's callable."""
+        call: Any = program.call
+        if self.reason:
+            return wrapped
+        if self._epilogue.trivial and not self._wrapper_first:
+            return program.call
+        if not isinstance(call, _native.Program):
+            self.reason = "the program runs as Python"
+            return wrapped
+        todo = self._epilogue
+        return _native.Direct(call, wrapped, todo.results, todo.marks, self._wrapper_first)
+
+
+def calls_custom_ops(gm: GraphModule) -> bool:
+    """Whether there are operators whose first call AOTAutograd's wrapper checks for undeclared aliases."""
+    return any(
+        node.op == "call_function" and _namespace(node.target) not in _TRUSTED_NAMESPACES
+        for node in gm.graph.nodes
+    )
+
+
+def _namespace(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace
+    return str(getattr(target, "__module__", ""))
+
+
+def is_plain_view(base: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether sizes, strides and an offset make view, a fake tensor, of base."""
+    return (
+        base.dtype == view.dtype
+        and base.layout == view.layout == torch.strided
+        and base.untyped_storage()._cdata == view.untyped_storage()._cdata
+        and (view.is_conj(), view.is_neg()) == (base.is_conj(), base.is_neg())
+    )
+
+
+def _with_offsets(gm: GraphModule, todo: compat.Epilogue) -> compat.Epilogue | None:
+    """todo with the offsets of views, None where they depend on sizes. None if the wrapper has to make a view."""
+    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    outputs: Any = output_of(gm.graph).args[0]
+    results = []
+    for result, node in zip(todo.results, outputs, strict=True):
+        if result[0] == "view":
+            if node.target is torch.ops.aten.alias.default:
+                return None  # detached: no view to autograd
+            base, view = inputs[result[1]], node.meta["val"]
+            if not is_plain_view(base, view):
+                return None
+            result = (*result, compat.as_constant(view.storage_offset() - base.storage_offset()))
+        results.append(result)
+    return replace(todo, results=tuple(results))

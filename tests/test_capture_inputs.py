@@ -1,0 +1,184 @@
+"""What a call does to its inputs and what it returns of them, where that is not plain: lazily negated and conjugated
+tensors, memory that two inputs share, changes that autograd does not see, views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+
+
+TARGETS = ["native", "python"]
+
+
+def compiled(fn: Callable[..., Any], *args: Tensor, road: str, target: str) -> Callable[..., Any]:
+    """fn by one of the two front ends, with one of the wrapper's targets."""
+    options = {"wrapper": target}
+    if road == "export":
+        return plait.compile(fn, args, options=options)
+    return torch.compile(fn, backend="plait", options=options)
+
+
+# ---------------------------------------------------------------------------------------------- lazy bits
+def change(x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(3).add_(y)
+    return x + y
+
+
+def negated() -> Tensor:
+    return torch.randn(4, 6, dtype=torch.complex64).conj().imag
+
+
+def conjugated() -> Tensor:
+    return torch.randn(4, 6, dtype=torch.complex64).conj()
+
+
+def like(x: Tensor) -> Tensor:
+    """A plain tensor with x's layout."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+
+@pytest.mark.parametrize("make", [negated, conjugated])
+@pytest.mark.parametrize("road", ["compile", "export"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_lazy_input_is_changed_in_place(
+    make: Callable[[], Tensor], road: str, target: str
+) -> None:
+    x, y = make(), make()
+    want_x, want_y = x.clone(), y.clone()
+    assert x.is_neg() or x.is_conj()
+    fn = compiled(change, like(x), like(y), road=road, target=target)
+    with torch.no_grad():
+        want = change(want_x, want_y)
+        before = x._version
+        got = fn(x, y)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(x, want_x)
+    torch.testing.assert_close(y, want_y)
+    assert x.is_neg() or x.is_conj()
+    assert x._version > before
+
+
+# ---------------------------------------------------------------------------------------------- shared memory
+def first_changes(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(1)
+    return x * y
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_inputs_that_share_memory_with_a_changed_one(target: str) -> None:
+    fn = compiled(first_changes, torch.zeros(8), torch.zeros(8), road="export", target=target)
+    x = torch.zeros(16)
+    for a, b in ((x[:8], x[:8]), (x[:8], x[4:12]), (x[3:11], x[:8])):
+        before = x.clone()
+        with pytest.raises(
+            InputError, match="'x' and 'y' share memory and 'x' is changed in place"
+        ):
+            fn(a, b)
+        torch.testing.assert_close(x, before)
+    torch.testing.assert_close(fn(x[:8], x[8:]), torch.zeros(8))
+    assert x[:8].eq(1).all() and x[8:].eq(0).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_interleaved_inputs_do_not_share_memory(target: str) -> None:
+    x = torch.zeros(4, 6)
+    fn = compiled(first_changes, like(x[:, ::2]), like(x[:, ::2]), road="export", target=target)
+    torch.testing.assert_close(fn(x[:, ::2], x[:, 1::2]), torch.zeros(4, 3))
+    assert x[:, ::2].eq(1).all() and x[:, 1::2].eq(0).all()
+    with pytest.raises(InputError, match="share memory"):
+        fn(x[:, :5:2], x[:, 1::2].as_strided((4, 3), (6, 2), 2))
+
+
+def test_inputs_may_share_memory_that_nobody_changes() -> None:
+    x = torch.randn(8)
+    fn = plait.compile(lambda a, b: a * b, (torch.zeros(8), torch.zeros(8)))
+    torch.testing.assert_close(fn(x, x), x * x)
+
+
+def test_a_parameter_that_is_given_as_a_changed_input() -> None:
+    lin = nn.Linear(4, 4)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = lin
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(1)
+            return self.lin(x)
+
+    fn = plait.compile(Net(), (torch.zeros(4, 4),))
+    with pytest.raises(InputError, match="'x' and parameter 0 share memory"):
+        fn(lin.weight.detach())
+
+
+# ---------------------------------------------------------------------------------------------- views
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "transposed": lambda x: x.t(),
+    "slice": lambda x: x[1:],
+    "with result": lambda x: (x[:, 1:3].t(), x.sum()),
+    "two": lambda x: (x[0], x.view(-1)),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", list(VIEWS))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_plait_compile_returns_views_of_inputs(
+    name: str, dynamic: bool, target: str, mode: Callable[[], Any]
+) -> None:
+    fn = VIEWS[name]
+    shapes = {"x": {0: torch.export.Dim("n", min=3)}} if dynamic else None
+    run = plait.compile(
+        fn,
+        (torch.zeros(4, 6),),
+        dynamic_shapes=(shapes["x"],) if shapes else None,
+        options={"wrapper": target},
+    )
+    big = torch.arange(60.0)
+    for x in (big[12:36].view(4, 6), *((torch.randn(7, 6),) if dynamic else ())):
+        with mode():
+            want, got = fn(x), run(x)
+        pairs = zip(want, got, strict=True) if isinstance(want, tuple) else ((want, got),)
+        for w, g in pairs:
+            torch.testing.assert_close(g, w, check_stride=True)
+            assert g.is_inference() == w.is_inference()
+            assert g._is_view() == w._is_view() and g._base is w._base
+            if w._is_view():
+                assert g.data_ptr() == w.data_ptr()
+                before = g._version
+                x.add_(1)
+                assert g._version == before + 1
+
+
+def test_plait_compile_returns_a_view_of_a_parameter() -> None:
+    lin = nn.Linear(4, 6)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = lin
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.lin.weight.t(), self.lin(x)
+
+    view, _ = plait.compile(Net(), (torch.zeros(2, 4),))(torch.zeros(2, 4))
+    with torch.no_grad():
+        want = lin.weight.t()
+    assert view._base is lin.weight and view.grad_fn is None
+    assert view.requires_grad == want.requires_grad

@@ -73,7 +73,11 @@ def emit_kernel(kernel: Kernel, symbol: str) -> TritonKernel:
         lines = [f"{s} = {s}.to(tl.int32)" for s in names.values()] + lines
     pointers = [f"p{k}" for k in range(len(kernel.args))]
     body = "".join(f"    {line}\n" for line in lines)
-    function = f"@triton.jit\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
+    # Through Triton's own launcher a size of 1 would become a constant without a type.
+    plain = f"(do_not_specialize={[*names.values()]})" if names else ""
+    function = (
+        f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
+    )
     prelude = prelude_for(function)
     text = _HEAD + "\n" + (f"{prelude}\n\n" if prelude else "") + function
     signature = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, bounds
+from plait.ir.sizes import Atom, Size, bounds, free_symbols
 from plait.kernel.cpp_space import Space, coefficient, extent, offset_of, trip_count
 from plait.schedule.plan import Reduce, Store
 
@@ -21,6 +21,8 @@ BLOCK_POINTS = 1024
 """Points of a block of a pointwise kernel."""
 REDUCE_POINTS = 4096
 """Points of a block of a reduction."""
+OFTEN = 64
+"""How much more an access at every point of a row weighs than one a row."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
 
@@ -107,8 +109,10 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
         x = min(_power(rows), TILE)
         r = max(1, REDUCE_POINTS // x)
     else:
-        r, x = min(_power(length), 2048), 1
-    return Tile((Group("x", outer, x), Group("r", inner, r)), True, _warps(x * r, 8))
+        r, x = min(_power(length), REDUCE_POINTS), 1
+    return Tile(
+        (Group("x", outer, x), Group("r", inner, r)), True, _warps(x * r, 8 if column else 16)
+    )
 
 
 def _block_rows(rows: int, length: int, least: int) -> int:
@@ -134,12 +138,14 @@ def _indirect(n: Node) -> bool:
 
 
 def _unit_strides(space: Space) -> dict[Atom, int]:
-    """Bytes an element of the accesses that are contiguous along each axis."""
+    """Bytes of the accesses that are contiguous along each axis, those at every point of a row counting more."""
     votes: dict[Atom, int] = {}
+    rvars = frozenset(space.rvars)
     for offset, dtype in _accesses(space):
+        often = 1 if rvars and rvars.isdisjoint(free_symbols(offset)) else OFTEN
         for a in (*space.vars, *space.rvars):
             if coefficient(offset, a) == 1 and _known(extent(a)) > 1:
-                votes[a] = votes.get(a, 0) + dtype.nbytes
+                votes[a] = votes.get(a, 0) + dtype.nbytes * often
     return votes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,13 @@ from torch import Tensor
 
 import plait
 from plait.config import Config
+from plait.errors import InternalError
 from plait.runtime.toolchain import find_toolchain
 from plait.schedule import schedule
+from plait.schedule.kernels import Names, packed
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, Plan
+from plait.schedule.verify import verify_plan
 from tests.kernel_tools import Loaded
 from tests.schedule_tools import Builder, check, kernels, launches, run_kernel
 
@@ -54,6 +58,18 @@ def test_a_kernel_waits_for_what_it_needs() -> None:
     b.output(y, column_sums(b, y, 96, 160))
     plan = plan_of(b)
     assert len(launches(plan)) == len(kernels(plan)) == 2
+
+
+def test_parts_that_need_each_other_are_refused() -> None:
+    b = Builder()
+    x = b.input(96, 160)
+    rows = row_sums(b, x, 96, 160)
+    y = b.pointwise((96, 160), lambda o, i, j: o.mul(o.load(x, i, j), o.load(rows, i)))
+    b.output(y, column_sums(b, y, 96, 160))
+    plan = plan_of(b)
+    both = packed(kernels(plan), Names())
+    with pytest.raises(InternalError, match=f"loads {y}, which .* makes beside it"):
+        verify_plan(replace(plan, steps=(both,), frees=((),)))
 
 
 def test_a_small_kernel_passes_a_call_and_a_large_one_does_not() -> None:

@@ -183,6 +183,7 @@ def test_symbols_of_one_name_with_other_ranges_are_others() -> None:
 
 
 n, k = sz.symbol("s0", lo=2), sz.symbol("s1", lo=1)
+q = sz.add(sz.mul(sz.symbol("i5", extent=2), 16), sz.symbol("i6", extent=16))  # in [0, 32)
 i, j, r = sz.symbol("i0", extent=8), sz.symbol("i1", extent=n), sz.symbol("r0", extent=sz.mul(n, 4))
 
 
@@ -199,6 +200,8 @@ i, j, r = sz.symbol("i0", extent=8), sz.symbol("i1", extent=n), sz.symbol("r0", 
         (sz.floordiv(sz.mul(sz.mul(n, k), 6), sz.mul(n, 2)), sz.mul(k, 3)),
         (sz.floordiv(sz.floordiv(r, 2), 2), sz.floordiv(r, 4)),
         (sz.mod(sz.mod(r, 8), 4), sz.mod(r, 4)),
+        (sz.floordiv(sz.add(sz.mul(i, 32), q), 64), sz.floordiv(i, 2)),
+        (sz.mod(sz.add(sz.mul(i, 32), q), 64), sz.add(sz.mul(sz.mod(i, 2), 32), q)),
         (sz.smax(n, 1), n),
         (sz.smin(i, 7), i),
         (sz.compare("lt", i, 8), 1),

@@ -411,6 +411,8 @@ def _floordiv(a: Size, b: Size) -> Size:
         g = gcd(b, *(c for _, c in a.terms))
         if g > 1:  # floor(x / (g*m)) == floor(floor(x / g) / m)
             return floordiv(_intern(a.const // g, tuple((m, c // g) for m, c in a.terms)), b // g)
+        if (coarse := _coarse(a, b)) is not None:
+            return floordiv(coarse[1], b // coarse[0])
     else:
         common = _common_factor(a, b)
         if common is not None:
@@ -425,6 +427,13 @@ def _floordiv(a: Size, b: Size) -> Size:
             if rest == 0 and m != 0:
                 return mod(floordiv(inner.a, b), m)
     return _atom("div", a, b)
+
+
+def _coarse(a: Expr, b: int) -> tuple[int, Size, Size] | None:
+    """(g, y, low) with a == g*y + low, 0 <= low < g and g a divisor of b: a // b == y // (b // g)."""
+    steps = sorted({gcd(b, c) for _, c in a.terms} - {1}, reverse=True)
+    parts = ((g, *_split(a, g)) for g in steps)
+    return next((p for p in parts if known_nonneg(p[2]) and known_lt(p[2], p[0])), None)
 
 
 def _common_factor(a: Expr, b: Expr) -> tuple[Size, Size] | None:
@@ -476,6 +485,9 @@ def _mod(a: Size, b: Size) -> Size:
         if g > 1:  # x == g*y + c, 0 <= c < g: x % (g*m) == g*(y % m) + c
             y = _intern(r.const // g, tuple((m, c // g) for m, c in r.terms))
             return add(mul(mod(y, b // g), g), r.const % g)
+        if (coarse := _coarse(r, b)) is not None:
+            g, high, low = coarse
+            return add(mul(mod(high, b // g), g), low)
     elif b.const == 0 and len(b.terms) == 1:
         for atom in b.terms[0][0]:
             f = _intern(0, (((atom,), 1),))

@@ -212,3 +212,17 @@ def test_indices_that_32_bits_would_misread_are_reported(
             "out": np.zeros(66, np.float32),
         }
         assert loaded(kernel, arrays) == 1
+
+
+@all_isas
+@pytest.mark.parametrize("n", [3, 33])
+def test_an_index_into_an_empty_table_is_reported_and_reads_nothing(
+    isa: Isa, n: int, tmp_path: Path
+) -> None:
+    kernel = take_kernel(f32, n, 0, True)
+    arrays = {
+        "where": np.zeros((2, n), np.int64),
+        "x": at_page_end(np.zeros(0, np.float32)),
+        "out": np.zeros(2 * n, np.float32),
+    }
+    assert Loaded([kernel], isa, tmp_path)(kernel, arrays) == 1

@@ -350,7 +350,7 @@ class Values:
         """Reports n's check where `bad` holds: a bool, or a vi32 mask of lanes if n is a vector."""
         check = check_of(n)
         assert check is not None
-        depth, report = self.depth(n), f"fail = fail ? fail : {self.checks[check]};"
+        depth, report = self.depth(n), f"return {self.checks[check]};"
         if not self.is_vector(n):
             also = f" && {self.get(n.args[1])[0]}" if len(n.args) > 1 else ""
             self.line(f"if ({bad}{also}) {report}", depth)

@@ -71,7 +71,7 @@ def through_dynamo(error: PlaitError) -> Exception:
 @lru_cache(maxsize=1)
 def kept_whole() -> tuple[Any, ...]:
     """Operators whose decomposition loses: the gradient of an attention kernel is wrong, integers of linspace are
-    others, and an index out of range is no error or another one."""
+    others, an index out of range is no error or another one, and borders become gathers by computed indices."""
     aten = torch.ops.aten
     return (
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -82,6 +82,13 @@ def kept_whole() -> tuple[Any, ...]:
         aten.index_fill.int_Tensor,
         aten.nll_loss_forward.default,
         aten.nll_loss2d_forward.default,
+        aten.roll.default,
+        aten.reflection_pad1d.default,
+        aten.reflection_pad2d.default,
+        aten.reflection_pad3d.default,
+        aten.replication_pad1d.default,
+        aten.replication_pad2d.default,
+        aten.replication_pad3d.default,
     )
 
 

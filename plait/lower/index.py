@@ -21,7 +21,8 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.extern import call_extern
-from plait.lower.shape import all_of, broadcast, compare, result, scalar, wrap_dim
+from plait.lower.shape import all_of, broadcast, compare, result, scalar
+from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten
 

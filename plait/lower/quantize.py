@@ -12,7 +12,8 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.pointwise import Maths
-from plait.lower.shape import result, scalar, wrap_dim
+from plait.lower.shape import result, scalar
+from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten
 

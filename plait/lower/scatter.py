@@ -21,7 +21,8 @@ from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
 from plait.lower.index import at_least_1d, indexing
-from plait.lower.shape import broadcast, result, scalar, wrap_dim
+from plait.lower.shape import broadcast, result, scalar
+from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten
 

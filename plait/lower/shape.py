@@ -7,6 +7,8 @@ the small helpers that the rules of index, scatter and pooling share.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +20,9 @@ from plait.ir.dtypes import DType, b1, f64
 from plait.ir.loops import Node, Pointwise, loop_vars
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Body, Index, Lowering, NoRule, View, lower
+from plait.lower.core import Body, Index, Lowering, View, lower
 from plait.lower.pointwise import operand, wrap
+from plait.lower.view import reshape, wrap_dim
 
 aten = torch.ops.aten
 
@@ -32,11 +35,6 @@ def result(ctx: Lowering, body: Body, k: int | None = None) -> View:
     if strides is not None and 0 in strides:
         strides = None
     return ctx.pointwise(ctx.out_shape(k), ctx.out_dtype(k), body, strides)
-
-
-def wrap_dim(dim: int, rank: int) -> int:
-    """dim counted from the front. A tensor of rank 0 has the dimensions 0 and -1."""
-    return dim % max(rank, 1)
 
 
 def scalar(ctx: Lowering, ops: Recorder, value: Any, dtype: DType) -> Node:
@@ -194,6 +192,47 @@ def _gathered(ctx: Lowering, x: View, fn: Callable[[tuple[Expr, ...]], Index]) -
     return result(ctx, lambda ops, i: x.load(ops, fn(i)))
 
 
+# A run: so many indices of a dimension, and what the v-th of them reads.
+Run = tuple[Size, Callable[[Size], Size]]
+_MAX_RUNS = 9
+
+
+def _mirror(last: Size) -> Callable[[Size], Size]:
+    return lambda v: sz.add(last, sz.mul(v, -1))
+
+
+def _only(at: Size) -> Callable[[Size], Size]:
+    return lambda v: at
+
+
+def _in_runs(ctx: Lowering, runs: Sequence[Sequence[Run]]) -> bool:
+    """Whether a gather is better written run by run, each with an affine index: it is a tensor of its own then, which
+    readers that are loops could not inline."""
+    assert ctx.node is not None
+    lengths = [n for of_dim in runs for n, _ in of_dim]
+    known = all(isinstance(n, int) and n >= 0 for n in lengths)
+    n_loops = math.prod(max(1, sum(n != 0 for n, _ in of_dim)) for of_dim in runs)
+    return known and 1 < n_loops <= _MAX_RUNS and not _read_by_loops(ctx.node)
+
+
+def _from_runs(ctx: Lowering, x: View, runs: Sequence[Sequence[Run]]) -> View:
+    """The tensor whose dimension d is made of runs[d], one after the other."""
+    buf = ctx.new_buffer(x.dtype, ctx.out_shape(), ctx.out_strides())
+    placed = []
+    for of_dim in runs:
+        starts: list[Size] = [0]
+        for n, _ in of_dim:
+            starts.append(sz.add(starts[-1], n))
+        placed.append([(at, n, f) for at, (n, f) in zip(starts, of_dim, strict=False) if n != 0])
+    for pieces in itertools.product(*placed):
+        ops = Recorder()
+        vars_ = loop_vars("i", tuple(n for _, n, _ in pieces))
+        at = tuple(f(v) for v, (_, _, f) in zip(vars_, pieces, strict=True))
+        index = tuple(sz.add(v, start) for v, (start, _, _) in zip(vars_, pieces, strict=True))
+        ctx.ops.append(Pointwise(buf, vars_, x.load(ops, at), index, ctx.origin))
+    return ctx.whole(buf)
+
+
 @lower(aten.flip.default)
 def flip(ctx: Lowering, x: View, dims: Sequence[int]) -> View:
     flipped = {wrap_dim(d, len(x.shape)) for d in dims} if x.shape else set()
@@ -210,13 +249,21 @@ def roll(ctx: Lowering, x: View, shifts: Sequence[Size], dims: Sequence[int] = (
     if isinstance(shifts, (int, Expr)):
         shifts = [shifts]
     if not dims:
-        raise NoRule("roll over the flattened tensor")
-    for s, d in zip(shifts, dims, strict=True):
-        x = _rolled(ctx, x, s, wrap_dim(d, len(x.shape)))
-    return x
+        flat = reshape(x, (sz.product(x.shape),))
+        return reshape(_rolled(ctx, flat, shifts[0], 0, (1,)), ctx.out_shape())
+    for s, d in zip(shifts[:-1], dims[:-1], strict=True):
+        x = _rolled(ctx, x, s, wrap_dim(d, len(x.shape)), ctx.out_strides())
+    last = wrap_dim(dims[-1], len(x.shape))
+    runs: list[list[Run]] = [[(n, lambda v: v)] for n in x.shape]
+    size, start = x.shape[last], sz.mod(shifts[-1], x.shape[last]) if x.shape[last] != 0 else 0
+    rest = sz.add(size, sz.mul(start, -1))
+    runs[last] = [(start, lambda v: sz.add(rest, v)), (rest, lambda v: v)]
+    if _in_runs(ctx, runs):
+        return _from_runs(ctx, x, runs)
+    return _rolled(ctx, x, shifts[-1], last, ctx.out_strides())
 
 
-def _rolled(ctx: Lowering, x: View, shift: Size, d: int) -> View:
+def _rolled(ctx: Lowering, x: View, shift: Size, d: int, strides: tuple[Size, ...] | None) -> View:
     """x rolled along one dimension: two slices side by side, which loads without division."""
     size = x.shape[d]
     if size == 0:
@@ -232,7 +279,7 @@ def _rolled(ctx: Lowering, x: View, shift: Size, d: int) -> View:
         late = ops.masked(compare(ops, "ge", i[d], start), moved(sz.mul(start, -1)), 0)
         return ops.op("where", front, early, late)
 
-    return ctx.pointwise(x.shape, x.dtype, body, ctx.out_strides())
+    return ctx.pointwise(x.shape, x.dtype, body, strides)
 
 
 @lower(aten.repeat.default)
@@ -296,8 +343,18 @@ def reflected(j: Size, size: Size) -> Size:
 
 @lower(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
 def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
-    lows, _ = _pads(len(x.shape), padding)
+    lows, highs = _pads(len(x.shape), padding)
     first = len(x.shape) - len(padding) // 2
+    runs: list[list[Run]] = [
+        [
+            (lo, _mirror(lo)),
+            (n, lambda v: v),
+            (hi, _mirror(sz.add(n, -2))),
+        ]
+        for lo, hi, n in zip(lows, highs, x.shape, strict=True)
+    ]
+    if _in_runs(ctx, runs):
+        return _from_runs(ctx, x, runs)
 
     def fn(i: tuple[Expr, ...]) -> Index:
         moved = [sz.add(v, sz.mul(lo, -1)) for v, lo in zip(i, lows, strict=True)]
@@ -310,7 +367,13 @@ def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default
 )
 def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
-    lows, _ = _pads(len(x.shape), padding)
+    lows, highs = _pads(len(x.shape), padding)
+    runs: list[list[Run]] = [
+        [(lo, _only(0)), (n, lambda v: v), (hi, _only(sz.add(n, -1)))]
+        for lo, hi, n in zip(lows, highs, x.shape, strict=True)
+    ]
+    if _in_runs(ctx, runs):
+        return _from_runs(ctx, x, runs)
 
     def fn(i: tuple[Expr, ...]) -> Index:
         return tuple(

@@ -1,6 +1,5 @@
 """Rules for running combinations (cumsum and its kin), as Scan loops, and for sorting and
 searching, which ATen does.
-from plait.lower.view import wrap_dim
 
 Sums and products run in ATen's accumulation type (f64 for f32) and are rounded once an element.
 """
@@ -16,6 +15,7 @@ from plait.ir.loops import Node, Scan, loop_vars
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
 from plait.lower.extern import call_extern
+from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten
 

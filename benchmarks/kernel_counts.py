@@ -45,13 +45,7 @@ def gpt2() -> tuple[nn.Module, Tensor]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=4,
-        n_head=4,
-        n_embd=256,
-        vocab_size=1000,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
+        n_layer=4, n_head=4, n_embd=256, vocab_size=1000, use_cache=False, bos_token_id=0, eos_token_id=0
     )
     return Output(GPT2LMHeadModel(config)), torch.randint(0, 1000, (2, 64))
 
@@ -60,11 +54,7 @@ def bert() -> tuple[nn.Module, Tensor]:
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        hidden_size=256,
-        intermediate_size=1024,
-        vocab_size=1000,
+        num_hidden_layers=4, num_attention_heads=4, hidden_size=256, intermediate_size=1024, vocab_size=1000
     )
     return Output(BertModel(config)), torch.randint(0, 1000, (2, 64))
 
@@ -74,11 +64,7 @@ def resnet18() -> tuple[nn.Module, Tensor]:
     return module, x
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "gpt2": gpt2,
-    "bert": bert,
-    "resnet18": resnet18,
-}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"gpt2": gpt2, "bert": bert, "resnet18": resnet18}
 
 
 def count_inductor(run: Callable[[], Any]) -> dict[str, Any]:
@@ -96,11 +82,7 @@ def count_inductor(run: Callable[[], Any]) -> dict[str, Any]:
         nests += sum(called[name] * outermost_loops(text) for name, text in found)
         kernels.update(called)
         externs.update(re.findall(r"(extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", body))
-    return {
-        "kernels": kernels.total(),
-        "nests": nests,
-        "externs": dict(sorted(externs.items())),
-    }
+    return {"kernels": kernels.total(), "nests": nests, "externs": dict(sorted(externs.items()))}
 
 
 def outermost_loops(source: str) -> int:
@@ -178,9 +160,7 @@ def main() -> None:
             verdict = "met" if ratio <= LIMIT else "MISSED"
             counts = [str(c[of]) for of in ("kernels", "nests") for c in (ours, theirs)]
             rows.append([name, *counts[:2], f"{ratio:.2f}", verdict, *counts[2:]])
-            externs.append(
-                f"{name}\n  plait     {ours['externs']}\n  Inductor  {theirs['externs']}"
-            )
+            externs.append(f"{name}\n  plait     {ours['externs']}\n  Inductor  {theirs['externs']}")
             if ours["fallbacks"]:
                 externs.append(f"  fell back {ours['fallbacks']}")
     heads = ("kernels", "plait", "Inductor", "ratio", f"<= {LIMIT}", "nests: plait", "Inductor")

@@ -109,9 +109,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append one JSON line a row")
     options = parser.parse_args()
     every = cases()
-    names = [
-        n for n in every if not options.names or any(fnmatch.fnmatch(n, p) for p in options.names)
-    ]
+    names = [n for n in every if not options.names or any(fnmatch.fnmatch(n, p) for p in options.names)]
     if not names:
         parser.error(f"no case is called {' or '.join(options.names)}")
     peers = [p for p in ("dynamo", "inductor") if getattr(options, p)]

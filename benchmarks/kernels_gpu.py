@@ -124,9 +124,7 @@ class Runner:
                 raise RuntimeError(f"{type(step).__name__} in the plan: {step}")
             for b in step.args:
                 if b.name not in memory:
-                    memory[b.name] = torch.empty_strided(
-                        b.shape, b.strides, dtype=dtypes[b.dtype.name], device="cuda"
-                    )
+                    memory[b.name] = torch.empty_strided(b.shape, b.strides, dtype=dtypes[b.dtype.name], device="cuda")
             self._add(step, [memory[b.name] for b in step.args], folder)
         self.outputs = [
             memory[o.buf].as_strided(o.shape, o.strides, o.offset)
@@ -191,9 +189,7 @@ def main() -> None:
             try:
                 row = measure(name, Path(folder))
             except Exception as error:  # noqa: BLE001  (one case must not cost the others' numbers)
-                lines.append(
-                    [name, "", f"{type(error).__name__}: {str(error)[:90]}", "", "", "", ""]
-                )
+                lines.append([name, "", f"{type(error).__name__}: {str(error)[:90]}", "", "", "", ""])
                 continue
             rows.append(row)
             rate = row["nbytes"] / row["plait"] / 1e6

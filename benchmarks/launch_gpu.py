@@ -65,9 +65,7 @@ def main() -> None:
         )  # fmt: skip
         pool = CubinPool(2)
         for n in (1, 4, 19):
-            job = Job(
-                f"touch{n}", source(n), {f"p{k}": "*fp32" for k in range(n)}, 10 * major + minor, 4
-            )
+            job = Job(f"touch{n}", source(n), {f"p{k}": "*fp32" for k in range(n)}, 10 * major + minor, 4)
             (made,) = pool.compile([job], Config(cache_dir=str(folder)))
             cubin = folder / f"touch{n}.cubin"
             cubin.write_bytes(made.image)
@@ -77,15 +75,7 @@ def main() -> None:
             )  # fmt: skip
             ns = json.loads(done.stdout)
             bare, ours = ns["bare_ns"], ns["plait_ns"]
-            rows.append(
-                [
-                    str(n),
-                    f"{bare:.0f}",
-                    f"{ours:.0f}",
-                    f"{ours / bare:.3f}",
-                    f"{python_ns(n, folder):.0f}",
-                ]
-            )
+            rows.append([str(n), f"{bare:.0f}", f"{ours:.0f}", f"{ours / bare:.3f}", f"{python_ns(n, folder):.0f}"])
         pool.stop()
     print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}")
     print(render(("pointers", "bare ns", "plait ns", "plait / bare", "Triton's Python ns"), rows))

@@ -68,9 +68,7 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(cout)
         self.down: nn.Module = nn.Identity()
         if stride != 1 or cin != cout:
-            self.down = nn.Sequential(
-                nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout)
-            )
+            self.down = nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -83,10 +81,7 @@ class ResNet18(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-            nn.BatchNorm2d(64),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1),
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
         )
         blocks, cin = [], 64
         for cout, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
@@ -182,11 +177,7 @@ CASES = {
         Case("tf6", "6 transformer blocks, d 256, 4 x 64 tokens", tf6, ((4, 64, 256),)),
         Case("resnet18", "batch 4 at 128x128", ResNet18, ((4, 3, 128, 128),)),
         Case(
-            "tiny-mlp-train",
-            "16-32-4, batch 8, forward + backward",
-            lambda: Loss(tiny_mlp()),
-            ((8, 16),),
-            train=True,
+            "tiny-mlp-train", "16-32-4, batch 8, forward + backward", lambda: Loss(tiny_mlp()), ((8, 16),), train=True
         ),
         Case(
             "tf6-train",

@@ -114,9 +114,7 @@ def _ready(gm: torch.fx.GraphModule, key: str) -> tuple[Any, ...]:
         if isinstance(value, Tensor):
             shape = [int(s) for s in value.shape]
             stride = [int(s) for s in value.stride()]
-            with (
-                unset_fake_temporarily()
-            ):  # the compiler is called under a mode that makes fake tensors
+            with unset_fake_temporarily():  # the compiler is called under a mode that makes fake tensors
                 value = torch.empty_strided(shape, stride, dtype=value.dtype).zero_()
         ready.append(value)
     return tuple(ready)
@@ -163,13 +161,7 @@ PEERS = {
     for peer in (
         Peer("eager", eager),
         Peer("plait", plait, modules=("plait.capture.backend",)),
-        Peer(
-            "plait.compile",
-            plait_compile,
-            lazy=False,
-            trains=False,
-            modules=("plait.capture.export",),
-        ),
+        Peer("plait.compile", plait_compile, lazy=False, trains=False, modules=("plait.capture.export",)),
         Peer("guards", guards, computes=False, trains=False, modules=("torch._dynamo",)),
         Peer("floor", floor, computes=False, modules=("torch._functorch.aot_autograd",)),
         Peer("inductor", inductor(), modules=INDUCTOR),
@@ -177,20 +169,8 @@ PEERS = {
         Peer("inductor-freeze", inductor(freezing=True), trains=False, modules=INDUCTOR),
         Peer("aotinductor", aot_inductor, lazy=False, trains=False, modules=INDUCTOR),
         Peer(
-            "onnxruntime",
-            onnxruntime,
-            lazy=False,
-            trains=False,
-            python=".venv-ort",
-            modules=("numpy", "onnxruntime"),
+            "onnxruntime", onnxruntime, lazy=False, trains=False, python=".venv-ort", modules=("numpy", "onnxruntime")
         ),
-        Peer(
-            "openvino",
-            openvino,
-            lazy=False,
-            trains=False,
-            python=".venv-openvino",
-            modules=("numpy", "openvino"),
-        ),
+        Peer("openvino", openvino, lazy=False, trains=False, python=".venv-openvino", modules=("numpy", "openvino")),
     )
 }

@@ -38,11 +38,7 @@ class Process:
 
     def __init__(self, case: Case, peer: Peer, cache: Path, *flags: str) -> None:
         python = str(ROOT / peer.python / "bin" / "python") if peer.python else sys.executable
-        env = dict(
-            os.environ,
-            PLAIT_CACHE_DIR=str(cache / "plait"),
-            TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),
-        )
+        env = dict(os.environ, PLAIT_CACHE_DIR=str(cache / "plait"), TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"))
         (cache / "inductor").mkdir(parents=True, exist_ok=True)
         self.log = (cache / "worker.log").open("a+")
         self.child = subprocess.Popen(
@@ -136,11 +132,7 @@ def machine() -> Result:
     ]
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     return {
         "date": datetime.date.today().isoformat(),
@@ -196,9 +188,7 @@ def main() -> None:
         write(out, about, cases, results, claims)
 
 
-def write(
-    name: str, about: Result, cases: list[Case], results: Result, claims: list[Result]
-) -> None:
+def write(name: str, about: Result, cases: list[Case], results: Result, claims: list[Result]) -> None:
     """The results as data and as a page."""
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)

@@ -22,10 +22,7 @@ def render(heads: tuple[str, ...], rows: list[list[str]]) -> str:
     widths = [max(len(r[k]) for r in [list(heads), *rows]) for k in range(len(heads))]
 
     def line(cells: list[str]) -> str:
-        padded = [
-            c.ljust(w) if k == 0 else c.rjust(w)
-            for k, (c, w) in enumerate(zip(cells, widths, strict=True))
-        ]
+        padded = [c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths, strict=True))]
         return "| " + " | ".join(padded) + " |"
 
     rule = "|" + "|".join("-" * (w + 1) + (":" if k else "-") for k, w in enumerate(widths)) + "|"
@@ -59,9 +56,7 @@ def case_table(name: str, about: str, peers: Result) -> str:
                 f"{r['error']:.0e}" if r.get("error") else "",
             ]
         )
-    return "\n".join(
-        [f"## {name}: {about}", "", render(HEADS, rows), *([""] if failures else []), *failures]
-    )
+    return "\n".join([f"## {name}: {about}", "", render(HEADS, rows), *([""] if failures else []), *failures])
 
 
 def claims_table(claims: list[Result]) -> str:

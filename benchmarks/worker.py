@@ -83,9 +83,7 @@ class Worker:
 
             arenas = int(_native.arena_stats()["held_bytes"])
         kept = []
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as prof:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
             kept.append(self.call())
         events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
         moves = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -76,9 +76,7 @@ class Encoder(torch.nn.Module):
         self.transformer = transformer
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        hidden = self.transformer(
-            input_ids=input_ids, attention_mask=attention_mask
-        ).last_hidden_state
+        hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
         return torch.nn.functional.normalize(mean, dim=1)
@@ -194,7 +192,5 @@ def main() -> int:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     with tempfile.TemporaryDirectory(prefix="plait-demo-") as cache:
-        os.environ["PLAIT_CACHE_DIR"] = (
-            cache  # an empty cache: the first result below is a cold one
-        )
+        os.environ["PLAIT_CACHE_DIR"] = cache  # an empty cache: the first result below is a cold one
         raise SystemExit(main())

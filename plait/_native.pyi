@@ -25,11 +25,7 @@ class Boxed:
 @final
 class Program:
     def __new__(
-        cls,
-        plan: bytes,
-        library: Library | None,
-        constants: Sequence[torch.Tensor],
-        callables: Sequence[object],
+        cls, plan: bytes, library: Library | None, constants: Sequence[torch.Tensor], callables: Sequence[object]
     ) -> Program: ...
     def __call__(self, *args: Any) -> tuple[Any, ...]: ...
     @property

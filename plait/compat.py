@@ -125,9 +125,7 @@ def aot_compile(
     )
 
 
-def min_cut_partition(
-    joint: GraphModule, joint_inputs: Any, **kwargs: Any
-) -> tuple[GraphModule, GraphModule]:
+def min_cut_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """Splits a joint graph into forward and backward. torch's own CSE is off: it would import a whole compiler."""
     with functorch_config.patch(cse=False):
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
@@ -232,9 +230,7 @@ def dynamic_marks(meta: Any) -> tuple[Mark, ...]:
     else:
         attribute = "_dynamo_weak_dynamic_indices"  # before torch 2.13
     return tuple(
-        (i, attribute, frozenset(info.dynamic_dims))
-        for i, info in enumerate(meta.output_info)
-        if info.dynamic_dims
+        (i, attribute, frozenset(info.dynamic_dims)) for i, info in enumerate(meta.output_info) if info.dynamic_dims
     )
 
 
@@ -338,12 +334,7 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
 
     @contextmanager
     def resumed() -> Iterator[None]:
-        with (
-            tracing(traced),
-            compile_context(compiled),
-            torch.no_grad(),
-            torch._C._DisableAutocast(),
-        ):
+        with tracing(traced), compile_context(compiled), torch.no_grad(), torch._C._DisableAutocast():
             yield
 
     return resumed
@@ -366,11 +357,7 @@ class ExportEnv:
     """Fake arguments for one export. leaves: the flattened arguments, tensors replaced by fake ones."""
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dynamic_shapes: Any,
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
     ) -> None:
         self.dynamic_shapes = dynamic_shapes
         try:
@@ -397,11 +384,7 @@ class ExportEnv:
         if self.dynamic_shapes:
             try:
                 non_strict_utils.produce_guards_and_solve_constraints(
-                    self.mode,
-                    graph,
-                    self.dynamic_shapes,
-                    self._equalities,
-                    self._python_signature,
+                    self.mode, graph, self.dynamic_shapes, self._equalities, self._python_signature
                 )
             except (ConstraintViolationError, TorchUserError) as error:
                 raise UserError(f"dynamic_shapes contradicts the program: {error}") from error
@@ -415,10 +398,7 @@ class ExportEnv:
             # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
             low = int(span.lower) if span.lower > 2 else 0
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
-        checks = [
-            *_derived_sizes(fakes, where),
-            *(_condition(e, where) for e in _open_guards(shape_env, bounds)),
-        ]
+        checks = [*_derived_sizes(fakes, where), *(_condition(e, where) for e in _open_guards(shape_env, bounds))]
         return SizeFacts({str(s): b for s, b in bounds.items()}, tuple(checks))
 
 
@@ -437,9 +417,7 @@ def _apart(tree: Any) -> Any:
 
 def _open_guards(shape_env: Any, bounds: dict[Any, tuple[int, int | None]]) -> list[Any]:
     """Conditions that the trace recorded and that equal symbols and the checked ranges do not imply."""
-    ranges = {
-        s: ValueRanges(low, int_oo if high is None else high) for s, (low, high) in bounds.items()
-    }
+    ranges = {s: ValueRanges(low, int_oo if high is None else high) for s, (low, high) in bounds.items()}
     found = []
     for guard in shape_env.guards:
         expr = shape_env.replace(guard.expr)
@@ -507,9 +485,7 @@ def export_graph(
     Also gives the positions of mutated inputs; their new values are the graph's first outputs.
     """
     with env.mode, tracing(TracingContext(env.mode)), _exporting():
-        graph, signature = aot_export_module(
-            flat, inputs, trace_joint=False, decompositions=decomposition_table()
-        )
+        graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
     assert isinstance(graph, GraphModule)
     if signature.input_tokens:
         raise Unsupported("plait.compile of a program with effect tokens (printing, torchbind)")

@@ -95,18 +95,11 @@ def _emit(plan: Plan, toolchain: Toolchain | None) -> Source:
 
 
 def _build(source: Source, toolchain: Toolchain | None, cfg: Config) -> Built | None:
-    return (
-        None
-        if toolchain is None or not source.entry_points
-        else get_or_build(source.text, toolchain, cfg)
-    )
+    return None if toolchain is None or not source.entry_points else get_or_build(source.text, toolchain, cfg)
 
 
 def _name_kernels(plan: Plan, source: Source) -> Plan:
-    steps = tuple(
-        replace(s, name=source.entry_points[s.name]) if isinstance(s, Kernel) else s
-        for s in plan.steps
-    )
+    steps = tuple(replace(s, name=source.entry_points[s.name]) if isinstance(s, Kernel) else s for s in plan.steps)
     return replace(plan, steps=steps)
 
 

@@ -18,13 +18,9 @@ from typing import Any
 from plait.errors import UserError
 
 
-def flag(
-    default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()
-) -> Any:
+def flag(default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()) -> Any:
     """One row of the table. env: environment variable, "" for PLAIT_<NAME>. in_key: the flag changes what is built."""
-    return dataclasses.field(
-        default=default, metadata={"doc": doc, "env": env, "in_key": in_key, "choices": choices}
-    )
+    return dataclasses.field(default=default, metadata={"doc": doc, "env": env, "in_key": in_key, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -37,47 +33,30 @@ class Config:
         in_key=False, choices=(0, 1, 2, 3, 4, 5),
     )  # fmt: skip
     debug_dir: str = flag(
-        "",
-        doc="folder for one debug folder a graph; '' writes none unless debug >= 4 (then plait_debug)",
-        in_key=False,
+        "", doc="folder for one debug folder a graph; '' writes none unless debug >= 4 (then plait_debug)", in_key=False
     )
-    verify: bool = flag(
-        False, doc="check the IR between passes (also on when debug >= 1)", in_key=False
-    )
+    verify: bool = flag(False, doc="check the IR between passes (also on when debug >= 1)", in_key=False)
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
     wrapper: str = flag(
-        "native",
-        doc="what runs the program: the native executor or generated Python",
-        choices=("native", "python"),
+        "native", doc="what runs the program: the native executor or generated Python", choices=("native", "python")
     )
-    isa: str = flag(
-        "auto",
-        doc="vector instructions of CPU kernels",
-        choices=("auto", "avx512", "avx2", "portable"),
-    )
-    cpp_compiler: str = flag(
-        "", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++"
-    )
+    isa: str = flag("auto", doc="vector instructions of CPU kernels", choices=("auto", "avx512", "avx2", "portable"))
+    cpp_compiler: str = flag("", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++")
     opt_level: int = flag(2, doc="-O level for kernels", choices=(0, 1, 2, 3))
     # -- what the compiler does
     kernels: bool = flag(
-        True,
-        doc="make kernels; False runs every op as a call of ATen, as on a machine without compiler",
+        True, doc="make kernels; False runs every op as a call of ATen, as on a machine without compiler"
     )
     fusion: bool = flag(True, doc="fuse loops")
     max_recompute: int = flag(
-        8,
-        doc="arithmetic operations that may be repeated for each extra reader when a producer is inlined",
+        8, doc="arithmetic operations that may be repeated for each extra reader when a producer is inlined"
     )
     max_fusion_reads: int = flag(16, doc="buffers that one kernel may read before fusion stops")
     small_matmul_flops: int = flag(
-        20480,
-        doc="matrix products of at most this many flops become loops of ours, fused with their neighbours",
+        20480, doc="matrix products of at most this many flops become loops of ours, fused with their neighbours"
     )
-    memory_planning: bool = flag(
-        True, doc="place intermediates in a pooled arena and reuse dying buffers"
-    )
+    memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Config:
@@ -90,9 +69,7 @@ class Config:
                 found[row.name] = row.parse(text)
         return Config(**found) if found else _DEFAULT
 
-    def with_options(
-        self, options: Mapping[str, Any] | None = None, mode: str | None = None
-    ) -> Config:
+    def with_options(self, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
         """This configuration with a mode's settings and then the options on top.
 
         Raises UserError for an unknown mode or option, listing the known ones, and for a value of a wrong type.
@@ -105,9 +82,7 @@ class Config:
         rows = {row.name: row for row in _rows()}
         for name, value in (options or {}).items():
             if name not in rows:
-                raise UserError(
-                    f"unknown option {name!r} for backend 'plait'", hint=f"one of {', '.join(rows)}"
-                )
+                raise UserError(f"unknown option {name!r} for backend 'plait'", hint=f"one of {', '.join(rows)}")
             changes[name] = rows[name].check(value, f"option {name!r}")
         return dataclasses.replace(self, **changes) if changes else self
 
@@ -147,9 +122,7 @@ class Row:
         """value itself if the flag may hold it, else UserError. A bool is not taken for an int."""
         if type(value) not in self.types:
             names = " or ".join(t.__name__ for t in self.types)
-            raise UserError(
-                f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.doc
-            )
+            raise UserError(f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.doc)
         if self.choices and value not in self.choices:
             known = ", ".join(repr(c) for c in self.choices)
             raise UserError(f"{what} is {value!r}", hint=f"one of {known}")

@@ -29,12 +29,7 @@ STAGES, KERNELS, REASONS, SOURCE, IR = 1, 2, 3, 4, 5
 class PassLog:
     """Runs the steps of one compilation. verifiers: step name -> check of that step's result, run if cfg.verifies."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        name: str,
-        verifiers: Mapping[str, Callable[[Any], object]] | None = None,
-    ) -> None:
+    def __init__(self, cfg: Config, name: str, verifiers: Mapping[str, Callable[[Any], object]] | None = None) -> None:
         self.cfg = cfg
         self.name = name
         self.verifiers = verifiers or {}
@@ -108,8 +103,4 @@ def _tracing() -> bool:
 def _trace(name: str, content: str) -> None:
     from torch._logging._internal import trace_structured
 
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: content,
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: content)

@@ -13,9 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 
-def compiled(
-    fn: Callable[..., Any], dynamic: bool | None = None, **kwargs: Any
-) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any], dynamic: bool | None = None, **kwargs: Any) -> Callable[..., Any]:
     """fn through torch.compile with plait."""
     return torch.compile(fn, backend="plait", dynamic=dynamic, **kwargs)
 
@@ -60,10 +58,7 @@ def _gradients(args: Sequence[Any], out: Any) -> list[torch.Tensor | None]:
     leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     if not leaves:
         return []
-    total = sum(
-        (x * torch.linspace(0.5, 1.5, max(x.numel(), 1))[: x.numel()].view(x.shape)).sum()
-        for x in leaves
-    )
+    total = sum((x * torch.linspace(0.5, 1.5, max(x.numel(), 1))[: x.numel()].view(x.shape)).sum() for x in leaves)
     total.backward()
     inputs = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     return [x.grad if x.is_leaf else None for x in inputs]
@@ -81,17 +76,13 @@ def tree_equal(got: Any, want: Any, what: str) -> None:
             continue
         assert type(g) is type(w), name
         assert g.requires_grad == w.requires_grad, f"{name}: requires_grad"
-        torch.testing.assert_close(
-            g, w, rtol=2e-5, atol=2e-5, equal_nan=True, check_stride=g.numel() > 0
-        )
+        torch.testing.assert_close(g, w, rtol=2e-5, atol=2e-5, equal_nan=True, check_stride=g.numel() > 0)
 
 
 def sharing(args: Sequence[Any], out: Any) -> list[tuple[int, int]]:
     """Pairs of tensors, counted through arguments and then results, that share one storage."""
     tensors = [x for x in pytree.tree_leaves((list(args), out)) if isinstance(x, torch.Tensor)]
-    tensors = [
-        x for x in tensors if type(x) in (torch.Tensor, torch.nn.Parameter) and x.numel() > 0
-    ]
+    tensors = [x for x in tensors if type(x) in (torch.Tensor, torch.nn.Parameter) and x.numel() > 0]
     where = [x.untyped_storage().data_ptr() for x in tensors]
     n = len(where)
     return [(i, j) for i in range(n) for j in range(i + 1, n) if where[i] == where[j]]

@@ -77,9 +77,7 @@ def inputs(dtype):
         """The module, and the call that compares plait with eager."""
         call = f"check_function(f, inputs, dynamic={dynamic}, backward={backward})"
         head = "# Save as repro.py in the root of the source tree, then: python repro.py"
-        return (
-            f"{head}\n{self.source()}\n\nfrom tests.fuzz_graphs import check_function\n\n{call}\n"
-        )
+        return f"{head}\n{self.source()}\n\nfrom tests.fuzz_graphs import check_function\n\n{call}\n"
 
 
 def generate(seed: int) -> Program:
@@ -225,10 +223,7 @@ def check(p: Program, dynamic: bool = False, backward: bool = False) -> None:
 
 
 def check_function(
-    f: Callable[..., tuple[Tensor, ...]],
-    inputs: Callable[[torch.dtype], list[Tensor]],
-    dynamic: bool,
-    backward: bool,
+    f: Callable[..., tuple[Tensor, ...]], inputs: Callable[[torch.dtype], list[Tensor]], dynamic: bool, backward: bool
 ) -> None:
     """Compiles f and compares with eager by distance from float64. Raises AssertionError where plait is further off."""
     torch._dynamo.reset()
@@ -255,11 +250,7 @@ def check_function(
 
 def _compare(e: Tensor, g: Tensor, t: Tensor, what: str) -> None:
     assert g is not None and g.shape == e.shape and g.dtype == e.dtype, f"{what}\n{g}"
-    strides = [
-        (d, a, b)
-        for d, a, b in zip(e.shape, g.stride(), e.stride(), strict=True)
-        if d > 1 and e.numel()
-    ]
+    strides = [(d, a, b) for d, a, b in zip(e.shape, g.stride(), e.stride(), strict=True) if d > 1 and e.numel()]
     assert all(a == b for _, a, b in strides), f"{what}\n(size, stride, stride of eager): {strides}"
     e, g, t = e.detach(), g.detach(), t.detach()
     same = (g == e) | (g.isnan() & e.isnan())
@@ -267,13 +258,9 @@ def _compare(e: Tensor, g: Tensor, t: Tensor, what: str) -> None:
         return
     dg, de = (g.double() - t.double()).abs(), (e.double() - t.double()).abs()
     # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off elsewhere.
-    slack = 2e-5 * (1 + t.abs().double()) + 4 * float(
-        de[de.isfinite()].max() if de.isfinite().any() else 0
-    )
+    slack = 2e-5 * (1 + t.abs().double()) + 4 * float(de[de.isfinite()].max() if de.isfinite().any() else 0)
     bad = ~same & ~(dg <= 2 * de + slack)
-    assert not bool(bad.any()), (
-        f"{what}\nplait {g[bad][:5]}\neager {e[bad][:5]}\nfloat64 {t[bad][:5]}"
-    )
+    assert not bool(bad.any()), f"{what}\nplait {g[bad][:5]}\neager {e[bad][:5]}\nfloat64 {t[bad][:5]}"
 
 
 if __name__ == "__main__":

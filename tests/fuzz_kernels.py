@@ -28,38 +28,8 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 from tests.kernel_tools import Loaded, run_kernel
 
 EXTENTS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 100, 129]
-STORED = [
-    "f32",
-    "f32",
-    "f32",
-    "f64",
-    "f16",
-    "bf16",
-    "i64",
-    "i32",
-    "i16",
-    "i8",
-    "u8",
-    "b1",
-    "u16",
-    "u32",
-    "u64",
-]
-SMOOTH = [
-    "exp",
-    "tanh",
-    "sin",
-    "cos",
-    "erf",
-    "expm1",
-    "atan",
-    "asinh",
-    "log1p",
-    "erfc",
-    "sinh",
-    "cosh",
-    "exp2",
-]
+STORED = ["f32", "f32", "f32", "f64", "f16", "bf16", "i64", "i32", "i16", "i8", "u8", "b1", "u16", "u32", "u64"]
+SMOOTH = ["exp", "tanh", "sin", "cos", "erf", "expm1", "atan", "asinh", "log1p", "erfc", "sinh", "cosh", "exp2"]
 EXACT = [
     "add",
     "sub",
@@ -139,9 +109,7 @@ class Maker:
         self.vars = loop_vars("i", tuple(sizes[:n_vars]))
         self.rvars = loop_vars("r", tuple(sizes[n_vars:]))
         self.sizes = dict(zip((*self.vars, *self.rvars), sizes, strict=True))
-        pool = [
-            self.load(full=bool(self.rvars) and r.random() < 0.8) for _ in range(r.randint(1, 3))
-        ]
+        pool = [self.load(full=bool(self.rvars) and r.random() < 0.8) for _ in range(r.randint(1, 3))]
         stmts: list[Stmt] = []
         sequential = False
         for k in range(r.choice([0, 1, 1, 2]) if self.rvars else 0):
@@ -157,16 +125,7 @@ class Maker:
                 self.store(k, r.choice(pool[-4:]), stmts)
         names = [symbol(s, 0, 1 << 40) for s in self.dynamic]
         outs = tuple(s.buf for s in stmts if isinstance(s, Store))
-        return Kernel(
-            "fuzz",
-            self.vars,
-            self.rvars,
-            tuple(stmts),
-            tuple(self.buffers),
-            outs,
-            tuple(names),
-            sequential,
-        )
+        return Kernel("fuzz", self.vars, self.rvars, tuple(stmts), tuple(self.buffers), outs, tuple(names), sequential)
 
     # ------------------------------------------------------------------------------------------- memory
     def number(self, e: Size) -> int:
@@ -202,9 +161,7 @@ class Maker:
                 step = step * 2 + 3
         b = Buffer(f"{'in' if fill else 'out'}{len(self.buffers)}", d, tuple(shape), tuple(strides))
         self.buffers.append(b)
-        last = sum(
-            (self.number(n) - 1) * self.value(s) for n, s in zip(b.shape, b.strides, strict=True)
-        )
+        last = sum((self.number(n) - 1) * self.value(s) for n, s in zip(b.shape, b.strides, strict=True))
         n = max(1, last + 1)
         self.arrays[b.name] = self.memory(d, n) if fill else np.zeros(n, interp.memory_type(d))
         return b
@@ -248,11 +205,7 @@ class Maker:
         if axes and r.random() < 0.15:
             a = r.choice(axes)
             full |= a in self.rvars
-            mask = self.ops.op(
-                "lt",
-                self.ops.index(a),
-                self.ops.const(max(1, self.number(self.sizes[a]) // 2), i64),
-            )
+            mask = self.ops.op("lt", self.ops.index(a), self.ops.const(max(1, self.number(self.sizes[a]) // 2), i64))
             x = self.ops.masked(mask, lambda: self.ops.load(b.name, tuple(index), d), 1)
             return self.computable(Value(x, True, full))
         return self.computable(Value(self.ops.load(b.name, tuple(index), d), True, full))
@@ -264,9 +217,7 @@ class Maker:
         where = self.buffer(i64, shape, True)
         bad = self.r.random() < 0.1
         old = self.arrays[where.name]
-        self.arrays[where.name] = self.np.integers(-n, n + (1 if bad else 0), old.size).astype(
-            np.int64
-        )
+        self.arrays[where.name] = self.np.integers(-n, n + (1 if bad else 0), old.size).astype(np.int64)
         table = self.buffer(d, [n], True)
         k = self.ops.checked(self.ops.load(where.name, tuple(index), i64), n)
         return self.computable(Value(self.ops.load(table.name, (k,), d), True, full))
@@ -297,9 +248,7 @@ class Maker:
             x = a.node
             if x.dtype.is_float and to.kind in "iu":
                 x = self.ops.op(
-                    "min",
-                    self.ops.op("max", x, const(-50.0 if to.kind == "i" else 0.0, x.dtype)),
-                    const(50.0, x.dtype),
+                    "min", self.ops.op("max", x, const(-50.0 if to.kind == "i" else 0.0, x.dtype)), const(50.0, x.dtype)
                 )
                 x = self.ops.op("where", self.ops.op("isnan", x), const(1.0, x.dtype), x)
             return self.computable(Value(cast(x, to), a.exact, a.full))
@@ -310,17 +259,11 @@ class Maker:
         both, full = a.exact and b.exact, a.full or b.full
         if d == b1:
             return Value(
-                self.ops.op(
-                    r.choice(["and", "or", "xor", "eq", "lt", "max", "ge"]), a.node, b.node
-                ),
-                both,
-                full,
+                self.ops.op(r.choice(["and", "or", "xor", "eq", "lt", "max", "ge"]), a.node, b.node), both, full
             )
         if both and how < 0.55:
             c = self.ops.op(r.choice(["lt", "le", "eq", "ne", "gt", "ge"]), a.node, b.node)
-            return Value(
-                c if r.random() < 0.3 else self.ops.op("where", c, a.node, b.node), True, full
-            )
+            return Value(c if r.random() < 0.3 else self.ops.op("where", c, a.node, b.node), True, full)
         if d.is_float:
             op = r.choice(EXACT if both else ["add", "sub", "mul", "neg", "abs", "min", "max"])
         else:
@@ -330,11 +273,7 @@ class Maker:
             return Value(self.ops.op(op, x), a.exact, a.full)
         if op == "where":
             return (
-                Value(
-                    self.ops.op("where", self.ops.op("gt", a.node, const(0, d)), a.node, b.node),
-                    both,
-                    full,
-                )
+                Value(self.ops.op("where", self.ops.op("gt", a.node, const(0, d)), a.node, b.node), both, full)
                 if both
                 else a
             )
@@ -344,11 +283,7 @@ class Maker:
         """Another value of a's dtype."""
         same = [v for v in pool if v.node.dtype == a.node.dtype]
         if self.r.random() < 0.3:
-            c = (
-                self.r.choice([0, 1, 2, 3, -1, 0.5])
-                if a.node.dtype.is_float
-                else self.r.choice([0, 1, 2, 3, 7])
-            )
+            c = self.r.choice([0, 1, 2, 3, -1, 0.5]) if a.node.dtype.is_float else self.r.choice([0, 1, 2, 3, 7])
             return Value(const(c, a.node.dtype), True, False)
         return self.r.choice(same)
 
@@ -361,14 +296,9 @@ class Maker:
         if d == b1:
             kind = r.choice(["any", "all"])
         elif d.is_float:
-            kind = r.choice(
-                ["sum", "max", "min", "welford"]
-                + (["argmax", "argmin"] if v.exact and not empty else [])
-            )
+            kind = r.choice(["sum", "max", "min", "welford"] + (["argmax", "argmin"] if v.exact and not empty else []))
         else:
-            kind = r.choice(
-                ["sum", "prod", "max", "min", "xor"] + ([] if empty else ["argmax", "argmin"])
-            )
+            kind = r.choice(["sum", "prod", "max", "min", "xor"] + ([] if empty else ["argmax", "argmin"]))
         stmts.append(Reduce(name, kind, v.node))
         out = i64 if kind.startswith("arg") else d
         suffixes = [".mean", ".m2", ".count"] if kind == "welford" else [""]
@@ -382,9 +312,7 @@ class Maker:
             return
         kind = self.r.choice(["sum", "max", "min"])
         stmts.append(Reduce("run", kind, v.node, running=True))
-        pool.append(
-            Value(node("acc", (), "run", v.node.dtype), v.exact and not v.node.dtype.is_float, True)
-        )
+        pool.append(Value(node("acc", (), "run", v.node.dtype), v.exact and not v.node.dtype.is_float, True))
 
     def store(self, k: int, v: Value, stmts: list[Stmt]) -> None:
         full = v.full or (bool(self.rvars) and self.r.random() < 0.3)
@@ -406,9 +334,7 @@ class Maker:
         n = 6
         self.numbers[n] = n
         where = self.buffer(i64, [self.sizes[a] for a in self.vars], True)
-        self.arrays[where.name] = self.np.integers(0, n, self.arrays[where.name].size).astype(
-            np.int64
-        )
+        self.arrays[where.name] = self.np.integers(0, n, self.arrays[where.name].size).astype(np.int64)
         b = self.buffer(v.node.dtype, [n], False)
         self.exact_of[b.name] = v.exact
         at = symbol("$0", extent=n)
@@ -449,9 +375,7 @@ def compare(kernel: Kernel, maker: Maker, loaded: Loaded, threads: int) -> str:
             if not same(mine[name], want[name]):
                 return f"{name}: {mine[name]} is not {want[name]}"
         elif not close(mine[name], want[name]):
-            return (
-                f"{name} differs by {worst(mine[name], want[name])}: {mine[name]} and {want[name]}"
-            )
+            return f"{name} differs by {worst(mine[name], want[name])}: {mine[name]} and {want[name]}"
     del truth
     return ""
 
@@ -460,9 +384,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal bits, but any NaN equals any NaN and -0 equals 0."""
     if a.dtype == np.uint16 or a.dtype.kind != "f":
         nan = (a & 0x7FFF) > 0x7F80 if a.dtype == np.uint16 else np.zeros(a.shape, bool)
-        return bool(
-            ((a == b) | (nan & ((b & 0x7FFF) > 0x7F80) if a.dtype == np.uint16 else (a == b))).all()
-        )
+        return bool(((a == b) | (nan & ((b & 0x7FFF) > 0x7F80) if a.dtype == np.uint16 else (a == b))).all())
     return bool(np.array_equal(a, b, equal_nan=True))
 
 
@@ -475,9 +397,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     """Within rounding errors that a long sum and a few ill-conditioned steps may leave."""
     with np.errstate(all="ignore"):
         rough = 2e-3 if a.dtype == np.float32 else 1e-4 if a.dtype == np.float64 else 0.05
-        scale = max(
-            1.0, float(np.nanmax(np.abs(b.astype(np.float64)[np.isfinite(b)]), initial=0.0))
-        )
+        scale = max(1.0, float(np.nanmax(np.abs(b.astype(np.float64)[np.isfinite(b)]), initial=0.0)))
         finite = np.isfinite(a) & np.isfinite(b)
         if not (np.isfinite(a) == np.isfinite(b)).all() and scale < 1e30:
             return False
@@ -497,10 +417,7 @@ def main() -> None:
                     except Exception as error:  # noqa: BLE001  (a crash is a finding too)
                         wrong = f"{type(error).__name__}: {str(error)[:1500]}"
                     if wrong:
-                        print(
-                            f"python -m tests.fuzz_kernels {seed} {name}\n  {wrong}"[:1200],
-                            flush=True,
-                        )
+                        print(f"python -m tests.fuzz_kernels {seed} {name}\n  {wrong}"[:1200], flush=True)
             return
         seed, isa = int(sys.argv[1]), (sys.argv[2:] or ["avx512"])[0]
         wrong = check(seed, ISAS[isa], Path(folder), show=True)

@@ -52,11 +52,7 @@ def long_rows(folder: Path, device: str) -> str:
     x = node("load", (), Load("x", (i, r)), f32)
     off = node("sub", (x, node("acc", (), "peak", f32)))
     value = node("sub", (off, node("log", (node("acc", (), "sum", f32),))))
-    stmts = (
-        Reduce("peak", "max", x),
-        Reduce("sum", "sum", node("exp", (off,))),
-        Store("out", (i, r), value, True),
-    )
+    stmts = (Reduce("peak", "max", x), Reduce("sum", "sum", node("exp", (off,))), Store("out", (i, r), value, True))
     args = (strided("x", f32, (3, 20001)), strided("out", f32, (3, 20001)))
     kernel = Kernel("long_rows", (i,), (r,), stmts, args, ("out",), ())
     data = np.random.default_rng(0).standard_normal(60003).astype(np.float32) * 5

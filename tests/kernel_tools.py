@@ -34,9 +34,7 @@ def math_table() -> ctypes.Array:
 class Loaded:
     """A compiled library of kernels."""
 
-    def __init__(
-        self, kernels: Sequence[Kernel], isa: Isa, folder: Path, opt_level: int = 2
-    ) -> None:
+    def __init__(self, kernels: Sequence[Kernel], isa: Isa, folder: Path, opt_level: int = 2) -> None:
         found = find_toolchain(Config())
         self.source = emit_library(kernels, isa)
         path = folder / f"k{abs(hash(self.source.text))}-{isa.name}.so"
@@ -45,30 +43,19 @@ class Loaded:
         self.lib.plait_init(math_table())
 
     def __call__(
-        self,
-        kernel: Kernel,
-        arrays: dict[str, np.ndarray],
-        sizes: dict[str, int] | None = None,
-        threads: int = 1,
+        self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
     ) -> int:
         """Runs a kernel on arrays (by buffer name, memory as their buffer says) and returns its code."""
         codes = [self.part(kernel, arrays, t, threads, sizes) for t in range(threads)]
         return next((c for c in codes if c), 0)
 
     def part(
-        self,
-        kernel: Kernel,
-        arrays: dict[str, np.ndarray],
-        tid: int,
-        threads: int,
-        sizes: dict[str, int] | None = None,
+        self, kernel: Kernel, arrays: dict[str, np.ndarray], tid: int, threads: int, sizes: dict[str, int] | None = None
     ) -> int:
         """Runs the share of one thread."""
         fn = getattr(self.lib, self.source.entry_points[kernel.name])
         fn.restype = ctypes.c_int64
-        bufs = (ctypes.c_void_p * max(1, len(kernel.args)))(
-            *(arrays[b.name].ctypes.data for b in kernel.args)
-        )
+        bufs = (ctypes.c_void_p * max(1, len(kernel.args)))(*(arrays[b.name].ctypes.data for b in kernel.args))
         values = [(sizes or {})[str(s)] for s in kernel.sizes]
         syms = (ctypes.c_int64 * max(1, len(values)))(*values)
         return int(fn(ctypes.c_int64(tid), ctypes.c_int64(threads), bufs, syms))
@@ -81,10 +68,7 @@ def usable_isas() -> list[Isa]:
 
 
 def run_kernel(
-    kernel: Kernel,
-    arrays: dict[str, np.ndarray],
-    sizes: dict[str, int] | None = None,
-    wide: bool = False,
+    kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, wide: bool = False
 ) -> int:
     """The slow reference: runs a kernel on flat arrays (as `Loaded` does), written only after everything was read.
     Returns 1 where a run-time check failed, else 0."""
@@ -113,9 +97,7 @@ def run_kernel(
     return int(bool(space.failed))
 
 
-def strided(
-    name: str, d: DType, shape: Sequence[Size], order: Sequence[int] | None = None
-) -> Buffer:
+def strided(name: str, d: DType, shape: Sequence[Size], order: Sequence[int] | None = None) -> Buffer:
     """A dense buffer. order: dimensions from outermost to innermost in memory (row-major by default)."""
     strides: list[Size] = [0] * len(shape)
     step: Size = 1

@@ -104,10 +104,7 @@ class Evaluate:
             self._symbols()
             getattr(self, "_" + type(op).__name__.lower())(op)
         self._symbols()
-        return [
-            self.bufs[o.buf].item() if isinstance(o, Number) else self._operand(o)
-            for o in self.program.outputs
-        ]
+        return [self.bufs[o.buf].item() if isinstance(o, Number) else self._operand(o) for o in self.program.outputs]
 
     def _symbols(self) -> None:
         for name, source in self.program.symbols.items():
@@ -116,9 +113,7 @@ class Evaluate:
             if isinstance(source, tuple):
                 if source[0] in self.bufs:
                     t = self.bufs[source[0]]
-                    self.env[name] = torch.tensor(
-                        t.shape[source[2]] if source[1] == "size" else t.stride(source[2])
-                    )
+                    self.env[name] = torch.tensor(t.shape[source[2]] if source[1] == "size" else t.stride(source[2]))
             elif all(a.name in self.env for a in sz.free_symbols(source)):
                 self.env[name] = _size(source, self.env)
 
@@ -169,9 +164,7 @@ class Evaluate:
                 bad = bad & args[1]
             if bool(bad.any()):
                 raise ERRORS[n.attr.check.error](n.attr.check.message)
-            return torch.where(
-                (args[0] < 0) | (args[0] >= size), torch.zeros_like(args[0]), args[0]
-            )
+            return torch.where((args[0] < 0) | (args[0] >= size), torch.zeros_like(args[0]), args[0])
         if n.op == "nonzero":
             bad = (args[0] == 0) & args[1] if len(args) > 1 else args[0] == 0
             if bool(bad.any()):
@@ -283,9 +276,7 @@ class Evaluate:
         start = base.storage_offset() * base.element_size() // b.dtype.nbytes if op.relative else 0
         whole = torch.empty(0, dtype=TO_TORCH[b.dtype])
         shape, strides = [self.num(s) for s in b.shape], [self.num(s) for s in b.strides]
-        self.bufs[op.out] = whole.set_(
-            base.untyped_storage(), start + self.num(op.offset), shape, strides
-        )
+        self.bufs[op.out] = whole.set_(base.untyped_storage(), start + self.num(op.offset), shape, strides)
 
     def _item(self, op: Item) -> None:
         self.env[op.name] = torch.tensor(int(self.bufs[op.buf].item()))
@@ -334,11 +325,7 @@ def _reduced(kind: str, x: T) -> tuple[T, ...]:
     n = x.shape[-1]
     if kind == "welford":
         mean = x.mean(-1) if n else torch.zeros(x.shape[:-1], dtype=x.dtype)
-        return (
-            mean,
-            ((x - mean.unsqueeze(-1)) ** 2).sum(-1),
-            torch.full(x.shape[:-1], float(n), dtype=x.dtype),
-        )
+        return (mean, ((x - mean.unsqueeze(-1)) ** 2).sum(-1), torch.full(x.shape[:-1], float(n), dtype=x.dtype))
     if kind == "xor":
         return (functools.reduce(torch.bitwise_xor, x.unbind(-1)),)
     if kind in ("max", "min") and n == 0:

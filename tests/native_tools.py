@@ -92,17 +92,13 @@ def contiguous(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     return tuple(strides)
 
 
-def launch(
-    kernel: str, *args: str, n: Size | None = None, work_ns: Size = 100, barrier: bool = True
-) -> Launch:
+def launch(kernel: str, *args: str, n: Size | None = None, work_ns: Size = 100, barrier: bool = True) -> Launch:
     """A launch whose last argument is its only output."""
     sizes = () if n is None else (n,)
     return Launch(kernel, args, sizes, args[-1:], work_ns, True, barrier)
 
 
-def program(
-    inputs: tuple[Input, ...], *body: Instr, n_constants: int = 0, n_callables: int = 0
-) -> WrapperProgram:
+def program(inputs: tuple[Input, ...], *body: Instr, n_constants: int = 0, n_callables: int = 0) -> WrapperProgram:
     """The program with the kernels that it launches declared."""
     used = dict.fromkeys(i.kernel for i in body if isinstance(i, Launch))
     checks = {"k_fails": (OUT_OF_RANGE,) * 7}
@@ -110,9 +106,7 @@ def program(
     return WrapperProgram("test", inputs, (*kernels, *body), n_constants, n_callables)
 
 
-def build(
-    p: WrapperProgram, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()
-) -> Program:
+def build(p: WrapperProgram, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()) -> Program:
     """Encodes and loads."""
     return load(encode(p), library(), constants, callables)
 

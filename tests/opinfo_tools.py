@@ -58,9 +58,7 @@ class Case:
     @staticmethod
     def of(op: Any, sample: Any) -> Case:
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-        return Case(
-            op.op, leaves, spec, [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        )
+        return Case(op.op, leaves, spec, [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)])
 
     def inputs(self) -> list[torch.Tensor]:
         return [self.leaves[k] for k in self.tensors]
@@ -71,21 +69,12 @@ class Case:
         for k, t in zip(self.tensors, tensors, strict=True):
             leaves[k] = t
         first, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return [
-            x
-            for x in pytree.tree_leaves(self.call(first, *args, **kwargs))
-            if isinstance(x, torch.Tensor)
-        ]
+        return [x for x in pytree.tree_leaves(self.call(first, *args, **kwargs)) if isinstance(x, torch.Tensor)]
 
     def reference(self) -> list[torch.Tensor] | None:
         """The results in float64, None where the op has none."""
         try:
-            return self.run(
-                [
-                    t.detach().double() if t.is_floating_point() else t.detach()
-                    for t in self.inputs()
-                ]
-            )
+            return self.run([t.detach().double() if t.is_floating_point() else t.detach() for t in self.inputs()])
         except (RuntimeError, TypeError, NotImplementedError):
             return None
 
@@ -104,11 +93,7 @@ def name_of(op: Any) -> str:
 
 
 def pick(
-    op: Any,
-    dtype: torch.dtype,
-    count: int,
-    requires_grad: bool = False,
-    strided: Container[int] = (),
+    op: Any, dtype: torch.dtype, count: int, requires_grad: bool = False, strided: Container[int] = ()
 ) -> list[Case]:
     """At most `count` samples of an op, evenly spaced over all it has. strided: which of them are made not
     contiguous."""
@@ -123,11 +108,7 @@ def traceable(case: Case) -> bool:
     with FakeTensorMode() as mode, torch.no_grad():
         try:
             case.run([mode.from_tensor(t.detach()) for t in case.inputs()])
-        except (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedOperatorException,
-        ):
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
             return False
         except AssertionError as error:  # a tensor made inside the op
             return "Please convert all Tensors" not in str(error)
@@ -179,11 +160,7 @@ def wrong(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor | None)
     try:
         torch.testing.assert_close(got, want, equal_nan=True)
     except AssertionError as error:
-        if (
-            reference is not None
-            and reference.shape == want.shape
-            and _no_further(got, want, reference)
-        ):
+        if reference is not None and reference.shape == want.shape and _no_further(got, want, reference):
             return ""
         return " ".join(str(error).split())
     return ""
@@ -203,9 +180,7 @@ def _no_further(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor) 
     return bool(((got.double() - ref)[same].abs() <= allowed).all())
 
 
-def check_forward(
-    cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None
-) -> Outcome:
+def check_forward(cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None) -> Outcome:
     """Runs all cases as one compiled function without gradients and compares."""
     outcome = Outcome()
     tensors = [t.detach() for c in cases for t in c.inputs()]
@@ -243,9 +218,7 @@ def _compare(cases: Sequence[Case], wants: Any, gots: Any, outcome: Outcome, wha
                 outcome.failures.append(f"sample {k} {what} {m}: {text}")
 
 
-def check_gradient(
-    cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None
-) -> Outcome:
+def check_gradient(cases: Sequence[Case], dynamic: bool = False, cfg: Config | None = None) -> Outcome:
     """As check_forward, with the gradients of a weighted sum of the results."""
     outcome = Outcome()
     tensors = [t for c in cases for t in c.inputs()]
@@ -278,17 +251,13 @@ def _wrong_gradient(got: torch.Tensor, want: torch.Tensor, cases: Sequence[Case]
     return wrong(got, want, reference)
 
 
-def _gradients(
-    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
+def _gradients(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     differentiable = [o for o in outs if o.requires_grad]
     leaves = [t for t in inputs if t.requires_grad]
     if not differentiable or not leaves:
         return [None] * len(inputs)
     weights = [
-        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.float64)[: o.numel()]
-        .reshape(o.shape)
-        .to(o.dtype)
+        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.float64)[: o.numel()].reshape(o.shape).to(o.dtype)
         for o in differentiable
     ]
     found = iter(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))

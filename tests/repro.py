@@ -105,10 +105,7 @@ def rerun_kernel(
 
 
 def program_repro(
-    program: LoopProgram,
-    sizes: Mapping[str, int],
-    seed: int,
-    split: Mapping[str, int] | None = None,
+    program: LoopProgram, sizes: Mapping[str, int], seed: int, split: Mapping[str, int] | None = None
 ) -> str:
     """A program that schedules a loop program and compares the plan with the unfused program.
 

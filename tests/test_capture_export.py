@@ -180,9 +180,7 @@ def test_dynamic_batch() -> None:
 
 def test_one_dim_in_two_inputs_must_agree() -> None:
     n = Dim("n")
-    run = agrees(
-        lambda x, y: x + y, (X, Y), (X[:2], Y[:2]), dynamic_shapes={"x": {0: n}, "y": {0: n}}
-    )
+    run = agrees(lambda x, y: x + y, (X, Y), (X[:2], Y[:2]), dynamic_shapes={"x": {0: n}, "y": {0: n}})
     with pytest.raises(InputError, match="'y'"):
         run(X, Y[:2])
 
@@ -202,9 +200,7 @@ def test_automatic_dimension_with_a_condition() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.view(-1, 3, 2) + 1 if x.shape[0] % 3 == 0 else x
 
-    run = agrees(
-        fn, (torch.randn(6, 4),), (torch.randn(9, 4),), dynamic_shapes={"x": {0: Dim.AUTO}}
-    )
+    run = agrees(fn, (torch.randn(6, 4),), (torch.randn(9, 4),), dynamic_shapes={"x": {0: Dim.AUTO}})
     with pytest.raises(InputError, match="sizes break a condition of the program"):
         run(torch.randn(7, 4))
 
@@ -336,9 +332,7 @@ def test_custom_ops_whose_sizes_depend_on_data() -> None:
     def fn(x: Tensor) -> Tensor:
         return positives(x, 0) * 2
 
-    agrees(
-        fn, (X,), (-X.flip(0),), (X.abs() + 1,), (-X.abs() - 1,), (X.abs() - X[:, :1].abs().mean(),)
-    )
+    agrees(fn, (X,), (-X.flip(0),), (X.abs() + 1,), (-X.abs() - 1,), (X.abs() - X[:, :1].abs().mean(),))
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python"])
@@ -405,9 +399,7 @@ def test_wrong_uses_of_compile() -> None:
         plait.compile(3, (X,))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="example_inputs must be a tuple"):
         plait.compile(nn.ReLU(), 3)  # type: ignore[arg-type]
-    with pytest.raises(
-        UserError, match="example_inputs do not fit Linear: too many positional arguments"
-    ):
+    with pytest.raises(UserError, match="example_inputs do not fit Linear: too many positional arguments"):
         plait.compile(nn.Linear(6, 3), (X, X))
     with pytest.raises(UserError, match="unknown option 'fast'"):
         plait.compile(nn.Linear(6, 3), (X,), options={"fast": True})

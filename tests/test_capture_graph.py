@@ -164,9 +164,7 @@ def test_noop_goes(fn: Callable[[Tensor], Tensor]) -> None:
         lambda x: aten.clone(aten.exp(x)[1]),
         lambda x: (y := aten.exp(x), aten.view(y, [4, 6])),
         lambda x: aten.view(x, [4, 6]),
-        lambda x: aten.clone(
-            aten.permute(aten.exp(x), [1, 0]), memory_format=torch.contiguous_format
-        ),
+        lambda x: aten.clone(aten.permute(aten.exp(x), [1, 0]), memory_format=torch.contiguous_format),
         lambda x: aten._to_copy(aten.exp(x), dtype=torch.float64),
         lambda x: (y := aten.exp(x), aten.clone(y), aten.clone(y)),
     ],
@@ -184,9 +182,7 @@ def test_what_the_caller_can_tell_apart_stays(fn: Callable[[Tensor], Any]) -> No
         return [where.index(w) for w in where]
 
     assert owners(got) == owners(want)
-    assert [v.untyped_storage().nbytes() for v in got] == [
-        v.untyped_storage().nbytes() for v in want
-    ]
+    assert [v.untyped_storage().nbytes() for v in got] == [v.untyped_storage().nbytes() for v in want]
 
 
 def test_of_three_copies_two_remain_apart() -> None:
@@ -212,9 +208,7 @@ def with_constant(body: Callable[[Tensor, Tensor], Any], constant: Tensor) -> Gr
 
 
 def test_constants_are_folded() -> None:
-    gm = with_constant(
-        lambda x, c: aten.add(x, aten.exp(aten.mul(aten.lift_fresh_copy(c), 2))), torch.arange(6.0)
-    )
+    gm = with_constant(lambda x, c: aten.add(x, aten.exp(aten.mul(aten.lift_fresh_copy(c), 2))), torch.arange(6.0))
     before = copy.deepcopy(gm)
     assert fold_constants(gm) == 3
     drop_dead(gm)
@@ -224,9 +218,7 @@ def test_constants_are_folded() -> None:
 
 
 def test_folded_views_keep_their_strides() -> None:
-    gm = with_constant(
-        lambda x, c: aten.add(x, aten.permute(c, [1, 0])), torch.arange(24.0).view(6, 4)
-    )
+    gm = with_constant(lambda x, c: aten.add(x, aten.permute(c, [1, 0])), torch.arange(24.0).view(6, 4))
     before = copy.deepcopy(gm)
     assert fold_constants(gm) == 1
     folded = next(n for n in gm.graph.nodes if n.op == "get_attr" and "folded" in n.target)
@@ -240,9 +232,7 @@ def test_a_constant_result_is_new_memory_every_time() -> None:
 
 
 def test_large_results_are_not_folded() -> None:
-    gm = with_constant(
-        lambda x, c: aten.add(x, aten.expand(c, [100, 100, 1, 1]).sum([0, 1])), torch.ones(1, 1)
-    )
+    gm = with_constant(lambda x, c: aten.add(x, aten.expand(c, [100, 100, 1, 1]).sum([0, 1])), torch.ones(1, 1))
     assert fold_constants(gm) == 0
 
 

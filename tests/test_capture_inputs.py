@@ -62,9 +62,7 @@ def test_a_lazy_input_is_changed_in_place(road: str, target: str) -> None:
     torch.testing.assert_close(x, want_x)
     torch.testing.assert_close(y, want_y)
     assert x.is_neg()
-    if (
-        target == "native"
-    ):  # in Python, an operator's own write to a conjugated tensor goes uncounted
+    if target == "native":  # in Python, an operator's own write to a conjugated tensor goes uncounted
         assert x._version > before
 
 
@@ -80,9 +78,7 @@ def test_inputs_that_share_memory_with_a_changed_one(target: str) -> None:
     x = torch.zeros(16)
     for a, b in ((x[:8], x[:8]), (x[:8], x[4:12]), (x[3:11], x[:8])):
         before = x.clone()
-        with pytest.raises(
-            InputError, match="'x' and 'y' share memory and 'x' is changed in place"
-        ):
+        with pytest.raises(InputError, match="'x' and 'y' share memory and 'x' is changed in place"):
             fn(a, b)
         torch.testing.assert_close(x, before)
     torch.testing.assert_close(fn(x[:8], x[8:]), torch.zeros(8))
@@ -135,16 +131,11 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", list(VIEWS))
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_plait_compile_returns_views_of_inputs(
-    name: str, dynamic: bool, target: str, mode: Callable[[], Any]
-) -> None:
+def test_plait_compile_returns_views_of_inputs(name: str, dynamic: bool, target: str, mode: Callable[[], Any]) -> None:
     fn = VIEWS[name]
     shapes = {"x": {0: torch.export.Dim("n", min=3)}} if dynamic else None
     run = plait.compile(
-        fn,
-        (torch.zeros(4, 6),),
-        dynamic_shapes=(shapes["x"],) if shapes else None,
-        options={"wrapper": target},
+        fn, (torch.zeros(4, 6),), dynamic_shapes=(shapes["x"],) if shapes else None, options={"wrapper": target}
     )
     big = torch.arange(60.0)
     for x in (big[12:36].view(4, 6), *((torch.randn(7, 6),) if dynamic else ())):

@@ -32,12 +32,7 @@ def reference_words(key: tuple[int, int], counter: tuple[int, int, int, int]) ->
 def test_known_answers_of_philox() -> None:
     """The test vectors published with the algorithm (Random123)."""
     assert reference_words((0, 0), (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    assert reference_words((M32, M32), (M32, M32, M32, M32)) == (
-        0x408F276D,
-        0x41C83B0E,
-        0xA20BC7C6,
-        0x6D5451FD,
-    )
+    assert reference_words((M32, M32), (M32, M32, M32, M32)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 0x123456789ABCDEF, -1])
@@ -128,9 +123,7 @@ def test_frequencies(name: str) -> None:
         assert abs(found - p) <= 4 * math.sqrt(p * (1 - p) / sample.numel()), (value, found, p)
 
 
-@pytest.mark.parametrize(
-    "fn", [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: torch.randint_like(x, 1000)]
-)
+@pytest.mark.parametrize("fn", [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: torch.randint_like(x, 1000)])
 def test_seed_is_respected_and_advances(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(64)
     run = compiled(fn)
@@ -166,9 +159,7 @@ def test_dropout_mask_is_the_same_in_backward(dynamic: bool) -> None:
 
 def test_one_compile_serves_many_sizes() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("plait")
-    fn = torch.compile(
-        lambda x: F.dropout(x, 0.5) + torch.rand_like(x), backend=counter, dynamic=True
-    )
+    fn = torch.compile(lambda x: F.dropout(x, 0.5) + torch.rand_like(x), backend=counter, dynamic=True)
     for n in (3, 5, 8):
         assert fn(torch.ones(n, 4)).shape == (n, 4)
     assert counter.frame_count == 1
@@ -187,9 +178,7 @@ def test_checkpointing_recomputes_the_same_numbers(reentrant: bool) -> None:
     y.sum().backward()
     # With k = mask * scale * uniform: y = exp(k sin x) - 1, so y' = (y + 1) k cos x, and k comes back from y.
     k = (y.detach() + 1).log() / x.detach().sin()
-    torch.testing.assert_close(
-        x.grad, (y.detach() + 1) * k * x.detach().cos(), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(x.grad, (y.detach() + 1) * k * x.detach().cos(), rtol=1e-4, atol=1e-5)
     assert 0.4 < y.ne(0).float().mean().item() < 0.6
 
 
@@ -202,9 +191,7 @@ def test_explicit_generators_are_left_to_torch() -> None:
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda x: torch.randperm(50), lambda x: torch.multinomial(x, 5), torch.poisson]
-)
+@pytest.mark.parametrize("fn", [lambda x: torch.randperm(50), lambda x: torch.multinomial(x, 5), torch.poisson])
 def test_operators_without_a_rule_use_torch_s_generator(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(50)
     run = compiled(fn)

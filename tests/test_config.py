@@ -18,21 +18,9 @@ from plait.log import IR, REASONS, STAGES, PassLog
 
 
 def test_environment_overrides_defaults() -> None:
-    env = {
-        "PLAIT_DEBUG": "3",
-        "PLAIT_FUSION": "0",
-        "PLAIT_OPT_LEVEL": "1",
-        "PLAIT_ISA": "avx2",
-        "PLAIT_CXX": "clang++",
-    }
+    env = {"PLAIT_DEBUG": "3", "PLAIT_FUSION": "0", "PLAIT_OPT_LEVEL": "1", "PLAIT_ISA": "avx2", "PLAIT_CXX": "clang++"}
     cfg = Config.from_env(env)
-    assert (cfg.debug, cfg.fusion, cfg.opt_level, cfg.isa, cfg.cpp_compiler) == (
-        3,
-        False,
-        1,
-        "avx2",
-        "clang++",
-    )
+    assert (cfg.debug, cfg.fusion, cfg.opt_level, cfg.isa, cfg.cpp_compiler) == (3, False, 1, "avx2", "clang++")
     assert Config.from_env({}) == Config()
 
 
@@ -74,12 +62,7 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 def test_lists() -> None:
-    assert list_modes() == [
-        "default",
-        "reduce-overhead",
-        "max-autotune",
-        "max-autotune-no-cudagraphs",
-    ]
+    assert list_modes() == ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
     assert list(list_options()) == [f.name for f in dataclasses.fields(Config)]
     assert plait.list_options() == list_options()
 
@@ -148,9 +131,7 @@ def test_torch_logs_switch_plait_on() -> None:
         "PassLog(Config(), 'g').note(3, 'a reason')\n"
     )
     env = {**os.environ, "TORCH_LOGS": "+plait", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "a reason" in done.stderr
 
@@ -162,9 +143,7 @@ def test_importing_plait_loads_neither_torch_nor_the_compiler() -> None:
         "print([m for m in sys.modules if m == 'torch' or m.startswith('plait.')])\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    out = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-    ).stdout
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout
     assert out.strip() == "['plait.errors', 'plait.config']"
 
 

@@ -47,9 +47,7 @@ def second_process_compiles_nothing(folder: Path) -> None:
 
 def equal_jobs_are_compiled_once(folder: Path) -> None:
     pool = CubinPool(2)
-    one, two, other = pool.compile(
-        [JOB, JOB, replace(JOB, num_warps=8)], Config(cache_dir=str(folder))
-    )
+    one, two, other = pool.compile([JOB, JOB, replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
     assert one is two and other.num_warps == 8
     assert len(list(folder.glob("cubins/*/*.cubin"))) == 2
     pool.stop()

@@ -19,9 +19,7 @@ from plait.lower import core
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WORDS = [
-    (page.name, word) for page in PAGES for word in re.findall(r"`([^`\n]+)`", page.read_text())
-]
+WORDS = [(page.name, word) for page in PAGES for word in re.findall(r"`([^`\n]+)`", page.read_text())]
 
 
 def blocks(name: str, language: str = "python") -> list[str]:
@@ -81,9 +79,7 @@ def test_the_loops_of_the_debug_page_read() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    mentioned = set(
-        re.findall(r"\bmake ([a-z][a-z-]*)(?=[`\s]*(?:$|#|`|\n))", page.read_text(), re.MULTILINE)
-    )
+    mentioned = set(re.findall(r"\bmake ([a-z][a-z-]*)(?=[`\s]*(?:$|#|`|\n))", page.read_text(), re.MULTILINE))
     assert mentioned <= targets
     if page.name == "README.md":
         assert {"demo", "test", "lint", "bench"} <= mentioned

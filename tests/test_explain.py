@@ -177,9 +177,7 @@ def test_equal_kernels_and_reasons_are_counted_together() -> None:
     with torch.no_grad():
         report = plait.explain(layers, inputs(), torch.randn(96, 96), quiet=True)
     assert report.kernels == 6
-    assert re.search(
-        r"\n  6 x plait_tanh_native_layer_norm_\w+: tanh, native_layer_norm; about", report.text
-    )
+    assert re.search(r"\n  6 x plait_tanh_native_layer_norm_\w+: tanh, native_layer_norm; about", report.text)
     assert len(report.text.splitlines()) < 15
 
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -223,22 +221,12 @@ def test_what_was_not_fused_is_equal_in_two_runs() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the debug folder
-FILES = [
-    "0_captured.py",
-    "1_graph.py",
-    "2_loops.txt",
-    "3_plan.txt",
-    "4_kernels.cpp",
-    "5_wrapper.txt",
-    "6_module.py",
-]
+FILES = ["0_captured.py", "1_graph.py", "2_loops.txt", "3_plan.txt", "4_kernels.cpp", "5_wrapper.txt", "6_module.py"]
 
 
 def test_the_debug_folder_has_every_stage(tmp_path: Path) -> None:
     table = torch.randn(5, 96)
-    report = plait.explain(
-        lambda x: (x + table[3]).relu(), inputs(), options={"debug_dir": str(tmp_path)}, quiet=True
-    )
+    report = plait.explain(lambda x: (x + table[3]).relu(), inputs(), options={"debug_dir": str(tmp_path)}, quiet=True)
     (folder,) = tmp_path.iterdir()
     assert folder.name == report.graphs[0].name
     assert sorted(p.name for p in folder.iterdir() if p.suffix != ".pt") == FILES
@@ -266,10 +254,7 @@ def run_module(file: Path, *args: str) -> str:
 def test_the_module_of_the_debug_folder_runs_by_itself(tmp_path: Path) -> None:
     weight = torch.randn(96, 32)
     report = plait.explain(
-        lambda x: (x @ weight).relu().sum(0),
-        inputs(),
-        options={"debug_dir": str(tmp_path)},
-        quiet=True,
+        lambda x: (x @ weight).relu().sum(0), inputs(), options={"debug_dir": str(tmp_path)}, quiet=True
     )
     printed = run_module(tmp_path / report.graphs[0].name / "6_module.py")
     assert f"{report.graphs[0].name}: float32[32]" in printed
@@ -310,13 +295,7 @@ def test_the_debug_folders_of_a_training_step_and_of_dynamic_shapes(tmp_path: Pa
 
 
 # ---------------------------------------------------------------------------------------------- the ladder
-LADDER = {
-    1: "lower ",
-    2: "kernel plait_",
-    3: "not fused: ",
-    4: 'extern "C"',
-    5: "wrapper after place frees",
-}
+LADDER = {1: "lower ", 2: "kernel plait_", 3: "not fused: ", 4: 'extern "C"', 5: "wrapper after place frees"}
 
 
 @pytest.mark.parametrize("level", range(6))
@@ -336,9 +315,7 @@ def test_the_ladder(
 TIME = re.compile(r"(plait_\w+) +([\d.]+) us +([\d.]+) [KM]iB +[\d.]+ GB/s +([\d.]+) us")
 
 
-def test_level_2_times_each_kernel_at_the_first_call_and_changes_no_result(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_level_2_times_each_kernel_at_the_first_call_and_changes_no_result(capfd: pytest.CaptureFixture[str]) -> None:
     net = nn.Sequential(nn.BatchNorm1d(40), nn.Dropout(0.5), nn.GELU())
     states = {k: v.clone() for k, v in net.state_dict().items()}
     x = torch.randn(300, 40, requires_grad=True)
@@ -364,9 +341,7 @@ def test_level_2_times_each_kernel_at_the_first_call_and_changes_no_result(
         assert torch.equal(a, b)
 
 
-def test_level_2_times_a_program_whose_inputs_share_memory(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_level_2_times_a_program_whose_inputs_share_memory(capfd: pytest.CaptureFixture[str]) -> None:
     base = torch.arange(60.0)
     given = base[:50].view(5, 10), base[10:20].expand(5, 10)
 

@@ -25,9 +25,7 @@ ROADS = {
 }
 
 
-def road(
-    fn: Callable[..., Any], args: Sequence[Any], grad: bool = False, **kwargs: Any
-) -> list[str]:
+def road(fn: Callable[..., Any], args: Sequence[Any], grad: bool = False, **kwargs: Any) -> list[str]:
     """How every graph that fn(*args) compiles is called: a value of ROADS."""
     roads: list[str] = []
 
@@ -220,12 +218,7 @@ def test_marks_spare_the_next_graph_a_compilation() -> None:
 
 # ---------------------------------------------------------------------------------------------- the rest
 @pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x: (y := x + 1, y.t()),
-        lambda x: ((y := x.sin())[0], y[1]),
-        lambda x: (y := x.exp().view(-1), y[:3]),
-    ],
+    "fn", [lambda x: (y := x + 1, y.t()), lambda x: ((y := x.sin())[0], y[1]), lambda x: (y := x.exp().view(-1), y[:3])]
 )
 def test_views_of_an_intermediate_are_direct_and_share_memory(fn: Callable[..., Any]) -> None:
     """Without gradients AOTAutograd leaves such views to the graph."""
@@ -270,9 +263,7 @@ def test_custom_op_is_checked_at_its_first_call(library: torch.library.Library) 
     assert type(made[0]) is _native.Direct
 
 
-def test_custom_op_whose_first_call_fails_is_checked_at_the_next(
-    library: torch.library.Library,
-) -> None:
+def test_custom_op_whose_first_call_fails_is_checked_at_the_next(library: torch.library.Library) -> None:
     calls: list[int] = []
 
     def twice(x: Tensor) -> Tensor:

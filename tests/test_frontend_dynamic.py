@@ -27,10 +27,7 @@ def counted(fn: Callable[..., Any], **kwargs: Any) -> tuple[Callable[..., Any], 
 
 
 def serves(
-    fn: Callable[..., Any],
-    calls: Sequence[Callable[[], Sequence[Any]]],
-    grad: bool = False,
-    compiles: int = 1,
+    fn: Callable[..., Any], calls: Sequence[Callable[[], Sequence[Any]]], grad: bool = False, compiles: int = 1
 ) -> None:
     """One dynamic compile agrees with eager on every call."""
     run, counter = counted(fn, dynamic=True)
@@ -136,9 +133,7 @@ def test_sizes_across_a_graph_break() -> None:
 
 
 def test_data_dependent_sizes() -> None:
-    with torch._dynamo.config.patch(
-        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
-    ):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
         run = torch.compile(lambda x: x.nonzero() * 2 + 1, backend="plait", fullgraph=True)
         for x in (torch.tensor([1, 0, 3]), torch.tensor([0, 0, 5, 6])):
             assert torch.equal(run(x), x.nonzero() * 2 + 1)

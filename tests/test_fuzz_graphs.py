@@ -27,9 +27,7 @@ def test_many_random_graphs(first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-def test_a_failure_prints_a_program_that_fails(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_prints_a_program_that_fails(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*args: object) -> None:
         raise AssertionError("plait is further off")
 

@@ -120,21 +120,9 @@ def test_other_ops() -> None:
     scan = Scan(("v", None), I, 1, "max", load)
     symbol = sz.symbol("$0", extent=s0)
     scatter = Scatter(
-        "y",
-        "x",
-        I,
-        (symbol, I[1]),
-        (ops.load("rows", (I[0],), i64),),
-        load,
-        "add",
-        mask=ops.const(True, b1),
+        "y", "x", I, (symbol, I[1]), (ops.load("rows", (I[0],), i64),), load, "add", mask=ops.const(True, b1)
     )
-    call = Extern(
-        ("o",),
-        "aten::f",
-        (TensorArg("x", (8,), (1,), s0, i64), 3),
-        (("flag", Scalar("bool", "True")),),
-    )
+    call = Extern(("o",), "aten::f", (TensorArg("x", (8,), (1,), s0, i64), 3), (("flag", Scalar("bool", "True")),))
     checked = ops.checked(ops.load("rows", (I[0],), i64), 8, check=Check("IndexError", "it's out"))
     half = Pointwise("w", I, ops.op("and", ops.load("b", (checked, I[1]), b1), ops.const(1, b1)))
     ops_ = (
@@ -190,12 +178,7 @@ def test_a_plan() -> None:
     program = LoopProgram((), {}, (), (), (), {})
     refusal = Refusal("y", "z", Reason("one is a call"))
     plan = Plan(
-        program,
-        (kernel, call),
-        (("x",), ()),
-        {"x": X, "y": Y},
-        MemoryPlan(64, {"y": 0}, {"w": "y"}),
-        (refusal,),
+        program, (kernel, call), (("x",), ()), {"x": X, "y": Y}, MemoryPlan(64, {"y": 0}, {"w": "y"}), (refusal,)
     )
     assert plan_text(plan) == (
         """\
@@ -225,10 +208,7 @@ refused('y', 'z', 'one is a call')
     )
     assert read_plan(plan_text(plan), program) == plan
     assert read_kernel(kernel_text(kernel)) == kernel
-    assert (
-        step_summary(kernel)
-        == "kernel plait_softmax: x -> y; s0 over 8 points, about 4*s0 ns on one core"
-    )
+    assert step_summary(kernel) == "kernel plait_softmax: x -> y; s0 over 8 points, about 4*s0 ns on one core"
     assert step_summary(call) == "extern aten::mm: by choice"
 
 
@@ -248,10 +228,7 @@ def test_names_that_are_no_variables() -> None:
     names = ["a.b", "class", "ref", "_", "t0", "i0", "s0", "with 'quotes'"]
     buffers = {n: Buffer(n, f32, (s0, 4), (4, 1), device="cuda:1") for n in names}
     ops = Recorder()
-    loops = tuple(
-        Pointwise(n, loop_vars("i", (s0, 4)), ops.load(n, loop_vars("i", (s0, 4)), f32), None)
-        for n in names
-    )
+    loops = tuple(Pointwise(n, loop_vars("i", (s0, 4)), ops.load(n, loop_vars("i", (s0, 4)), f32), None) for n in names)
     parts = tuple(Pointwise(n, (), ops.const(1, f32), (0, s0 - 1), ("a, 'b'", "c")) for n in names)
     outs = tuple(TensorArg(n, (), (), 0) for n in names)
     program = LoopProgram((*names, None), buffers, (), (*loops, *parts), outs, {}, (*names,))

@@ -17,9 +17,7 @@ from tests.kernel_tools import Loaded, usable_isas
 @pytest.mark.parametrize("first", [1000, 2000])
 def test_random_kernels(isa: Isa, first: int, tmp_path: Path) -> None:
     makers = {seed: Maker(seed) for seed in range(first, first + 40)}
-    kernels = {
-        seed: dataclasses.replace(m.kernel(), name=f"fuzz_{seed}") for seed, m in makers.items()
-    }
+    kernels = {seed: dataclasses.replace(m.kernel(), name=f"fuzz_{seed}") for seed, m in makers.items()}
     loaded = Loaded(list(kernels.values()), isa, tmp_path, opt_level=1)
     wrong = []
     for seed, maker in makers.items():

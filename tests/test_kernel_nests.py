@@ -25,21 +25,14 @@ def acc(name: str) -> Node:
 
 
 def softmax(
-    rows: Size,
-    columns: Size,
-    names: tuple[str, str, str] = ("softmax", "x", "y"),
-    sizes: tuple = (),
+    rows: Size, columns: Size, names: tuple[str, str, str] = ("softmax", "x", "y"), sizes: tuple = ()
 ) -> Kernel:
     ops = Recorder()
     kernel, x, y = names
     (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (columns,))
     value = ops.load(x, (i, r), f32)
     e = ops.op("exp", ops.op("sub", value, acc("m")))
-    stmts = (
-        Reduce("m", "max", value),
-        Reduce("s", "sum", e),
-        Store(y, (i, r), ops.op("truediv", e, acc("s")), True),
-    )
+    stmts = (Reduce("m", "max", value), Reduce("s", "sum", e), Store(y, (i, r), ops.op("truediv", e, acc("s")), True))
     buffers = (strided(x, f32, (rows, columns)), strided(y, f32, (rows, columns)))
     return Kernel(kernel, (i,), (r,), stmts, buffers, (y,), sizes)
 
@@ -66,19 +59,12 @@ def reduce_kernel(kind: str, shape: tuple[int, int], axis: int, suffix: str = ""
 
 # --------------------------------------------------------------------------------------------------- text
 def test_equal_input_gives_equal_text() -> None:
-    texts = {
-        emit_library([softmax(7, 130), reduce_kernel("sum", (9, 8), 0)], ISAS["avx512"]).text
-        for _ in range(3)
-    }
+    texts = {emit_library([softmax(7, 130), reduce_kernel("sum", (9, 8), 0)], ISAS["avx512"]).text for _ in range(3)}
     assert len(texts) == 1
 
 
 def test_kernels_that_differ_in_names_only_share_a_symbol() -> None:
-    kernels = [
-        softmax(7, 130),
-        softmax(7, 130, ("other", "p", "q")),
-        softmax(7, 131, ("third", "x", "y")),
-    ]
+    kernels = [softmax(7, 130), softmax(7, 130, ("other", "p", "q")), softmax(7, 131, ("third", "x", "y"))]
     source = emit_library(kernels, ISAS["avx512"])
     assert source.entry_points == {"softmax": "softmax", "other": "softmax", "third": "third"}
     assert source.text.count('extern "C" i64') == 2
@@ -115,9 +101,7 @@ def test_nothing_is_written_past_the_end(isa: Isa, tmp_path: Path) -> None:
         x = np.random.default_rng(1).normal(size=(3, columns)).astype(np.float32)
         Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y})
         assert (y[3 * columns :] == 7).all()
-        np.testing.assert_allclose(
-            y[: 3 * columns].reshape(3, columns), truth_softmax(x), rtol=2e-6, atol=1e-9
-        )
+        np.testing.assert_allclose(y[: 3 * columns].reshape(3, columns), truth_softmax(x), rtol=2e-6, atol=1e-9)
 
 
 @all_isas
@@ -141,9 +125,7 @@ def test_threads_share_every_point_once(isa: Isa, threads: int, tmp_path: Path) 
     (i, j) = loop_vars("i", (7, 37))
     one = node("const", (), 1.0, f32)
     buffer = Buffer("out", f32, (7, 37), (41, 1))  # padded rows: the axes cannot be merged
-    kernel = Kernel(
-        "count", (i, j), (), (Store("out", (i, j), one, True, "add"),), (buffer,), ("out",), ()
-    )
+    kernel = Kernel("count", (i, j), (), (Store("out", (i, j), one, True, "add"),), (buffer,), ("out",), ())
     out = np.zeros((7, 41), np.float32)
     Loaded([kernel], isa, tmp_path)(kernel, {"out": out}, threads=threads)
     assert (out[:, :37] == 1).all()
@@ -164,8 +146,7 @@ def test_atomic_updates_from_real_threads(isa: Isa, tmp_path: Path) -> None:
     where = np.random.default_rng(0).integers(0, 3, n)
     out = np.zeros(3, np.float32)
     workers = [
-        threading.Thread(target=loaded.part, args=(kernel, {"where": where, "out": out}, t, 4))
-        for t in range(4)
+        threading.Thread(target=loaded.part, args=(kernel, {"where": where, "out": out}, t, 4)) for t in range(4)
     ]
     for w in workers:
         w.start()
@@ -189,10 +170,7 @@ def test_transpose_and_add(isa: Isa, shape: tuple[int, int], tmp_path: Path) -> 
     )
     kernel = Kernel("t", (i, j), (), (Store("z", (i, j), value, True),), buffers, ("z",), ())
     rng = np.random.default_rng(0)
-    x, y = (
-        rng.normal(size=shape).astype(np.float32),
-        rng.normal(size=(columns, rows)).astype(np.float32),
-    )
+    x, y = (rng.normal(size=shape).astype(np.float32), rng.normal(size=(columns, rows)).astype(np.float32))
     z = np.zeros((columns, rows), np.float32)
     Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y, "z": z}, threads=3)
     np.testing.assert_array_equal(z, x.T + y)
@@ -229,9 +207,7 @@ def test_variance_far_from_zero(isa: Isa, axis: int, tmp_path: Path) -> None:
 @all_isas
 @pytest.mark.parametrize("kind", ["argmax", "argmin"])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_positions_take_the_first_and_nan_wins(
-    isa: Isa, kind: str, axis: int, tmp_path: Path
-) -> None:
+def test_positions_take_the_first_and_nan_wins(isa: Isa, kind: str, axis: int, tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 4, (70, 70)).astype(np.float32)  # many ties
     x[3, 40], x[3, 50], x[20, 5], x[44, 5] = (np.nan,) * 4
     x[6, :] = x[:, 6] = np.inf if kind == "argmin" else -np.inf
@@ -270,10 +246,7 @@ def test_dynamic_rows_longer_and_shorter_than_the_buffer(isa: Isa, n: int, tmp_p
 def test_scans(isa: Isa, kind: str, n: int, tmp_path: Path) -> None:
     ops = Recorder()
     (i,), (r,) = loop_vars("i", (9,)), loop_vars("r", (n,))
-    stmts = (
-        Reduce("run", kind, ops.load("x", (i, r), f32), running=True),
-        Store("y", (i, r), acc("run"), True),
-    )
+    stmts = (Reduce("run", kind, ops.load("x", (i, r), f32), running=True), Store("y", (i, r), acc("run"), True))
     buffers = (strided("x", f32, (9, n)), strided("y", f32, (9, n)))
     kernel = Kernel("scan", (i,), (r,), stmts, buffers, ("y",), ())
     x = np.random.default_rng(0).uniform(0.8, 1.2, (9, n)).astype(np.float32)
@@ -286,17 +259,11 @@ def test_scans(isa: Isa, kind: str, n: int, tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- checks
 @all_isas
 @pytest.mark.parametrize("at", [0, 17, 36])
-def test_an_index_out_of_range_is_reported_and_touches_nothing(
-    isa: Isa, at: int, tmp_path: Path
-) -> None:
+def test_an_index_out_of_range_is_reported_and_touches_nothing(isa: Isa, at: int, tmp_path: Path) -> None:
     ops = Recorder()
     (i,) = loop_vars("i", (37,))
     k = ops.checked(ops.load("where", (i,), i64), 5)
-    buffers = (
-        strided("where", i64, (37,)),
-        strided("table", f32, (5,)),
-        strided("out", f32, (37,)),
-    )
+    buffers = (strided("where", i64, (37,)), strided("table", f32, (5,)), strided("out", f32, (37,)))
     store = Store("out", (i,), ops.load("table", (k,), f32), True)
     kernel = Kernel("take", (i,), (), (store,), buffers, ("out",), ())
     loaded = Loaded([kernel], isa, tmp_path)
@@ -329,8 +296,6 @@ def test_a_masked_index_may_be_anything(isa: Isa, tmp_path: Path) -> None:
     on = rng.integers(0, 2, 37).astype(bool)
     where = np.where(on, rng.integers(0, 5, 37), 1 << 60)
     table, out = np.arange(5, dtype=np.float32), np.zeros(37, np.float32)
-    code = Loaded([kernel], isa, tmp_path)(
-        kernel, {"mask": on, "where": where, "table": table, "out": out}
-    )
+    code = Loaded([kernel], isa, tmp_path)(kernel, {"mask": on, "where": where, "table": table, "out": out})
     assert code == 0
     np.testing.assert_array_equal(out, np.where(on, table[np.where(on, where, 0)], -1))

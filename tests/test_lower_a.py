@@ -31,9 +31,7 @@ from plait.lower.symbols import to_scalar_node, to_size
 Fn = Callable[..., Any]
 
 
-def lowered(
-    fn: Fn, *inputs: Any, dynamic: bool = False, cfg: Config | None = None
-) -> tuple[Lowered, list[Any]]:
+def lowered(fn: Fn, *inputs: Any, dynamic: bool = False, cfg: Config | None = None) -> tuple[Lowered, list[Any]]:
     """The program of fn, verified, and what it gives on the inputs."""
     found: list[Lowered] = []
 
@@ -128,9 +126,7 @@ def test_views_of_intermediates_are_rewritten_indices(name: str, dynamic: bool) 
 
     low = check(through, X, dynamic=dynamic)
     made = [op for op in low.program.ops if isinstance(op, Pointwise)]
-    assert len(made) == 1 + len(low.program.outputs), (
-        "one loop a multiplication and addition, none a view"
-    )
+    assert len(made) == 1 + len(low.program.outputs), "one loop a multiplication and addition, none a view"
 
 
 def test_index_of_a_reshaped_transpose_is_affine() -> None:
@@ -141,9 +137,7 @@ def test_index_of_a_reshaped_transpose_is_affine() -> None:
         return (y * 2).transpose(1, 2).reshape(2, 5, 12) - 1
 
     low = check(heads, torch.randn(2, 5, 12))
-    text = " ".join(
-        str(n.attr) for op in low.program.ops if isinstance(op, Pointwise) for n in walk((op.body,))
-    )
+    text = " ".join(str(n.attr) for op in low.program.ops if isinstance(op, Pointwise) for n in walk((op.body,)))
     assert "//" in text and "%" in text, "a reshape to heads splits one dimension"
     last = low.program.ops[-1]
     assert isinstance(last, Pointwise)
@@ -225,16 +219,7 @@ def test_reductions_of_integers_and_bools() -> None:
 
 def test_reductions_of_nothing_and_of_scalars() -> None:
     check(
-        lambda e: (
-            e.sum(),
-            e.sum(1),
-            e.prod(0),
-            e.mean(0),
-            e.any(),
-            e.all(),
-            *torch.var_mean(e),
-            e.sum(0),
-        ),
+        lambda e: (e.sum(), e.sum(1), e.prod(0), e.mean(0), e.any(), e.all(), *torch.var_mean(e), e.sum(0)),
         torch.randn(0, 3),
     )
     check(
@@ -252,9 +237,7 @@ NORMS: dict[str, Fn] = {
     "group": lambda x: F.group_norm(x, 3, torch.arange(6.0), torch.ones(6)),
     "instance": lambda x: F.instance_norm(x),
     "rms": lambda x: F.rms_norm(x, (4,), torch.ones(4) * 3),
-    "batch": lambda x: F.batch_norm(
-        x, torch.zeros(6), torch.ones(6), torch.arange(6.0), torch.ones(6)
-    ),
+    "batch": lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), torch.arange(6.0), torch.ones(6)),
     "batch statistics": lambda x: F.batch_norm(x, None, None, training=True),
 }
 
@@ -318,10 +301,7 @@ def test_half_types_are_rounded_after_every_op() -> None:
     x = X.to(torch.bfloat16)
     low = check(lambda x: torch.exp(x * 3) + 1, x)
     assert all(
-        n.dtype.name == "f32"
-        for op in low.program.ops
-        for n in walk((op.body,))
-        if n.op in ("mul", "exp", "add")
+        n.dtype.name == "f32" for op in low.program.ops for n in walk((op.body,)) if n.op in ("mul", "exp", "add")
     )  # type: ignore[union-attr]
     assert [op.body.op for op in low.program.ops] == ["cast"] * 3  # type: ignore[union-attr]
 
@@ -344,16 +324,7 @@ def test_outputs_share_memory_only_where_eager_does() -> None:
 
 def test_outputs_have_eagers_strides() -> None:
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    check(
-        lambda x: (
-            x + 1,
-            (x * 2).contiguous(),
-            x.permute(0, 2, 3, 1) * 3,
-            (x + 2).sum(1),
-            x.flatten(1) * 2,
-        ),
-        x,
-    )
+    check(lambda x: (x + 1, (x * 2).contiguous(), x.permute(0, 2, 3, 1) * 3, (x + 2).sum(1), x.flatten(1) * 2), x)
 
 
 def test_as_strided_reaches_beyond_a_view() -> None:
@@ -499,18 +470,14 @@ def test_sizes_keep_their_ranges_and_meaning() -> None:
         (n <= m, 1), (torch.sym_ite(n > m, n, m), 9), (torch.sym_not(n == 3), 1), (-n // 4, -2), (n**2, 49),
         (torch.sym_int(n * 1.7), 11), (torch.sym_int(n / 2), 3),
     ):  # fmt: skip
-        names = {
-            a.name: v for a, v in zip((to_size(n).symbol, to_size(m).symbol), (7, 9), strict=True)
-        }  # type: ignore[union-attr]
+        names = {a.name: v for a, v in zip((to_size(n).symbol, to_size(m).symbol), (7, 9), strict=True)}  # type: ignore[union-attr]
         assert sz.evaluate(to_size(sym), names) == python, sym
     with pytest.raises(Unsupported):
         to_size(torch.sym_int(torch.sym_float(n) * 1.2345678901234567))
 
 
 def test_floats_of_sizes_are_f64_nodes() -> None:
-    low = check(
-        lambda x: (x / x.shape[1] ** 0.5, x * (1 / x.shape[0]), x + x.shape[0]), X, dynamic=True
-    )
+    low = check(lambda x: (x / x.shape[1] ** 0.5, x * (1 / x.shape[0]), x + x.shape[0]), X, dynamic=True)
     assert any(n.op == "index" for op in low.program.ops for n in walk((op.body,)))  # type: ignore[union-attr]
     from plait.ir.record import Recorder
 
@@ -528,9 +495,7 @@ def test_floats_of_sizes_are_f64_nodes() -> None:
         lambda x, k: x[x > 0] + 1,
         lambda x, k: x * (k.sum() * 0.5).item(),
         lambda x, k: (
-            x.repeat_interleave(k.view(1), 0, output_size=None)[:1]
-            if False
-            else x.masked_select(x > 0.1) * k.item()
+            x.repeat_interleave(k.view(1), 0, output_size=None)[:1] if False else x.masked_select(x > 0.1) * k.item()
         ),
     ],
 )
@@ -575,9 +540,7 @@ def test_a_rule_with_a_wrong_result_falls_back(monkeypatch: pytest.MonkeyPatch, 
         if wrong == "shape":
             return ctx.copy(x.remap((3, 16), lambda v: (0, 0)))
         return (
-            ctx.pointwise(x.shape, FROM_TORCH[torch.int64], lambda ops, i: ops.index(i[0]))
-            if wrong == "dtype"
-            else 3
+            ctx.pointwise(x.shape, FROM_TORCH[torch.int64], lambda ops, i: ops.index(i[0])) if wrong == "dtype" else 3
         )
 
     monkeypatch.setitem(core.RULES, torch.ops.aten.sin.default, rule)
@@ -600,20 +563,13 @@ def test_origins_name_the_users_line() -> None:
             return g.forward
 
         return compat.aot_compile(
-            gm,
-            inputs,
-            forward=compiler,
-            backward=compiler,
-            inference=compiler,
-            partition=lambda *a: a,
+            gm, inputs, forward=compiler, backward=compiler, inference=compiler, partition=lambda *a: a
         )
 
     with torch.no_grad():
         torch.compile(lambda x: x.exp() + 1, backend=backend)(X)
     origins = [op.origin[0] for op in found[0].program.ops if isinstance(op, Pointwise)]
-    assert all(o.startswith("test_lower_a.py:") for o in origins) and origins[0].endswith(
-        "aten.exp.default"
-    )
+    assert all(o.startswith("test_lower_a.py:") for o in origins) and origins[0].endswith("aten.exp.default")
 
 
 def test_equal_graphs_give_equal_programs() -> None:

@@ -26,29 +26,16 @@ r = torch.randn
 # ------------------------------------------------------------------------------------------- facts
 def test_facts_of_operators() -> None:
     mm = op_facts(aten.mm.default)
-    assert (mm.out_op, mm.out_names, mm.may_keep, mm.effectful) == (
-        "aten::mm.out",
-        ("out",),
-        False,
-        False,
-    )
+    assert (mm.out_op, mm.out_names, mm.may_keep, mm.effectful) == ("aten::mm.out", ("out",), False, False)
     assert op_facts(aten.sort.default).out_names == ("values", "indices")
-    assert (
-        op_facts(aten.convolution.default).out_op == ""
-    )  # a generated out= computes elsewhere and copies
+    assert op_facts(aten.convolution.default).out_op == ""  # a generated out= computes elsewhere and copies
     assert op_facts(aten.nonzero.default).out_op == ""  # its size is unknown
     assert op_facts(aten.bernoulli.p).effectful
     assert op_facts(aten._assert_async.msg).effectful
     assert op_facts(aten.view.default).aliases == ("self",)
-    assert (
-        op_facts(aten._unsafe_view.default).aliases == ()
-        and op_facts(aten._unsafe_view.default).may_keep
-    )
+    assert op_facts(aten._unsafe_view.default).aliases == () and op_facts(aten._unsafe_view.default).may_keep
     assert op_facts(aten.add_.Tensor).mutates == ("self",)
-    assert (
-        op_name(aten.mm.default) == "aten::mm"
-        and op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
-    )
+    assert op_name(aten.mm.default) == "aten::mm" and op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
 
 
 def _externs(low: Lowered) -> list[Extern]:
@@ -57,30 +44,18 @@ def _externs(low: Lowered) -> list[Extern]:
 
 def test_operands_leave_out_defaults() -> None:
     (sort,) = _externs(lowered(lambda x: torch.sort(x, 0)[1], (r(4, 5),)))
-    assert (
-        sort.args[1:] == (0,) and sort.kwargs == () and sort.outs[0] is None and sort.out_op == ""
-    )
+    assert sort.args[1:] == (0,) and sort.kwargs == () and sort.outs[0] is None and sort.out_op == ""
     (stable,) = _externs(lowered(lambda x: torch.sort(x, stable=True, descending=True), (r(4, 5),)))
-    assert dict(stable.kwargs) == {
-        "stable": Scalar("bool", "True"),
-        "descending": Scalar("bool", "True"),
-    }
+    assert dict(stable.kwargs) == {"stable": Scalar("bool", "True"), "descending": Scalar("bool", "True")}
     (conv,) = _externs(lowered(lambda x, w: torch.conv2d(x, w), (r(1, 2, 5, 5), r(3, 2, 3, 3))))
-    assert (
-        conv.args[2] == Scalar("none")
-        and conv.args[3] == ListArg((1, 1))
-        and conv.flops == 2 * 27 * 2 * 9
-    )
+    assert conv.args[2] == Scalar("none") and conv.args[3] == ListArg((1, 1)) and conv.flops == 2 * 27 * 2 * 9
 
 
 def test_numbers_for_float_arguments_are_floats() -> None:
     (call,) = _externs(lowered(lambda x: torch.ops.aten.special_zeta.other_scalar(x, 2), (r(3),)))
     assert call.args[1] == 2  # a Scalar keeps its kind
     (call,) = _externs(
-        lowered(
-            lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [4, 4], False, 2, 2),
-            (r(1, 1, 2, 2),),
-        )
+        lowered(lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [4, 4], False, 2, 2), (r(1, 1, 2, 2),))
     )
     assert call.args[-2:] == (Scalar("float", (2.0).hex()),) * 2
 
@@ -263,11 +238,7 @@ def _scan(x):
 
 def _while(x):
     step = torch._higher_order_ops.while_loop
-    return step(
-        lambda i, x: i.sum() < 3,
-        lambda i, x: (i + 1, x * 2),
-        (x.new_zeros(1, dtype=torch.int64), x),
-    )
+    return step(lambda i, x: i.sum() < 3, lambda i, x: (i + 1, x * 2), (x.new_zeros(1, dtype=torch.int64), x))
 
 
 @torch.compiler.nested_compile_region
@@ -294,15 +265,11 @@ def test_subgraphs_run_as_python(name: str, fn, dynamic: bool) -> None:
 
 # ------------------------------------------------------------------------------------------- the list
 LIST = Path(plait.lower.__file__).parent / "extern_ops.txt"
-FALLBACKS = (
-    89  # how many lines of `fallback` there may be: lower it when a rule is added, never raise it
-)
+FALLBACKS = 89  # how many lines of `fallback` there may be: lower it when a rule is added, never raise it
 
 
 def _listed(kind: str) -> list[str]:
-    lines = (
-        line.split() for line in LIST.read_text().splitlines() if line and not line.startswith("#")
-    )
+    lines = (line.split() for line in LIST.read_text().splitlines() if line and not line.startswith("#"))
     return [op for k, op in lines if k == kind]
 
 

@@ -37,11 +37,7 @@ READS = {
     "nonzero": (torch.nonzero, ints(2, 3, 4)),
     "unique": (lambda x: torch.unique(x, return_inverse=True), ints(3, 7)),
     "masked_select": (lambda x, m: torch.masked_select(x, m).sum(), r(4, 5), r(4, 5) > 0),
-    "repeat_interleave": (
-        lambda x, m: torch.repeat_interleave(x, m, 0),
-        r(3, 5),
-        torch.tensor([1, 2, 0]),
-    ),
+    "repeat_interleave": (lambda x, m: torch.repeat_interleave(x, m, 0), r(3, 5), torch.tensor([1, 2, 0])),
 }
 WRITES = {
     "slice_scatter": (lambda x, y: aten.slice_scatter(x, y, 1, 1, 9, 2), r(4, 12), r(4, 4)),
@@ -49,11 +45,7 @@ WRITES = {
     "slice_scatter of all": (lambda x, y: aten.slice_scatter(x, y, 0, 0), r(8, 4), r(8, 4)),
     "select_scatter": (lambda x, y: aten.select_scatter(x, y, 1, -1), r(8, 4), r(8)),
     "diagonal_scatter": (lambda x, y: torch.diagonal_scatter(x, y, 1), r(4, 4), r(3)),
-    "diagonal_scatter below": (
-        lambda x, y: torch.diagonal_scatter(x, y, -2, 2, 0),
-        r(5, 3, 4),
-        r(3, 2),
-    ),
+    "diagonal_scatter below": (lambda x, y: torch.diagonal_scatter(x, y, -2, 2, 0), r(5, 3, 4), r(3, 2)),
     "masked_fill": (lambda x, m: x.masked_fill(m, -1.0), r(4, 5), r(4, 5) > 0),
     "masked_fill by a tensor": (lambda x, m, v: x.masked_fill(m, v), r(4, 5), r(5) > 0, r(())),
     "scatter": (lambda x, i, s: x.scatter(1, i, s), r(4, 5), ints(5, 3, 1), r(4, 5)),
@@ -66,12 +58,7 @@ WRITES = {
         r(4, 5),
     ),
     "scatter_add": (lambda x, i, s: x.scatter_add(1, i, s), r(4, 5), ints(5, 3, 4), r(4, 5)),
-    "scatter_add into a view": (
-        lambda x, i, s: x.t().scatter_add(1, i, s),
-        r(5, 4),
-        ints(5, 3, 4),
-        r(4, 5),
-    ),
+    "scatter_add into a view": (lambda x, i, s: x.t().scatter_add(1, i, s), r(5, 4), ints(5, 3, 4), r(4, 5)),
     "index_put": (lambda x, i, v: x.index_put((i,), v), r(4, 5), torch.tensor([1, -1]), r(2, 5)),
     "index_put adds": (
         lambda x, i, v: x.index_put((i, i), v, accumulate=True),
@@ -79,12 +66,7 @@ WRITES = {
         torch.tensor([1, -1, 1]),
         r(3),
     ),
-    "index_put bool adds": (
-        lambda x, i, v: x.index_put((i,), v, accumulate=True),
-        r(4) > 0,
-        ints(4, 3),
-        r(3) > 0,
-    ),
+    "index_put bool adds": (lambda x, i, v: x.index_put((i,), v, accumulate=True), r(4) > 0, ints(4, 3), r(3) > 0),
     "index_put mask": (lambda x, v: x.index_put((x > 0,), v), r(4, 5), r(())),
     "index_put rows of a mask": (lambda x, m, v: x.index_put((m,), v), r(4, 5), r(4) > 0, r(1, 5)),
     "index_put as many as hit": (
@@ -96,19 +78,10 @@ WRITES = {
     "masked_scatter": (lambda x, m, s: x.masked_scatter(m, s), r(3, 4), r(3, 4) > 0, r(12)),
 }
 ALONG = {
-    "index_add": (
-        lambda x, i, v: x.index_add(0, i, v, alpha=2),
-        r(4, 5),
-        torch.tensor([1, 3, 1]),
-        r(3, 5),
-    ),
+    "index_add": (lambda x, i, v: x.index_add(0, i, v, alpha=2), r(4, 5), torch.tensor([1, 3, 1]), r(3, 5)),
     "index_copy": (lambda x, i, v: x.index_copy(0, i, v), r(4, 5), torch.tensor([1, 3]), r(2, 5)),
     "index_fill": (lambda x, i: x.index_fill(1, i, 3.0), r(4, 5), torch.tensor([1, -1])),
-    "embedding backward": (
-        lambda g, i: aten.embedding_dense_backward(g, i, 7, 2, False),
-        r(3, 4, 5),
-        ints(7, 3, 4),
-    ),
+    "embedding backward": (lambda g, i: aten.embedding_dense_backward(g, i, 7, 2, False), r(3, 4, 5), ints(7, 3, 4)),
 }
 
 
@@ -140,12 +113,7 @@ def test_reductions(reduce: str, include_self: bool) -> None:
     check(scatter, r(4, 5), ints(5, 3, 4), r(4, 5))
     check(scatter, ints(9, 4, 5, low=-9), ints(5, 3, 4), ints(9, 4, 5, low=-9))
     if reduce != "sum":
-        check(
-            lambda x, i, s: x.index_reduce(1, i, s, reduce, include_self=include_self),
-            r(4, 5),
-            ints(5, 4),
-            r(4, 4),
-        )
+        check(lambda x, i, s: x.index_reduce(1, i, s, reduce, include_self=include_self), r(4, 5), ints(5, 4), r(4, 4))
 
 
 @pytest.mark.parametrize(

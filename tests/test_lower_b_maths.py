@@ -27,18 +27,8 @@ PRODUCTS = {
     "bmm": (torch.bmm, r(3, 4, 5), r(3, 5, 6)),
     "large bmm": (lambda x, y: torch.bmm(x, y.transpose(1, 2)), r(3, 64, 50), r(3, 64, 50)),
     "addmm": (lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=0.5), r(6), r(4, 5), r(5, 6)),
-    "addmm beta 0": (
-        lambda b, x, y: torch.addmm(b, x, y, beta=0),
-        r(6) * float("nan"),
-        r(4, 5),
-        r(5, 6),
-    ),
-    "addmm ints": (
-        lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=3),
-        small(6),
-        small(4, 5),
-        small(5, 6),
-    ),
+    "addmm beta 0": (lambda b, x, y: torch.addmm(b, x, y, beta=0), r(6) * float("nan"), r(4, 5), r(5, 6)),
+    "addmm ints": (lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=3), small(6), small(4, 5), small(5, 6)),
     "baddbmm": (lambda b, x, y: torch.baddbmm(b, x, y, alpha=2), r(6), r(3, 4, 5), r(3, 5, 6)),
     "addmv": (lambda b, x, y: torch.addmv(b, x, y, alpha=2, beta=0.5), r(4), r(4, 5), r(5)),
     "mv": (torch.mv, r(4, 5), r(5)),
@@ -82,9 +72,7 @@ def test_only_large_products_are_calls() -> None:
         ops = lowered(torch.mm, (r(n, n), r(n, n))).program.ops
         found = [op for op in ops if isinstance(op, Extern)]
         assert len(found) == calls
-        assert all(
-            op.out_op == "aten::mm.out" and not op.fallback and op.flops == 2 * n**3 for op in found
-        )
+        assert all(op.out_op == "aten::mm.out" and not op.fallback and op.flops == 2 * n**3 for op in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
@@ -115,18 +103,11 @@ def test_sorting_is_a_call_by_choice(fn) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_random_floats(dtype: torch.dtype) -> None:
     key = torch.tensor(123456789012345)
-    check(
-        lambda s, x: torch.ops.plait.philox_uniform(s, 3, x.shape, dtype), key, r(4, 9), exact=True
-    )
+    check(lambda s, x: torch.ops.plait.philox_uniform(s, 3, x.shape, dtype), key, r(4, 9), exact=True)
     check(lambda s, x: torch.ops.plait.philox_normal(s, 3, x.shape, dtype), key, r(4, 9))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
 def test_random_integers(dtype: torch.dtype) -> None:
     key = torch.tensor(-987654321)
-    check(
-        lambda s, x: torch.ops.plait.philox_randint(s, 7, -3, 12, x.shape, dtype),
-        key,
-        r(4, 9),
-        exact=True,
-    )
+    check(lambda s, x: torch.ops.plait.philox_randint(s, 7, -3, 12, x.shape, dtype), key, r(4, 9), exact=True)

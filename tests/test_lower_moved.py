@@ -58,10 +58,7 @@ def test_a_mask_of_tokens_is_counted_once() -> None:
 def test_cdist(p: float) -> None:
     same(lambda a, b: torch.cdist(a, b, p), given(r(2, 5, 4), r(2, 6, 4)), grad=True)
     same(lambda a, b: torch.cdist(a, b, p), given(r(5, 4), r(2, 6, 4)), grad=True)
-    assert not any(
-        isinstance(op, Extern)
-        for op in lowered(lambda a: torch.cdist(a, a, p), (r(5, 3),)).program.ops
-    )
+    assert not any(isinstance(op, Extern) for op in lowered(lambda a: torch.cdist(a, a, p), (r(5, 3),)).program.ops)
 
 
 def test_cdist_with_equal_rows() -> None:
@@ -78,16 +75,9 @@ def test_large_euclidean_distances_are_a_matrix_product() -> None:
 
 def test_fake_quantize() -> None:
     x = r(7, 9) * 3
-    same(
-        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7),
-        given(x),
-        grad=True,
-    )
+    same(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7), given(x), grad=True)
     zero = torch.tensor([128], dtype=torch.int32)
-    same(
-        lambda x, s, z: torch.fake_quantize_per_tensor_affine(x, s, z, 0, 255),
-        given(x, torch.tensor([0.05]), zero),
-    )
+    same(lambda x, s, z: torch.fake_quantize_per_tensor_affine(x, s, z, 0, 255), given(x, torch.tensor([0.05]), zero))
     zeros = torch.arange(9, dtype=torch.int32)
     same(
         lambda x, s, z: torch.fake_quantize_per_channel_affine(x, s, z, 1, -128, 127),

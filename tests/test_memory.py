@@ -65,10 +65,7 @@ class Pointwise(nn.Module):
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     **{n: (MODELS[n][0], partial(tokens, 128)) for n in ("gpt2", "bert", "llama")},
     **{n: (MODELS[n][0], partial(images, 128)) for n in ("vit", "resnet", "unet")},
-    "tf6": (
-        lambda: nn.Sequential(*(Block(256) for _ in range(6))),
-        lambda: torch.randn(8, 64, 256),
-    ),
+    "tf6": (lambda: nn.Sequential(*(Block(256) for _ in range(6))), lambda: torch.randn(8, 64, 256)),
     "pw": (Pointwise, lambda: torch.randn(1024, 1024)),
 }
 
@@ -76,9 +73,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 def allocator_peak(call: Callable[[], object]) -> int:
     """The most bytes that one call had from the CPU allocator at once. What was there before does not count, even if
     the call frees it; what it returns counts to the end."""
-    config = ProfilerConfig(
-        ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
-    )
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
     activities = {ProfilerActivity.CPU}
     torch.autograd._prepare_profiler(config, activities)
     torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
@@ -142,9 +137,7 @@ def test_peak(name: str, mode: Callable[..., object], record_property: Callable[
     compiled = torch.compile(model, backend="plait")
     eager, _ = peak(partial(mode, model, model, x))
     plait, arena = peak(partial(mode, compiled, model, x))
-    line = (
-        f"eager {eager / MIB:.2f} MiB, plait {plait / MIB:.2f} MiB, of it arenas {arena / MIB:.2f}"
-    )
+    line = f"eager {eager / MIB:.2f} MiB, plait {plait / MIB:.2f} MiB, of it arenas {arena / MIB:.2f}"
     record_property("peak", line)
     print(f"{name} {mode.__name__}: {line}")
     assert eager > MIB, "the program is too small to show anything"
@@ -219,7 +212,5 @@ def test_what_a_backward_pass_keeps_idle_is_small() -> None:
     y = b.extern((512, 1024), b.map("tanh", x), may_keep=False)
     b.output(b.reduce((), (512, 1024), "sum", lambda o, i, j: o.load(y, i, j)))
     program = b.program()
-    nbytes = [
-        schedule(p, Config()).memory.arena_nbytes for p in (program, replace(program, donated=()))
-    ]
+    nbytes = [schedule(p, Config()).memory.arena_nbytes for p in (program, replace(program, donated=()))]
     assert nbytes == [64, 512 * 1024 * 4]  # a scalar's line of cache, or the large one too

@@ -17,9 +17,7 @@ def distance(a: Tensor, truth: Tensor) -> float:
 
 def close(got: Tensor, eager: Tensor, truth: Tensor, what: str) -> None:
     """got is at most twice as far from the float64 truth as eager is, plus a rounding of the largest value."""
-    assert (
-        got.shape == eager.shape and got.dtype == eager.dtype and got.stride() == eager.stride()
-    ), what
+    assert got.shape == eager.shape and got.dtype == eager.dtype and got.stride() == eager.stride(), what
     got, eager, truth = got.detach(), eager.detach(), truth.detach()
     slack = 1e-6 * float(truth.abs().max()) + 1e-7
     assert distance(got, truth) <= 2 * distance(eager, truth) + slack, (
@@ -67,9 +65,7 @@ def test_training_step(name: str) -> None:
         outs.append((out, m))
     (eager, _), (got, _), (truth, _) = outs
     close(got, eager, truth, name)
-    for (n, p), q, t in zip(
-        model.named_parameters(), twin.parameters(), exact.parameters(), strict=True
-    ):
+    for (n, p), q, t in zip(model.named_parameters(), twin.parameters(), exact.parameters(), strict=True):
         if p.grad is None:
             assert q.grad is None, n
         else:

@@ -28,17 +28,7 @@ from plait.wrapper.instructions import (
     SymbolInput,
     View,
 )
-from tests.native_tools import (
-    add_program,
-    alloc,
-    build,
-    extern,
-    launch,
-    library,
-    program,
-    ret,
-    tensor,
-)
+from tests.native_tools import add_program, alloc, build, extern, launch, library, program, ret, tensor
 
 
 def bound(shape, strides, names=("x",), dtype="f32", weight=None):
@@ -69,22 +59,10 @@ def test_bound_checks_its_inputs():
             r"input 'y': expected size 3 \(s0, as in an earlier input or dimension\) in dimension 0, got 4",
         ),
         ((torch.randn(3, 5), x), {}, "input 'x': expected size 4 in dimension 1, got 5"),
-        (
-            (torch.randn(1, 4), x),
-            {},
-            r"input 'x': expected size at least 2 \(s0\) in dimension 0, got 1",
-        ),
+        ((torch.randn(1, 4), x), {}, r"input 'x': expected size at least 2 \(s0\) in dimension 0, got 1"),
         ((torch.randn(17, 4), x), {}, r"input 'x': expected size at most 16 \(s0\)"),
-        (
-            (torch.randn(4, 3).t(), x),
-            {},
-            r"input 'x': expected a contiguous tensor, got strides \[1, 3\]",
-        ),
-        (
-            (x.to("meta"), x),
-            {},
-            "input 'x': expected a plain tensor on device cpu, got one on meta",
-        ),
+        ((torch.randn(4, 3).t(), x), {}, r"input 'x': expected a contiguous tensor, got strides \[1, 3\]"),
+        ((x.to("meta"), x), {}, "input 'x': expected a plain tensor on device cpu, got one on meta"),
         ((x,), {}, "input 'y' is missing"),
         ((x, x, x), {}, "expected 2 inputs, got 3"),
         ((x,), {"z": x}, "there is no input 'z'"),
@@ -307,9 +285,7 @@ def test_programs_in_reference_cycles_are_collected():
 
 
 def test_libraries_outlive_their_loader():
-    prog = build(
-        program((tensor("x", 8),), alloc("o", 8), launch("k_inc", "x", "o", n=8), ret("o"))
-    )
+    prog = build(program((tensor("x", 8),), alloc("o", 8), launch("k_inc", "x", "o", n=8), ret("o")))
     gc.collect()
     assert library().endswith(".so")
     assert torch.equal(prog(torch.zeros(8))[0], torch.ones(8))

@@ -52,11 +52,7 @@ def test_launches(tmp_path: Path) -> None:
     sources = (tests / "native_cuda.cpp", core / "cuda.cpp")
     build("-fsanitize=undefined", "-o", str(program), *map(str, sources))
     done = subprocess.run(
-        [program, driver],
-        env={**os.environ, "FAKE_CUDA_LOG": str(log)},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [program, driver], env={**os.environ, "FAKE_CUDA_LOG": str(log)}, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == SAID

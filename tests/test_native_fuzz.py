@@ -79,9 +79,7 @@ class Maker:
             place = Place(name, "arena", 4 * self.unit * slot, f32, (n,), (1,))
             self.add(place, lambda m: m.__setitem__(name, torch.empty(count)))
         else:
-            self.add(
-                Alloc(name, f32, (n,), (1,)), lambda m: m.__setitem__(name, torch.empty(count))
-            )
+            self.add(Alloc(name, f32, (n,), (1,)), lambda m: m.__setitem__(name, torch.empty(count)))
             self.owned.add(name)
         return name
 

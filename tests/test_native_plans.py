@@ -57,9 +57,7 @@ def rich_program():
         Arena("m", 4096),
         Place("p", "m", 64, f32, (4, 4), (4, 1)),
         Place("q", "m", floordiv(n, 1) * 64, f32, (4,), (1,)),
-        CallExtern(
-            "aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False
-        ),
+        CallExtern("aten::mm.out", (Ref("y"), Ref("y")), (("out", Ref("p")),), (), ("p",), may_keep=False),
         View("v", "p", f32, (2, 4), (4, 1), 8),
         Alloc("o", f32, (s0, 4), (4, 1)),
         launch("k_inc", "x", "o", n=4 * s0),
@@ -139,9 +137,7 @@ def corruptions(plan: bytes, n: int, seed: int):
         for _ in range(rng.choice((1, 1, 1, 2, 5))):
             at = HEADER + 8 * rng.randrange(n_words + 1)
             old = struct.unpack_from("<q", plan, at)[0]
-            new = rng.choice(
-                (rng.choice(interesting), old + rng.choice((-1, 1)), rng.randrange(64))
-            )
+            new = rng.choice((rng.choice(interesting), old + rng.choice((-1, 1)), rng.randrange(64)))
             struct.pack_into("<q", damaged, at, max(-(2**63), min(2**63 - 1, new)))
         if rng.random() < 0.1:
             damaged = damaged[: HEADER + rng.randrange(len(damaged) - HEADER)]
@@ -200,16 +196,8 @@ X = TensorInput("x", f32, (4,), (1,))
         ((X,), (Free("x"), Free("x"), Return(())), "'x' is used after it was freed"),
         ((SymbolInput("n"), SymbolInput("n")), (Return(()),), "symbol 'n' is defined twice"),
         ((), (Return((symbol("n"),)),), "before it is defined"),
-        (
-            (X,),
-            (Arena("m", 64), Place("p", "m", 4, f32, (16,), (1,)), Return(())),
-            "'p' reaches beyond its memory",
-        ),
-        (
-            (X,),
-            (Arena("m", 64), Place("p", "m", 2, f32, (4,), (1,)), Return(())),
-            "'p' has a wrong offset",
-        ),
+        ((X,), (Arena("m", 64), Place("p", "m", 4, f32, (16,), (1,)), Return(())), "'p' reaches beyond its memory"),
+        ((X,), (Arena("m", 64), Place("p", "m", 2, f32, (4,), (1,)), Return(())), "'p' has a wrong offset"),
         ((X,), (Arena("m", -1), Return(())), "arena of -1 bytes"),
         (
             (X,),
@@ -221,11 +209,7 @@ X = TensorInput("x", f32, (4,), (1,))
             (Alloc("a", f32, (4,), (1,)), Reuse("b", "a", i64, (4,), (1,)), Return(())),
             "'b' reaches beyond its memory",
         ),
-        (
-            (X,),
-            (Reuse("b", "x", f32, (4,), (1,)), Return(())),
-            "'x' was not allocated by this program",
-        ),
+        ((X,), (Reuse("b", "x", f32, (4,), (1,)), Return(())), "'x' was not allocated by this program"),
         ((X,), (Alloc("a", f32, (-4,), (1,)), Return(())), "a size is negative"),
         ((X,), (Alloc("a", f32, (1 << 40, 1 << 40), (1 << 40, 1)), Return(())), "too large"),
         ((X,), (Return((Ref("x"), ListOf(()))),), "a list is returned"),

@@ -444,9 +444,7 @@ def test_an_error_of_a_hook_reaches_the_caller() -> None:
         y.sum().backward()
 
 
-def test_an_error_while_backward_is_compiled_reaches_the_caller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_while_backward_is_compiled_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     from plait.capture.training import TrainingGraph
 
     def fail(*_: Any) -> Any:
@@ -506,11 +504,7 @@ def test_a_result_that_is_saved_makes_no_cycle() -> None:
     try:
         y = fn(x)
         node, data = weakref.ref(y), y.untyped_storage()
-        held = (
-            torch._C._storage_Use_Count(data._cdata)
-            if hasattr(torch._C, "_storage_Use_Count")
-            else 0
-        )
+        held = torch._C._storage_Use_Count(data._cdata) if hasattr(torch._C, "_storage_Use_Count") else 0
         del y
         assert node() is None
         if held:
@@ -597,9 +591,7 @@ def test_states_that_the_node_does_not_serve() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
     x = leaf(3)

@@ -34,18 +34,12 @@ EXTERN_OPS = Path(plait.lower.__file__).parent / "extern_ops.txt"
 # Its samples are views of larger memory, which copies of them are not: see test_lower_a.py.
 PARTIAL = "as_strided.partial_views"
 BEHIND_DYNAMO = [op for op in op_db if op.name in UNTRACEABLE or op.name.startswith("masked.")]
-ALL = [
-    op
-    for op in op_db
-    if op.name not in RANDOM and op not in BEHIND_DYNAMO and name_of(op) != PARTIAL
-]
+ALL = [op for op in op_db if op.name not in RANDOM and op not in BEHIND_DYNAMO and name_of(op) != PARTIAL]
 # The gradient of linalg.eig is defined for some losses only.
 DIFFERENTIABLE = [
     op
     for op in ALL
-    if op.supports_autograd
-    and torch.float32 in op.supported_backward_dtypes("cpu")
-    and op.name != "linalg.eig"
+    if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu") and op.name != "linalg.eig"
 ]
 DTYPES = (
     torch.float32,
@@ -58,20 +52,14 @@ DTYPES = (
     torch.bool,
 )
 
-LISTED = {
-    line.split()[1] for line in EXTERN_OPS.read_text().splitlines() if line.startswith("fallback")
-}
+LISTED = {line.split()[1] for line in EXTERN_OPS.read_text().splitlines() if line.startswith("fallback")}
 
 ops = pytest.mark.parametrize("op", ALL, ids=name_of)
 
 
 def passes(outcome: Outcome) -> None:
     assert not outcome.failures, "\n".join(outcome.failures[:5])
-    broken = {
-        op: why
-        for op, why in outcome.fallbacks.items()
-        if "rule failed" in why or "the rule gave" in why
-    }
+    broken = {op: why for op, why in outcome.fallbacks.items() if "rule failed" in why or "the rule gave" in why}
     assert not broken, f"rules that fail: {broken}"
     missing = {op for op, why in outcome.fallbacks.items() if why == "no lowering rule"} - LISTED
     assert not missing, f"neither a rule nor a line in extern_ops.txt: {missing}"

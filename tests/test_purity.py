@@ -75,12 +75,7 @@ def test_nothing_forbidden_is_loaded(name: str) -> None:
     code = MODEL + RUNS[name] + "\nprint([m for m in sys.argv[1:] if m in sys.modules])\n"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *FORBIDDEN],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
+        [sys.executable, "-c", code, *FORBIDDEN], env=env, capture_output=True, text=True, timeout=300, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "[]"
@@ -88,7 +83,5 @@ def test_nothing_forbidden_is_loaded(name: str) -> None:
 
 def test_the_check_would_find_them() -> None:
     code = "import sys, torch._inductor.ir\nprint([m for m in sys.argv[1:] if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *FORBIDDEN], capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", code, *FORBIDDEN], capture_output=True, text=True, timeout=300)
     assert "torch._inductor.ir" in done.stdout, done.stderr

@@ -106,9 +106,7 @@ def test_integer_linspace() -> None:
     rng = random.Random(0)
     for dtype in (torch.int64, torch.int16, torch.uint8):
         low = 0 if dtype == torch.uint8 else -100
-        cases = [
-            (rng.uniform(low, 100), rng.uniform(low, 100), rng.randint(1, 60)) for _ in range(12)
-        ]
+        cases = [(rng.uniform(low, 100), rng.uniform(low, 100), rng.randint(1, 60)) for _ in range(12)]
 
         def f(dtype: torch.dtype, cases: list[tuple[float, float, int]]) -> list[torch.Tensor]:
             whole = [torch.linspace(int(a), int(b), n, dtype=dtype) for a, b, n in cases]

@@ -50,9 +50,7 @@ class Fuzzer:
         self.index = self.b.input(self.n, dtype=i64)  # zeros and ones
 
     def shape(self) -> tuple[Size, ...]:
-        return self.rng.choice(
-            [(4, self.n), (2, 3, 4), (self.n,), (6, 4), (self.n, 4), (1, 4), (4, 1, 6), ()]
-        )
+        return self.rng.choice([(4, self.n), (2, 3, 4), (self.n,), (6, 4), (self.n, 4), (1, 4), (4, 1, 6), ()])
 
     def pick(self) -> View:
         """A tensor, mostly a late one, perhaps through views."""
@@ -67,23 +65,17 @@ class Fuzzer:
         if kind == "permute" and n > 1:
             perm = self.rng.sample(range(n), n)
             back = [perm.index(k) for k in range(n)]
-            return View(
-                x.buf, tuple(x.shape[k] for k in perm), lambda p: x.at(tuple(p[k] for k in back))
-            )
+            return View(x.buf, tuple(x.shape[k] for k in perm), lambda p: x.at(tuple(p[k] for k in back)))
         if kind == "flatten" and n > 1:
             d = self.rng.randrange(n - 1)
             size = x.shape[d + 1]
             shape = (*x.shape[:d], x.shape[d] * size, *x.shape[d + 2 :])
-            return View(
-                x.buf, shape, lambda p: x.at((*p[:d], p[d] // size, p[d] % size, *p[d + 1 :]))
-            )
+            return View(x.buf, shape, lambda p: x.at((*p[:d], p[d] // size, p[d] % size, *p[d + 1 :])))
         if kind == "split" and n > 0:
             d = self.rng.randrange(n)
             if x.shape[d] in (4, 6, 12, 24):
                 shape = (*x.shape[:d], x.shape[d] // 2, 2, *x.shape[d + 1 :])
-                return View(
-                    x.buf, shape, lambda p: x.at((*p[:d], p[d] * 2 + p[d + 1], *p[d + 2 :]))
-                )
+                return View(x.buf, shape, lambda p: x.at((*p[:d], p[d] * 2 + p[d + 1], *p[d + 2 :])))
         if kind == "slice" and n > 0:
             d = self.rng.randrange(n)
             if isinstance(x.shape[d], int) and x.shape[d] > 2:
@@ -127,9 +119,7 @@ class Fuzzer:
 
     @staticmethod
     def broadcasts(a: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-        return len(a) <= len(to) and all(
-            x in (1, y) for x, y in zip(a, to[len(to) - len(a) :], strict=True)
-        )
+        return len(a) <= len(to) and all(x in (1, y) for x, y in zip(a, to[len(to) - len(a) :], strict=True))
 
     def reduce(self) -> None:
         x = self.pick()
@@ -163,12 +153,7 @@ class Fuzzer:
         n = x.shape[0]
         out = self.b.buffer((n + n, *x.shape[1:]))
         for k in range(2):
-            self.b.pointwise(
-                x.shape,
-                lambda o, *p: self.load(o, x, p),
-                out,
-                lambda *p, k=k: (p[0] + n * k, *p[1:]),
-            )
+            self.b.pointwise(x.shape, lambda o, *p: self.load(o, x, p), out, lambda *p, k=k: (p[0] + n * k, *p[1:]))
         self.add(out)
 
     def pad(self) -> None:
@@ -213,9 +198,7 @@ class Fuzzer:
         at = (L.arg_symbol(0, self.b.buffers[base].shape[0]), *vars_[1:])
         args = (o.load(self.index, vars_[0]),)
         self.b.ops.append(
-            L.Scatter(
-                out, base, vars_, at, args, self.load(o, x, vars_), self.rng.choice(["add", "max"])
-            )
+            L.Scatter(out, base, vars_, at, args, self.load(o, x, vars_), self.rng.choice(["add", "max"]))
         )
         self.add(out)
         if base in self.b.inputs and self.rng.random() < 0.7:
@@ -239,11 +222,7 @@ class Fuzzer:
 
     def extern(self) -> None:
         x = self.rng.choice(self.tensors)
-        options = [
-            {},
-            {"may_keep": False},
-            {"may_keep": False, "out_op": "o", "out_names": ("out",)},
-        ]
+        options = [{}, {"may_keep": False}, {"may_keep": False, "out_op": "o", "out_names": ("out",)}]
         self.add(self.b.extern(x.shape, x.buf, **self.rng.choice(options)))
 
     def mutate(self) -> None:
@@ -251,24 +230,12 @@ class Fuzzer:
         targets = [n for n in self.b.inputs if isinstance(n, str) and n != self.index]
         target = self.rng.choice(targets)
         shape, n_inputs = self.b.buffers[target].shape, len(self.b.inputs)
-        fits = [
-            t.buf
-            for t in self.tensors[n_inputs:]
-            if t.shape == shape and self.b.buffers[t.buf].dtype == f32
-        ]
+        fits = [t.buf for t in self.tensors[n_inputs:] if t.shape == shape and self.b.buffers[t.buf].dtype == f32]
         if fits:
             self.b.ops.append(L.Mutate(target, self.rng.choice(fits)))
 
     def program(self) -> L.LoopProgram:
-        steps = [
-            self.unary,
-            self.binary,
-            self.binary,
-            self.reduce,
-            self.reduce,
-            self.extern,
-            self.cat,
-        ]
+        steps = [self.unary, self.binary, self.binary, self.reduce, self.reduce, self.extern, self.cat]
         steps += [self.pad, self.gather, self.scatter, self.scan]
         for _ in range(self.rng.randint(2, 14)):
             self.rng.choice(steps)()

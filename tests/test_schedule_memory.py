@@ -143,11 +143,7 @@ def test_scatter_into_a_mutated_input_needs_no_copy() -> None:
     out = b.buffer((16, 8))
     i, j = loop_vars("i", (3, 8))
     o = Record(b)
-    b.ops.append(
-        Scatter(
-            out, cache, (i, j), (arg_symbol(0, 16), j), (o.load(at, i),), o.load(new, i, j), "store"
-        )
-    )
+    b.ops.append(Scatter(out, cache, (i, j), (arg_symbol(0, 16), j), (o.load(at, i),), o.load(new, i, j), "store"))
     b.ops.append(Mutate(cache, out))
     y = b.map("tanh", out)
     b.output(y)
@@ -169,11 +165,7 @@ def test_the_peak_stays_near_that_of_coming_and_going() -> None:
     plan = plan_of(b)
     alive = lives(plan)
     free = peak_nbytes(list(alive.values()), len(plan.steps))
-    outside = [
-        x
-        for n, x in alive.items()
-        if n not in plan.memory.offsets and n not in plan.memory.in_place
-    ]
+    outside = [x for n, x in alive.items() if n not in plan.memory.offsets and n not in plan.memory.in_place]
     arena = plan.memory.arena_nbytes
     assert isinstance(arena, int)
     assert arena + peak_nbytes(outside, len(plan.steps)) <= free * 1.02 + (1 << 20)

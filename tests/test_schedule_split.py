@@ -43,10 +43,7 @@ def test_columns_split_along_rows_with_their_producer() -> None:
     plan = schedule(program, CFG)
     check(plan, program)
     first, second = kernels(plan)
-    assert [s.kind for k in (first, second) for s in k.stmts if isinstance(s, Reduce)] == [
-        "sum",
-        "sum",
-    ]
+    assert [s.kind for k in (first, second) for s in k.stmts if isinstance(s, Reduce)] == ["sum", "sum"]
     assert e in first.outs
 
 
@@ -64,11 +61,7 @@ def test_what_is_read_once_a_result_does_not_split_rows() -> None:
     """The backward of batch norm: rows in memory, less a mean a channel, summed."""
     b = Builder()
     x, mean = b.input(4, 64, 1024), b.input(64)
-    b.output(
-        b.reduce(
-            (64,), (4, 1024), "sum", lambda o, c, n, i: o.sub(o.load(x, n, c, i), o.load(mean, c))
-        )
-    )
+    b.output(b.reduce((64,), (4, 1024), "sum", lambda o, c, n, i: o.sub(o.load(x, n, c, i), o.load(mean, c))))
     program = b.program()
     plan = schedule(program, CFG)
     check(plan, program)

@@ -28,9 +28,7 @@ def plait_imports(tree: ast.AST) -> list[tuple[str, int]]:
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            names = (
-                [f"plait.{a.name}" for a in node.names] if node.module == "plait" else [node.module]
-            )
+            names = [f"plait.{a.name}" for a in node.names] if node.module == "plait" else [node.module]
         found += [(n.split(".")[1], node.lineno) for n in names if n.startswith("plait.")]
     return found
 
@@ -46,9 +44,7 @@ def upward_imports(name: str, source: str) -> list[str]:
 
 
 def test_the_check_finds_an_upward_import() -> None:
-    assert upward_imports("ir", "def f():\n    from plait.kernel import cpp\n") == [
-        "ir imports kernel (line 2)"
-    ]
+    assert upward_imports("ir", "def f():\n    from plait.kernel import cpp\n") == ["ir imports kernel (line 2)"]
     assert upward_imports("kernel", "import plait.ir.sizes") == []
 
 
@@ -82,10 +78,7 @@ def code_lines(text: str, python: bool = True) -> int:
     lines = {k: line.strip() for k, line in enumerate(text.splitlines(), 1)}
     if python:
         for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-                and ast.get_docstring(node) is not None
-            ):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
                 doc = node.body[0]
                 for k in range(doc.lineno, (doc.end_lineno or doc.lineno) + 1):
                     lines.pop(k, None)
@@ -99,12 +92,7 @@ def test_code_lines() -> None:
 
 def test_the_compiler_is_small() -> None:
     suffixes = {".py", ".cpp", ".h"}
-    files = [
-        p
-        for d in ("plait", "native")
-        for p in sorted((ROOT / d).rglob("*"))
-        if p.suffix in suffixes
-    ]
+    files = [p for d in ("plait", "native") for p in sorted((ROOT / d).rglob("*")) if p.suffix in suffixes]
     assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in files) <= 25_000
 
 

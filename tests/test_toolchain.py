@@ -59,14 +59,10 @@ def test_isa_that_the_machine_lacks_is_refused(tmp_path: Path) -> None:
     assert detect_isa("portable", cpuinfo(tmp_path, "sse2 avx2 fma f16c")).name == "portable"
 
 
-def test_missing_compiler_is_an_error_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        ToolchainMissing, match=r"no C\+\+ compiler found \(tried c\+\+, g\+\+, clang\+\+\)"
-    ):
+    with pytest.raises(ToolchainMissing, match=r"no C\+\+ compiler found \(tried c\+\+, g\+\+, clang\+\+\)"):
         find_toolchain(Config())
     with pytest.raises(ToolchainMissing, match="tried no-such-compiler"):
         find_toolchain(config(tmp_path, cpp_compiler="no-such-compiler"))
@@ -112,11 +108,7 @@ def test_key_depends_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         cache_key(SOURCE, dataclasses.replace(tools, version="g++ 99")),
         cache_key(SOURCE, dataclasses.replace(tools, compiler="/elsewhere/g++")),
         cache_key(SOURCE, dataclasses.replace(tools, opt_level=3)),
-        *(
-            cache_key(SOURCE, dataclasses.replace(tools, isa=isa))
-            for isa in ISAS.values()
-            if isa != tools.isa
-        ),
+        *(cache_key(SOURCE, dataclasses.replace(tools, isa=isa)) for isa in ISAS.values() if isa != tools.isa),
     }
     monkeypatch.setattr("plait.__version__", "0.0.0-other")
     keys.add(cache_key(SOURCE, tools))
@@ -156,9 +148,7 @@ def _build_in_child(folder: str, results: multiprocessing.Queue) -> None:  # typ
 def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    children = [
-        context.Process(target=_build_in_child, args=(str(tmp_path), results)) for _ in range(3)
-    ]
+    children = [context.Process(target=_build_in_child, args=(str(tmp_path), results)) for _ in range(3)]
     for child in children:
         child.start()
     found = [results.get(timeout=60) for _ in children]
@@ -200,7 +190,5 @@ def test_a_hit_counts_as_use(tmp_path: Path) -> None:
 def test_library_depends_on_nothing(tmp_path: Path) -> None:
     """A kernel library must load in any process: no undefined symbol but libc's."""
     path = tmp_path / "x.so"
-    Toolchain(find_toolchain(Config()).compiler, "", toolchain.ISAS["portable"], 2).compile(
-        SOURCE, path
-    )
+    Toolchain(find_toolchain(Config()).compiler, "", toolchain.ISAS["portable"], 2).compile(SOURCE, path)
     assert b"libstdc++" not in path.read_bytes()

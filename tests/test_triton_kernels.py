@@ -66,9 +66,7 @@ def kernel(*stmts: Store | Reduce, vars_: tuple, rvars: tuple = (), args: tuple)
 
 
 def buffer(name: str, *shape: int, dtype: object = f32) -> Buffer:
-    strides = tuple(
-        int.__mul__(1, 1) if k == len(shape) - 1 else shape[-1] for k in range(len(shape))
-    )
+    strides = tuple(int.__mul__(1, 1) if k == len(shape) - 1 else shape[-1] for k in range(len(shape)))
     return Buffer(name, dtype, shape, strides)  # type: ignore[arg-type]
 
 
@@ -83,12 +81,7 @@ def test_a_transposition_gets_a_square_tile() -> None:
     i, j = loop_vars("i", (512, 384))
     x = node("load", (), Load("x", (j, i)), f32)
     made = emit_kernel(
-        kernel(
-            Store("out", (i, j), x, True),
-            vars_=(i, j),
-            args=(buffer("x", 384, 512), buffer("out", 512, 384)),
-        ),
-        "k",
+        kernel(Store("out", (i, j), x, True), vars_=(i, j), args=(buffer("x", 384, 512), buffer("out", 512, 384))), "k"
     )
     assert made.grid == 8 * 6 and "xmask" not in made.text  # blocks of 64 x 64 divide it
 
@@ -98,10 +91,7 @@ def test_indices_are_wide_only_where_a_range_needs_it() -> None:
         (i,) = loop_vars("i", (n,))
         x = node("load", (), Load("x", (i,)), f32)
         made = emit_kernel(
-            kernel(
-                Store("out", (i,), x, True), vars_=(i,), args=(buffer("x", n), buffer("out", n))
-            ),
-            "k",
+            kernel(Store("out", (i,), x, True), vars_=(i,), args=(buffer("x", n), buffer("out", n))), "k"
         )
         assert ("tl.int64" in made.text) is wide
 
@@ -111,8 +101,6 @@ def test_the_grid_of_an_empty_tensor_is_empty() -> None:
     (i,) = loop_vars("i", (n,))
     x = node("index", (), i, i64)
     out = Buffer("out", i64, (n,), (1,))
-    made = emit_kernel(
-        Kernel("k", (i,), (), (Store("out", (i,), x, True),), (out,), ("out",), (n,)), "k"
-    )
+    made = emit_kernel(Kernel("k", (i,), (), (Store("out", (i,), x, True),), (out,), ("out",), (n,)), "k")
     assert evaluate(made.grid, {"s0": 0}) == 0
     assert evaluate(made.grid, {"s0": 1025}) * 128 >= 1025

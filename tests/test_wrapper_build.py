@@ -10,18 +10,7 @@ import pytest
 from plait.errors import InternalError
 from plait.ir import sizes as sz
 from plait.ir.dtypes import DType, f32, i64
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    Item,
-    ListArg,
-    LoopProgram,
-    Mutate,
-    Scalar,
-    TensorArg,
-)
+from plait.ir.loops import Alias, Assert, Buffer, Extern, Item, ListArg, LoopProgram, Mutate, Scalar, TensorArg
 from plait.ir.sizes import Size
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 from plait.wrapper.build import build
@@ -41,11 +30,7 @@ def whole(b: Buffer) -> TensorArg:
 
 
 def kernel(
-    name: str,
-    reads: Sequence[Buffer],
-    writes: Sequence[Buffer],
-    sizes: Sequence[Any] = (),
-    **more: Any,
+    name: str, reads: Sequence[Buffer], writes: Sequence[Buffer], sizes: Sequence[Any] = (), **more: Any
 ) -> Kernel:
     outs = tuple(b.name for b in writes)
     return Kernel(name, (), (), (), (*reads, *writes), outs, tuple(sizes), work_ns=7, **more)
@@ -77,13 +62,7 @@ X, Y, Z, W = buf("x"), buf("y"), buf("z"), buf("w")
 
 
 def test_outputs_are_allocated_and_intermediates_placed() -> None:
-    p = plan(
-        ["x"],
-        [kernel("k0", [X], [Y]), kernel("k1", [Y], [Z])],
-        [whole(Z)],
-        [X, Y, Z],
-        MemoryPlan(32, {"y": 0}),
-    )
+    p = plan(["x"], [kernel("k0", [X], [Y]), kernel("k1", [Y], [Z])], [whole(Z)], [X, Y, Z], MemoryPlan(32, {"y": 0}))
     assert lines(p) == [
         "arena = take_arena(32)",
         "y = place(arena, 0, f32[8] @ (1,))",
@@ -139,22 +118,9 @@ def test_a_buffer_takes_over_dying_memory(old: str, made: str) -> None:
 
 
 def test_takeovers_in_a_row_keep_the_first_place() -> None:
-    steps = [
-        kernel("k0", [X], [Y]),
-        kernel("k1", [Y], [Z]),
-        kernel("k2", [Z], [W]),
-        kernel("k3", [W], [buf("o")]),
-    ]
-    p = plan(
-        ["x"],
-        steps,
-        [whole(buf("o"))],
-        [X, Y, Z, W, buf("o")],
-        MemoryPlan(96, {"y": 64}, {"z": "y", "w": "z"}),
-    )
-    assert [s for s in lines(p) if " = place" in s] == [
-        f"{n} = place(arena, 64, f32[8] @ (1,))" for n in "yzw"
-    ]
+    steps = [kernel("k0", [X], [Y]), kernel("k1", [Y], [Z]), kernel("k2", [Z], [W]), kernel("k3", [W], [buf("o")])]
+    p = plan(["x"], steps, [whole(buf("o"))], [X, Y, Z, W, buf("o")], MemoryPlan(96, {"y": 64}, {"z": "y", "w": "z"}))
+    assert [s for s in lines(p) if " = place" in s] == [f"{n} = place(arena, 64, f32[8] @ (1,))" for n in "yzw"]
 
 
 def test_views_of_operands_are_shared_and_whole_buffers_are_named() -> None:
@@ -172,33 +138,22 @@ def test_views_of_operands_are_shared_and_whole_buffers_are_named() -> None:
     ]
 
 
-def test_operands_that_differ_in_a_stride_of_a_single_row_are_no_view_but_outputs_are_exact() -> (
-    None
-):
+def test_operands_that_differ_in_a_stride_of_a_single_row_are_no_view_but_outputs_are_exact() -> None:
     m = buf("m", (1, 4))
     odd = TensorArg("m", (1, 4), (99, 1), 0)
     p = plan(["m"], [Extern(("y",), "aten::neg", (odd,))], [odd, whole(Y)], [m, Y])
-    assert lines(p) == [
-        "y, = call('aten::neg')(m)",
-        "view0 = view(m, f32[1, 4] @ (99, 1), 0)",
-        "return (view0, y)",
-    ]
+    assert lines(p) == ["y, = call('aten::neg')(m)", "view0 = view(m, f32[1, 4] @ (99, 1), 0)", "return (view0, y)"]
 
 
 def test_operands_with_offset_and_another_type() -> None:
     part = TensorArg("x", (2,), (1,), 3)
     bits = TensorArg("x", (4,), (1,), 0, i64)
     p = plan(["x"], [Extern(("y",), "aten::cat", (ListArg((part, bits)),))], [whole(Y)], [X, Y])
-    assert lines(p)[:2] == [
-        "view0 = view(x, f32[2] @ (1,), 3)",
-        "view1 = view(x, i64[4] @ (1,), 0)",
-    ]
+    assert lines(p)[:2] == ["view0 = view(x, f32[2] @ (1,), 3)", "view1 = view(x, i64[4] @ (1,), 0)"]
 
 
 def test_calls_write_into_planned_memory() -> None:
-    neg = Extern(
-        ("y",), "aten::neg", (whole(X),), may_keep=False, out_op="aten::neg.out", out_names=("out",)
-    )
+    neg = Extern(("y",), "aten::neg", (whole(X),), may_keep=False, out_op="aten::neg.out", out_names=("out",))
     p = plan(["x"], [neg, kernel("k", [Y], [Z])], [whole(Z)], [X, Y, Z], MemoryPlan(32, {"y": 0}))
     assert lines(p)[1:3] == [
         "y = place(arena, 0, f32[8] @ (1,))",
@@ -213,11 +168,7 @@ def test_results_nobody_wants_and_symbols_of_calls() -> None:
     call = Extern((None, "y"), "aten::sort", (whole(X),))
     count = Extern((), "mylib::count", (whole(X),), symbols=((0, "u0"),))
     p = plan(["x"], [call, count], [whole(Y), u0 * 2], [X, Y], symbols={"u0": None})
-    assert lines(p) == [
-        "_, y = call('aten::sort')(x)",
-        "u0, = call('mylib::count')(x)",
-        "return (y, 2*u0)",
-    ]
+    assert lines(p) == ["_, y = call('aten::sort')(x)", "u0, = call('mylib::count')(x)", "return (y, 2*u0)"]
 
 
 def test_python_callables() -> None:
@@ -233,18 +184,8 @@ def test_symbols_are_defined_when_their_source_exists() -> None:
     table: dict[str, Any] = {
         "s1": s0 * 3, "s0": ("m", "size", 0), "s2": ("n", "stride", 0), "u0": None, "s3": u0 + s0, "i0": None,
     }  # fmt: skip
-    steps = [
-        Item("u0", "k"),
-        Assert(sz.compare("le", u0, 9), "few"),
-        Extern(("n",), "aten::f", (whole(m), u0)),
-    ]
-    p = plan(
-        ["m", ("sym", "i0"), "k", None],
-        steps,
-        [whole(n), sz.symbol("s3")],
-        [m, n, k],
-        symbols=table,
-    )
+    steps = [Item("u0", "k"), Assert(sz.compare("le", u0, 9), "few"), Extern(("n",), "aten::f", (whole(m), u0))]
+    p = plan(["m", ("sym", "i0"), "k", None], steps, [whole(n), sz.symbol("s3")], [m, n, k], symbols=table)
     assert lines(p) == [
         "s0 = read(m, 'size', 0)",
         "s1 = let(3*s0)",
@@ -271,9 +212,7 @@ def test_a_symbol_whose_source_never_comes_is_our_bug() -> None:
 def test_an_arena_must_know_its_size_at_the_start() -> None:
     u0 = sz.symbol("u0")
     p = plan(["x"], [], [], [X], MemoryPlan(u0 * 4, {"y": 0}), symbols={"u0": None})
-    with pytest.raises(
-        InternalError, match=r"the arena's size 4[*]u0 is not known when the program starts"
-    ):
+    with pytest.raises(InternalError, match=r"the arena's size 4[*]u0 is not known when the program starts"):
         build(p, "g")
 
 
@@ -281,10 +220,7 @@ def test_aliases_are_views() -> None:
     half = buf("half", (4,))
     steps = [Alias("half", "x", 2), Alias("z", "x", 1, relative=False), kernel("k", [half], [Y])]
     p = plan(["x"], steps, [whole(Y), whole(Z)], [X, Y, Z, half])
-    assert lines(p)[:2] == [
-        "half = view(x, f32[4] @ (1,), 2)",
-        "z = view(x, f32[8] @ (1,), 1, relative=False)",
-    ]
+    assert lines(p)[:2] == ["half = view(x, f32[4] @ (1,), 2)", "z = view(x, f32[8] @ (1,), 1, relative=False)"]
 
 
 def test_mutation_copies_or_happens_in_place() -> None:
@@ -293,35 +229,19 @@ def test_mutation_copies_or_happens_in_place() -> None:
     assert lines(copied)[-2:] == ["copy(x, y, bump=False)", "return ()"]
     assert lines(copied, bumped_inputs=(0,))[-2:] == ["copy(x, y)", "return ()"]
     in_place = plan(["x"], steps, [], [X, Y], MemoryPlan(in_place={"y": "x"}))
-    assert lines(in_place) == [
-        "y = view(x, f32[8] @ (1,), 0)",
-        "launch('k', (x, y), (), (y,), 7)",
-        "return ()",
-    ]
+    assert lines(in_place) == ["y = view(x, f32[8] @ (1,), 0)", "launch('k', (x, y), (), (y,), 7)", "return ()"]
     assert lines(in_place, bumped_inputs=(0,))[-2:] == ["bump_version(x)", "return ()"]
 
 
 def test_constants_and_literals_and_inputs_are_returned() -> None:
     c = buf("c")
-    p = plan(
-        ["x"],
-        [],
-        [whole(c), whole(X), Scalar("none"), s0 * 2 - s0 * 2 + 5],
-        [X, c],
-        constants=["c"],
-    )
+    p = plan(["x"], [], [whole(c), whole(X), Scalar("none"), s0 * 2 - s0 * 2 + 5], [X, c], constants=["c"])
     assert lines(p) == ["c = constant(0)", "return (c, x, None, 5)"]
 
 
 def test_notes_and_origins() -> None:
     program = build(
-        plan(
-            ["x"],
-            [kernel("k", [X], [Y], origin=("model.py:3 aten.relu", "aten.add"))],
-            [whole(Y)],
-            [X, Y],
-        ),
-        "g",
+        plan(["x"], [kernel("k", [X], [Y], origin=("model.py:3 aten.relu", "aten.add"))], [whole(Y)], [X, Y]), "g"
     )
     assert line(program.body[1]) == "note('model.py:3 aten.relu; aten.add')"
     assert program.origins == (("k", "model.py:3 aten.relu; aten.add"),)

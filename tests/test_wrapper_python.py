@@ -17,9 +17,7 @@ from tests.models import MODELS
 from tests.test_frontend_cases import BOTH, NO_GRAD
 
 
-def compiled(
-    fn: Callable[..., Any], wrapper: str, dynamic: bool | None = None
-) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any], wrapper: str, dynamic: bool | None = None) -> Callable[..., Any]:
     return torch.compile(fn, backend="plait", dynamic=dynamic, options={"wrapper": wrapper})
 
 
@@ -39,9 +37,7 @@ def test_dynamic_training(name: str) -> None:
 FAST = ("bert", "unet")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
-)
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_models_have_the_bits_of_native(name: str) -> None:
     make, inputs = MODELS[name]
     seen = []
@@ -98,14 +94,8 @@ def test_wrong_inputs_are_refused() -> None:
     for args, message in (
         ([torch.ones(2)], "expected 2 inputs, got 1"),
         ([3, None], "input 'x': expected a tensor, got int"),
-        (
-            [torch.ones(2).double(), None],
-            "input 'x': expected dtype torch.float32, got torch.float64",
-        ),
-        (
-            [torch.ones(2, device="meta"), None],
-            "input 'x': expected a plain tensor on device cpu, got one on meta",
-        ),
+        ([torch.ones(2).double(), None], "input 'x': expected dtype torch.float32, got torch.float64"),
+        ([torch.ones(2, device="meta"), None], "input 'x': expected a plain tensor on device cpu, got one on meta"),
     ):
         with pytest.raises(TypeError) as e:
             generated.check_inputs(args, promised)

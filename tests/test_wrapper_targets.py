@@ -124,9 +124,7 @@ class Case:
     def program(self) -> WrapperProgram:
         used = {i.kernel for i in self.body if isinstance(i, Launch)}
         kernels = tuple(k for k in KERNELS if k.name in used)
-        return WrapperProgram(
-            "case", self.inputs, kernels + self.body, len(self.constants), len(self.callables)
-        )
+        return WrapperProgram("case", self.inputs, kernels + self.body, len(self.constants), len(self.callables))
 
 
 def x6() -> list[torch.Tensor]:
@@ -134,10 +132,7 @@ def x6() -> list[torch.Tensor]:
 
 
 def tensor(
-    name: str = "x",
-    dtype: Any = f32,
-    shape: tuple[Size, ...] = (6,),
-    strides: tuple[Size, ...] = (1,),
+    name: str = "x", dtype: Any = f32, shape: tuple[Size, ...] = (6,), strides: tuple[Size, ...] = (1,)
 ) -> ins.Input:
     return TensorInput(name, dtype, shape, strides)
 
@@ -171,15 +166,7 @@ def with_value(x: torch.Tensor, *, alpha: float) -> tuple[torch.Tensor, torch.Te
 CASES: dict[str, Case] = {
     "launch": Case(X, (alloc("y"), double("x", "y"), give("y")), x6),
     "launch twice": Case(
-        X,
-        (
-            alloc("y"),
-            alloc("z"),
-            double("x", "y", barrier=False),
-            add("x", "y", "z"),
-            give("z", "y"),
-        ),
-        x6,
+        X, (alloc("y"), alloc("z"), double("x", "y", barrier=False), add("x", "y", "z"), give("z", "y")), x6
     ),
     "launch alone": Case(X, (alloc("y"), double("x", "y", parallel=False), give("y")), x6),
     "launch large": Case(
@@ -201,9 +188,7 @@ CASES: dict[str, Case] = {
         fails=r"ZeroDivisionError (in kernel k_divide)",
     ),
     "launch passes a check": Case(
-        (tensor("k", i64, (), ()),),
-        (Launch("k_check", ("k",), (5,), (), 1), give("k")),
-        lambda: [torch.tensor(4)],
+        (tensor("k", i64, (), ()),), (Launch("k_check", ("k",), (5,), (), 1), give("k")), lambda: [torch.tensor(4)]
     ),
     "sizes and strides": Case(
         (tensor(shape=(s0, sz.symbol("s1")), strides=(sz.symbol("t0"), 2)),),
@@ -213,9 +198,7 @@ CASES: dict[str, Case] = {
             Symbol("t0", SizeOf("x", "stride", 0)),
             Symbol("o0", SizeOf("x", "offset", 0)),
             Symbol("n", sz.mul(s0, sz.symbol("s1"))),
-            Return(
-                (s0, sz.symbol("s1"), sz.symbol("t0"), sz.symbol("o0"), sz.symbol("n"), Ref("x"))
-            ),
+            Return((s0, sz.symbol("s1"), sz.symbol("t0"), sz.symbol("o0"), sz.symbol("n"), Ref("x"))),
         ),
         lambda: [torch.randn(60)[4:].as_strided((3, 4), (12, 2), 4)],
     ),
@@ -240,12 +223,7 @@ CASES: dict[str, Case] = {
     ),
     "dynamic launch": Case(
         (tensor(shape=(s0,)),),
-        (
-            Symbol("s0", SizeOf("x", "size", 0)),
-            alloc("y", s0),
-            double("x", "y", s0),
-            Return((Ref("y"), s0 * 2)),
-        ),
+        (Symbol("s0", SizeOf("x", "size", 0)), alloc("y", s0), double("x", "y", s0), Return((Ref("y"), s0 * 2))),
         lambda: [torch.randn(17)],
     ),
     "item": Case(
@@ -265,9 +243,7 @@ CASES: dict[str, Case] = {
         x6,
     ),
     "assert holds": Case(
-        (SymbolInput("s0"),),
-        (AssertScalar(sz.compare("lt", s0, 9), "no"), Return((s0,))),
-        lambda: [8],
+        (SymbolInput("s0"),), (AssertScalar(sz.compare("lt", s0, 9), "no"), Return((s0,))), lambda: [8]
     ),
     "assert fails": Case(
         (SymbolInput("s0"),),
@@ -292,14 +268,9 @@ CASES: dict[str, Case] = {
         fails="'x' has sizes [6] and strides [1], expected [6] and [2]",
     ),
     "layout of another dtype": Case(
-        X,
-        (AssertSizeStride("x", i32, (6,), (1,)), give("x")),
-        x6,
-        fails="'x' has dtype float32, expected int32",
+        X, (AssertSizeStride("x", i32, (6,), (1,)), give("x")), x6, fails="'x' has dtype float32, expected int32"
     ),
-    "layout of a dtype that nobody knows": Case(
-        X, (AssertSizeStride("x", opaque, (6,), (1,)), give("x")), x6
-    ),
+    "layout of a dtype that nobody knows": Case(X, (AssertSizeStride("x", opaque, (6,), (1,)), give("x")), x6),
     "layout of another rank": Case(
         X,
         (AssertSizeStride("x", f32, (6, 1), (1, 1)), give("x")),
@@ -417,16 +388,7 @@ CASES: dict[str, Case] = {
     ),
     "empty alloc": Case(X, (Alloc("y", f32, (0, 3), (3, 1)), give("y")), x6),
     "reuse": Case(
-        X,
-        (
-            alloc("y"),
-            double("x", "y"),
-            Reuse("z", "y", f32, (6,), (1,)),
-            double("y", "z"),
-            Free("y"),
-            give("z"),
-        ),
-        x6,
+        X, (alloc("y"), double("x", "y"), Reuse("z", "y", f32, (6,), (1,)), double("y", "z"), Free("y"), give("z")), x6
     ),
     "reuse as another type": Case(
         X,
@@ -440,19 +402,7 @@ CASES: dict[str, Case] = {
         ),
         x6,
     ),
-    "free": Case(
-        X,
-        (
-            alloc("y"),
-            double("x", "y"),
-            Free("x"),
-            alloc("z"),
-            double("y", "z"),
-            Free("y"),
-            give("z"),
-        ),
-        x6,
-    ),
+    "free": Case(X, (alloc("y"), double("x", "y"), Free("x"), alloc("z"), double("y", "z"), Free("y"), give("z")), x6),
     "view of an input": Case(X, (View("y", "x", f32, (2, 2), (1, 2), 1), give("y", "x")), x6),
     "view of a result": Case(
         X,
@@ -466,17 +416,11 @@ CASES: dict[str, Case] = {
         x6,
     ),
     "view as another type": Case(
-        X,
-        (View("y", "x", i32, (5,), (1,), 1), View("z", "x", i64, (2,), (1,), 1), give("y", "z")),
-        x6,
+        X, (View("y", "x", i32, (5,), (1,), 1), View("z", "x", i64, (2,), (1,), 1), give("y", "z")), x6
     ),
     "view from the storage's start": Case(
         X,
-        (
-            View("y", "x", f32, (6,), (1,), 1, relative=False),
-            View("z", "x", f32, (6,), (1,), 0),
-            give("y", "z"),
-        ),
+        (View("y", "x", f32, (6,), (1,), 1, relative=False), View("z", "x", f32, (6,), (1,), 0), give("y", "z")),
         lambda: [torch.randn(12)[4:10]],
     ),
     "kernel on a view": Case(
@@ -499,9 +443,7 @@ CASES: dict[str, Case] = {
         x6,
         constants=[torch.zeros(1), torch.ones(6)],
     ),
-    "extern by position": Case(
-        X, (CallExtern("aten::mul.Tensor", (Ref("x"), Ref("x")), (), ("y",)), give("y")), x6
-    ),
+    "extern by position": Case(X, (CallExtern("aten::mul.Tensor", (Ref("x"), Ref("x")), (), ("y",)), give("y")), x6),
     "extern with every operand": Case(
         X,
         (
@@ -511,18 +453,10 @@ CASES: dict[str, Case] = {
                 (("dtype", Literal("dtype", "f64")),),
                 ("a",),
             ),
-            CallExtern(
-                "aten::clamp",
-                (Ref("x"), Literal("float", (-1.5).hex()), Literal("none")),
-                (),
-                ("b",),
-            ),
+            CallExtern("aten::clamp", (Ref("x"), Literal("float", (-1.5).hex()), Literal("none")), (), ("b",)),
             CallExtern("aten::cat", (ListOf((Ref("x"), Ref("b"))),), (("dim", 0),), ("c",)),
             CallExtern(
-                "aten::clone",
-                (Ref("c"),),
-                (("memory_format", Literal("memory_format", "contiguous_format")),),
-                ("d",),
+                "aten::clone", (Ref("c"),), (("memory_format", Literal("memory_format", "contiguous_format")),), ("d",)
             ),
             CallExtern(
                 "aten::zeros",
@@ -535,15 +469,8 @@ CASES: dict[str, Case] = {
                 ),
                 ("e",),
             ),
-            CallExtern(
-                "aten::add.Scalar",
-                (Ref("e"), Literal("complex", f"{(1.5).hex()} {(-2.0).hex()}")),
-                (),
-                ("f",),
-            ),
-            CallExtern(
-                "aten::gelu", (Ref("x"),), (("approximate", Literal("str", "tanh")),), ("g",)
-            ),
+            CallExtern("aten::add.Scalar", (Ref("e"), Literal("complex", f"{(1.5).hex()} {(-2.0).hex()}")), (), ("f",)),
+            CallExtern("aten::gelu", (Ref("x"),), (("approximate", Literal("str", "tanh")),), ("g",)),
             CallExtern("aten::add.Tensor", (Ref("x"), Ref("b")), (("alpha", 3),), ("h",)),
             CallExtern("aten::index.Tensor", (Ref("g"), ListOf((Ref("i"),))), (), ("j",)),
             give("a", "b", "c", "d", "f", "g", "h", "j"),
@@ -552,12 +479,7 @@ CASES: dict[str, Case] = {
     ),
     "extern with several results": Case(
         X,
-        (
-            CallExtern(
-                "aten::sort", (Ref("x"),), (("descending", Literal("bool", "True")),), (None, "i")
-            ),
-            give("i"),
-        ),
+        (CallExtern("aten::sort", (Ref("x"),), (("descending", Literal("bool", "True")),), (None, "i")), give("i")),
         x6,
     ),
     "extern with a list of results": Case(
@@ -573,19 +495,13 @@ CASES: dict[str, Case] = {
         ),
         x6,
     ),
-    "extern for its effect": Case(
-        X, (CallExtern("aten::mul_.Scalar", (Ref("x"), 3), (), ()), give("x")), x6
-    ),
+    "extern for its effect": Case(X, (CallExtern("aten::mul_.Scalar", (Ref("x"), 3), (), ()), give("x")), x6),
     "extern that returns its argument": Case(
         X, (CallExtern("aten::view", (Ref("x"), ListOf((2, 3))), (), ("y",)), give("y", "x")), x6
     ),
     "extern into memory": Case(
         X,
-        (
-            alloc("y"),
-            CallExtern("aten::exp.out", (Ref("x"),), (("out", Ref("y")),), (), ("y",), False),
-            give("y"),
-        ),
+        (alloc("y"), CallExtern("aten::exp.out", (Ref("x"),), (("out", Ref("y")),), (), ("y",), False), give("y")),
         x6,
     ),
     "matrix product": Case(
@@ -600,9 +516,7 @@ CASES: dict[str, Case] = {
     "python": Case(
         (*X, OpaqueInput("o")),
         (
-            CallPython(
-                0, "f", (Ref("x"),), (("alpha", Literal("float", (0.5).hex())),), ("a", "b", None)
-            ),
+            CallPython(0, "f", (Ref("x"),), (("alpha", Literal("float", (0.5).hex())),), ("a", "b", None)),
             CallPython(1, "g", (Ref("o"), ListOf((Ref("a"),))), (), ("c",)),
             give("a", "b", "c", "o"),
         ),
@@ -610,18 +524,14 @@ CASES: dict[str, Case] = {
         callables=[with_value, lambda o, ts: ts[0] * len(o)],
     ),
     "copy": Case(
-        (*X, tensor("v")),
-        (alloc("y"), double("x", "y"), Copy("v", "y"), give("y")),
-        lambda: [*x6(), torch.zeros(6)],
+        (*X, tensor("v")), (alloc("y"), double("x", "y"), Copy("v", "y"), give("y")), lambda: [*x6(), torch.zeros(6)]
     ),
     "copy converts": Case(
         (*X, tensor("v", i64, (2, 6), (6, 1))),
         (Copy("v", "x"), give("v")),
         lambda: [*x6(), torch.zeros(2, 6, dtype=torch.int64)],
     ),
-    "copy quietly": Case(
-        (*X, tensor("v")), (Copy("v", "x", bump=False), give()), lambda: [*x6(), torch.zeros(6)]
-    ),
+    "copy quietly": Case((*X, tensor("v")), (Copy("v", "x", bump=False), give()), lambda: [*x6(), torch.zeros(6)]),
     "bump": Case(X, (double("x", "x"), BumpVersion("x"), give("x")), x6),
     "fill": Case(
         X,
@@ -653,9 +563,7 @@ CASES["extern with every operand"] = replace(
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("kernels")
     (folder / "k.cpp").write_text(SOURCE)
-    subprocess.run(
-        ["g++", "-O1", "-shared", "-fPIC", "k.cpp", "-o", "k.so"], cwd=folder, check=True
-    )
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "k.cpp", "-o", "k.so"], cwd=folder, check=True)
     return str(folder / "k.so")
 
 
@@ -678,9 +586,7 @@ def test_every_instruction_is_in_a_case() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("boxed", [False, True], ids=["call", "boxed"])
-def test_target_does_what_the_reference_does(
-    name: str, target: str, boxed: bool, library: str
-) -> None:
+def test_target_does_what_the_reference_does(name: str, target: str, boxed: bool, library: str) -> None:
     case = CASES[name]
     program = case.program
     verify(program)
@@ -705,9 +611,7 @@ def test_target_does_what_the_reference_does(
             have = compiled(*given)
         compare(have, want)
         compare(tuple(given), tuple(expected_args))
-        if not any(
-            isinstance(i, CallExtern) or (isinstance(i, Copy) and not i.bump) for i in program.body
-        ):
+        if not any(isinstance(i, CallExtern) or (isinstance(i, Copy) and not i.bump) for i in program.body):
             assert versions(given) == versions(expected_args)
 
 
@@ -730,9 +634,7 @@ def compare(have: tuple[object, ...], want: tuple[object, ...]) -> None:
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert same_bits(a, b)
     for k, x in enumerate(want):  # an output that is returned twice is one tensor
-        assert [x is y for y in want] == [have[k] is y for y in have] or not isinstance(
-            x, torch.Tensor
-        )
+        assert [x is y for y in want] == [have[k] is y for y in have] or not isinstance(x, torch.Tensor)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -64,25 +64,15 @@ class Random:
             ("complex", "1 2"),
             ("dtype", "f32"), ("device", "cuda:0"), ("layout", "strided"), ("memory_format", "preserve_format"),
         ]  # fmt: skip
-        kinds = [
-            lambda: ins.Ref(self.name()),
-            lambda: ins.Literal(*self.r.choice(literals)),
-            self.size,
-        ]
+        kinds = [lambda: ins.Ref(self.name()), lambda: ins.Literal(*self.r.choice(literals)), self.size]
         if depth:
-            kinds.append(
-                lambda: ins.ListOf(
-                    tuple(self.operand(depth - 1) for _ in range(self.r.randint(0, 3)))
-                )
-            )
+            kinds.append(lambda: ins.ListOf(tuple(self.operand(depth - 1) for _ in range(self.r.randint(0, 3)))))
         return self.r.choice(kinds)()
 
     def field(self, cls: type, name: str, kind: str) -> object:
         if (cls, name) == (ins.Symbol, "value"):
             sources = [
-                lambda: ins.SizeOf(
-                    self.name(), self.r.choice(["size", "stride", "offset"]), self.r.randint(0, 3)
-                ),
+                lambda: ins.SizeOf(self.name(), self.r.choice(["size", "stride", "offset"]), self.r.randint(0, 3)),
                 lambda: ins.ItemOf(self.name()),
                 self.size,
             ]
@@ -152,12 +142,7 @@ def test_the_text_is_readable() -> None:
             ins.DefineKernel("plait_relu", 2, 1),
             ins.Alloc("buf0", f32, (s0, 8), (8, 1)),
             ins.Launch("plait_relu", ("x", "buf0"), (s0,), ("buf0",), s0 * 8, barrier=False),
-            ins.CallExtern(
-                "aten::mul.Tensor",
-                (ins.Ref("buf0"), ins.Literal("float", (0.5).hex())),
-                (),
-                ("buf1",),
-            ),
+            ins.CallExtern("aten::mul.Tensor", (ins.Ref("buf0"), ins.Literal("float", (0.5).hex())), (), ("buf1",)),
             ins.Return((ins.Ref("buf1"), s0 * 2)),
         ),
     )
@@ -178,12 +163,7 @@ def test_the_text_is_readable() -> None:
 
 def test_every_field_has_a_place_in_the_text() -> None:
     special = {ins.Symbol, ins.Return}
-    assert set(SYNTAX) | special == {
-        *ins.INSTRUCTIONS,
-        ins.TensorInput,
-        ins.SymbolInput,
-        ins.OpaqueInput,
-    }
+    assert set(SYNTAX) | special == {*ins.INSTRUCTIONS, ins.TensorInput, ins.SymbolInput, ins.OpaqueInput}
     by_hand = {"args", "kwargs", "outs"}
     for cls, (_, spec) in SYNTAX.items():
         named = {n for n, _ in spec}
@@ -198,10 +178,7 @@ def test_every_field_has_a_place_in_the_text() -> None:
     ("source", "message"),
     [
         ("program('g')\nx = alloc(f33[2] @ (1,))", "line 2, column 10: expected an element type"),
-        (
-            "program('g')\nlaunch('k', (x,), (1/2,), (), 0)",
-            "expected an integer expression, got 1 / 2",
-        ),
+        ("program('g')\nlaunch('k', (x,), (1/2,), (), 0)", "expected an integer expression, got 1 / 2"),
         ("program('g')\nfrobnicate(x)", "expected an instruction, got frobnicate(x)"),
         ("x = alloc(f32[2] @ (1,))", "expected program(...)"),
     ],

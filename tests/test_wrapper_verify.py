@@ -46,14 +46,8 @@ def test_legal_programs_pass() -> None:
 
 
 BROKEN = {
-    "use before definition": (
-        "y = view(z, f32[8] @ (1,), 0)\nreturn (y,)",
-        "z is used before it is defined",
-    ),
-    "defined twice": (
-        "y = alloc(f32[8] @ (1,))\ny = alloc(f32[8] @ (1,))\nreturn ()",
-        "y is defined twice",
-    ),
+    "use before definition": ("y = view(z, f32[8] @ (1,), 0)\nreturn (y,)", "z is used before it is defined"),
+    "defined twice": ("y = alloc(f32[8] @ (1,))\ny = alloc(f32[8] @ (1,))\nreturn ()", "y is defined twice"),
     "input redefined": ("x = alloc(f32[8] @ (1,))\nreturn ()", "x is defined twice"),
     "freed twice": ("free(x)\nfree(x)\nreturn ()", "x was already freed by instruction 1"),
     "freed before it exists": ("free(y)\nreturn ()", "y is freed before it is defined"),
@@ -76,14 +70,8 @@ BROKEN = {
         "kernel k2 is launched before it is defined",
     ),
     "kernel defined twice": ("kernel('k', 2, 0)\nreturn ()", "kernel k is defined twice"),
-    "too few arguments": (
-        "launch('k', (x,), (), (), 1)\nreturn ()",
-        "k takes 2 tensors and 0 sizes",
-    ),
-    "too many sizes": (
-        "launch('k', (x, x), (1,), (), 1)\nreturn ()",
-        "k takes 2 tensors and 0 sizes",
-    ),
+    "too few arguments": ("launch('k', (x,), (), (), 1)\nreturn ()", "k takes 2 tensors and 0 sizes"),
+    "too many sizes": ("launch('k', (x, x), (1,), (), 1)\nreturn ()", "k takes 2 tensors and 0 sizes"),
     "written but not given": (
         "y = alloc(f32[8] @ (1,))\nlaunch('k', (x, x), (), (y,), 1)\nreturn ()",
         "y is written but no argument",
@@ -121,10 +109,7 @@ BROKEN = {
         "call('aten::neg.out', into=(x,))(x)\nreturn ()",
         "a result is written into a tensor that is no keyword argument",
     ),
-    "takeover of an input": (
-        "y = reuse(x, f32[8] @ (1,))\nreturn (y,)",
-        "x was not allocated by this program",
-    ),
+    "takeover of an input": ("y = reuse(x, f32[8] @ (1,))\nreturn (y,)", "x was not allocated by this program"),
     "taken over twice": (
         "y = alloc(f32[8] @ (1,))\nz = reuse(y, f32[8] @ (1,))\nw = reuse(y, f32[8] @ (1,))\nreturn ()",
         "y was already taken over by z",
@@ -135,14 +120,8 @@ BROKEN = {
         "y is used after z took over its memory",
     ),
     "a list as output": ("return ([x],)", "is no output"),
-    "a symbol freed": (
-        "s0 = read(x, 'size', 0)\nfree(s0)\nreturn ()",
-        "s0 is no tensor that can be freed",
-    ),
-    "an odd literal": (
-        "call('aten::f')(number('3'))\nreturn ()",
-        "a literal of unknown kind 'number'",
-    ),
+    "a symbol freed": ("s0 = read(x, 'size', 0)\nfree(s0)\nreturn ()", "s0 is no tensor that can be freed"),
+    "an odd literal": ("call('aten::f')(number('3'))\nreturn ()", "a literal of unknown kind 'number'"),
     "overlap in the arena": (
         GOOD.replace("place(arena, 32", "place(arena, 16"),
         "its memory overlaps that of a, which is live",
@@ -194,9 +173,7 @@ return (c,)
 def test_the_message_names_pass_program_and_instruction() -> None:
     with pytest.raises(InternalError) as e:
         verify(parse("free(x)\nfree(x)\nreturn ()"), after="place frees")
-    assert "after place frees: g: instruction 2, Free(name='x'): x was already freed" in str(
-        e.value
-    )
+    assert "after place frees: g: instruction 2, Free(name='x'): x was already freed" in str(e.value)
 
 
 # ---------------------------------------------------------------------------------------------- effects between passes

@@ -30,9 +30,7 @@ def distance(a: Tensor, truth: Tensor) -> float:
     return float((a - truth).abs().nan_to_num(0).max()) if a.numel() else 0.0
 
 
-def close(
-    got: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], what: str
-) -> None:
+def close(got: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], what: str) -> None:
     """Each result is at most twice as far from float64 as eager's, plus a rounding of the largest value."""
     for k, (g, e, t) in enumerate(zip(got, eager, truth, strict=True)):
         assert (g.shape, g.dtype) == (e.shape, e.dtype), f"{what} {k}"
@@ -121,9 +119,7 @@ def trains_well(case: Case) -> None:
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None and q.grad is not None and t.grad is not None:
             close([q.grad], [p.grad], [t.grad], name)
-    for (name, a), b, t in zip(
-        trio.model.named_buffers(), twin.buffers(), exact.buffers(), strict=True
-    ):
+    for (name, a), b, t in zip(trio.model.named_buffers(), twin.buffers(), exact.buffers(), strict=True):
         close([b], [a], [t], name)
 
 

@@ -86,9 +86,7 @@ TORCH_OF = {core.float32: torch.float32, core.float64: torch.float64, core.float
 
 def _all_ones(self: object, kind: core.dtype) -> TensorHandle:
     """-1 in any integer type; numpy 2 refuses it for unsigned ones."""
-    return TensorHandle(
-        np.full(1, -1, np.int64).astype(interpreter._get_np_dtype(kind)), kind.scalar
-    )
+    return TensorHandle(np.full(1, -1, np.int64).astype(interpreter._get_np_dtype(kind)), kind.scalar)
 
 
 def _assert(self: object, condition: TensorHandle, message: str) -> None:
@@ -97,9 +95,7 @@ def _assert(self: object, condition: TensorHandle, message: str) -> None:
 
 _patch_index()
 interpreter.InterpreterBuilder.create_assert = _assert
-interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
-    debug=True, sanitize_overflow=False
-)
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
 
@@ -129,11 +125,7 @@ class Runner:
         self.made = {k.name: emit_kernel(k, k.name) for k in kernels}
 
     def __call__(
-        self,
-        kernel: Kernel,
-        arrays: dict[str, np.ndarray],
-        sizes: dict[str, int] | None = None,
-        threads: int = 1,
+        self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
     ) -> int:
         made = self.made[kernel.name]
         module = load_module(made, self.folder)

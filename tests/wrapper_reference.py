@@ -58,9 +58,7 @@ class _Call:
         match i:
             case ins.Symbol(name, ins.SizeOf(tensor, kind, dim)):
                 t = env[tensor]
-                env[name] = {"size": t.shape, "stride": t.stride(), "offset": [t.storage_offset()]}[
-                    kind
-                ][dim]
+                env[name] = {"size": t.shape, "stride": t.stride(), "offset": [t.storage_offset()]}[kind][dim]
             case ins.Symbol(name, ins.ItemOf(tensor)):
                 (value,) = env[tensor].reshape(-1).tolist()
                 env[name] = int(value)
@@ -80,9 +78,7 @@ class _Call:
             case ins.CheckFinite(tensor, origin):
                 values = env[tensor].double().reshape(-1).tolist()
                 if not all(map(math.isfinite, values)):
-                    raise RuntimeError(
-                        f"'{tensor}' holds a NaN or an infinity, computed by {origin}"
-                    )
+                    raise RuntimeError(f"'{tensor}' holds a NaN or an infinity, computed by {origin}")
             case ins.Arena(name, nbytes, device):
                 assert device == "cpu"
                 env[name] = torch.full((self.size(nbytes),), 0xA5, dtype=torch.uint8)
@@ -134,9 +130,7 @@ class _Call:
         t = self.env[name]
         dims = zip(t.shape, t.stride(), shape, strides, strict=False)
         strided = t.numel() > 0
-        if t.dim() != len(shape) or any(
-            a != b or (strided and a > 1 and x != y) for a, x, b, y in dims
-        ):
+        if t.dim() != len(shape) or any(a != b or (strided and a > 1 and x != y) for a, x, b, y in dims):
             have = f"has sizes {list(t.shape)} and strides {list(t.stride())}"
             raise RuntimeError(f"'{name}' {have}, expected {shape} and {strides}")
 
@@ -144,15 +138,11 @@ class _Call:
         t = self.env[name]
         return int(t.storage_offset() * t.element_size())
 
-    def memory(
-        self, of: torch.Tensor, at: int, dtype: Any, shape: Any, strides: Any
-    ) -> torch.Tensor:
+    def memory(self, of: torch.Tensor, at: int, dtype: Any, shape: Any, strides: Any) -> torch.Tensor:
         """The tensor at byte `at` of a storage."""
         assert at % dtype.nbytes == 0
         out = torch.empty(0, dtype=TO_TORCH[dtype])
-        return out.set_(
-            of.untyped_storage(), at // dtype.nbytes, self.sizes(shape), self.sizes(strides)
-        )
+        return out.set_(of.untyped_storage(), at // dtype.nbytes, self.sizes(shape), self.sizes(strides))
 
     def results(self, outs: Any, op: Any, args: Any, kwargs: Any) -> None:
         if isinstance(op, str):

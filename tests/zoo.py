@@ -62,9 +62,7 @@ class Named(nn.Module):
         return tuple(t for t in values if isinstance(t, Tensor) and t.is_floating_point())
 
 
-def hf(
-    kind: str, config: str, names: str, data: Data, changes: dict[str, Any], **rest: Any
-) -> Case:
+def hf(kind: str, config: str, names: str, data: Data, changes: dict[str, Any], **rest: Any) -> Case:
     """transformers.<kind>(transformers.<config>(**changes)), called with inputs of these names."""
 
     def make() -> nn.Module:
@@ -121,13 +119,7 @@ SEQ2SEQ = dict(
 )  # fmt: skip
 SWIN = dict(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
             drop_path_rate=0.0)  # fmt: skip
-RESNET = dict(
-    embedding_size=8,
-    hidden_sizes=[16, 32],
-    depths=[1, 1],
-    layer_type="basic",
-    out_features=["stage2"],
-)
+RESNET = dict(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", out_features=["stage2"])
 
 
 def resnet_backbone() -> Any:
@@ -366,25 +358,19 @@ def _transformers() -> Any:
 def _clip(family: str) -> nn.Module:
     t = _transformers()
     text = TEXT | (dict(projection_size=32) if family == "Siglip" else {})
-    return getattr(t, f"{family}Model")(
-        getattr(t, f"{family}Config")(text_config=text, vision_config=VISION)
-    )
+    return getattr(t, f"{family}Model")(getattr(t, f"{family}Config")(text_config=text, vision_config=VISION))
 
 
 def _blip() -> nn.Module:
     t = _transformers()
     text = TEXT | NO_DROP | dict(encoder_hidden_size=32, projection_dim=16)
-    cfg = t.BlipConfig(
-        text_config=text, vision_config=VISION, projection_dim=16, image_text_hidden_size=16
-    )
+    cfg = t.BlipConfig(text_config=text, vision_config=VISION, projection_dim=16, image_text_hidden_size=16)
     return t.BlipForImageTextRetrieval(cfg)
 
 
 def _sam() -> nn.Module:
     t = _transformers()
-    vision = VISION | dict(
-        output_channels=16, window_size=2, global_attn_indexes=[1], mlp_dim=64, num_pos_feats=8
-    )
+    vision = VISION | dict(output_channels=16, window_size=2, global_attn_indexes=[1], mlp_dim=64, num_pos_feats=8)
     prompt = dict(
         hidden_size=16,
         image_size=32,
@@ -393,16 +379,8 @@ def _sam() -> nn.Module:
         num_point_embeddings=4,
         image_embedding_size=4,
     )
-    mask = dict(
-        hidden_size=16,
-        mlp_dim=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        iou_head_hidden_dim=16,
-    )
-    return t.SamModel(
-        t.SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=mask)
-    )
+    mask = dict(hidden_size=16, mlp_dim=32, num_hidden_layers=1, num_attention_heads=2, iou_head_hidden_dim=16)
+    return t.SamModel(t.SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=mask))
 
 
 DETR = dict(
@@ -447,17 +425,11 @@ def _mask2former() -> nn.Module:
 def _upernet() -> nn.Module:
     t = _transformers()
     backbone = t.ConvNextConfig(
-        hidden_sizes=[8, 8, 16, 16],
-        depths=[1, 1, 1, 1],
-        out_features=["stage1", "stage2", "stage3", "stage4"],
+        hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=["stage1", "stage2", "stage3", "stage4"]
     )
     return t.UperNetForSemanticSegmentation(
         t.UperNetConfig(
-            backbone_config=backbone,
-            hidden_size=16,
-            num_labels=3,
-            auxiliary_channels=8,
-            auxiliary_in_channels=16,
+            backbone_config=backbone, hidden_size=16, num_labels=3, auxiliary_channels=8, auxiliary_in_channels=16
         )
     )
 
@@ -483,9 +455,7 @@ OWN: dict[str, Case] = {
     "forces": Case(Forces, floats(5, 3), trains=False, breaks=True),
     "variational": Case(Variational, lambda b: (torch.randn(b, 3, 16, 16), torch.randn(b, 8))),
     "ring": Case(Ring, floats(12, 16)),
-    "flow": Case(
-        Flow, lambda b: (torch.randn(b, 3, 12, 12), torch.randn(b, 3, 12, 12)), dynamic=False
-    ),
+    "flow": Case(Flow, lambda b: (torch.randn(b, 3, 12, 12), torch.randn(b, 3, 12, 12)), dynamic=False),
     "superres": Case(Superres, floats(3, 10, 12)),
     "recommender": Case(Recommender, tokens),
     "spectral": Case(Spectral, floats(4, 16)),

@@ -28,11 +28,7 @@ _serial = itertools.count()  # makes graph names unique within the process
 
 
 def plait_backend(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Compiles one graph for torch.compile(backend="plait", mode=..., options=...).
 
@@ -69,9 +65,7 @@ class _OneGraph:
         made = self.training or self.direct
         return wrapped if self.program is None else made.around(self.program, wrapped)
 
-    def partition(
-        self, joint: GraphModule, joint_inputs: Any, **kwargs: Any
-    ) -> tuple[GraphModule, GraphModule]:
+    def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = partition(joint, joint_inputs, **kwargs)
         self.training = TrainingGraph(self._backward, backward)
         return forward, backward
@@ -89,11 +83,7 @@ class _OneGraph:
         return self.training.backward(gm, donated).boxed
 
     def _first(
-        self,
-        gm: GraphModule,
-        inputs: Sequence[Any],
-        kind: GraphKind,
-        made: DirectGraph | TrainingGraph,
+        self, gm: GraphModule, inputs: Sequence[Any], kind: GraphKind, made: DirectGraph | TrainingGraph
     ) -> Callable[..., Any]:
         """Compiles what a call runs first, the inference or the forward graph."""
         meta = compat.forward_metadata()
@@ -102,9 +92,7 @@ class _OneGraph:
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.bumped_input_indices(meta)
         static = compat.static_input_indices(meta)
-        self.program = self._program(
-            gm, kind, static, bumped_inputs=bumped, wrapper_reason=made.reason
-        )
+        self.program = self._program(gm, kind, static, bumped_inputs=bumped, wrapper_reason=made.reason)
         return self.program.boxed
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:

@@ -16,14 +16,10 @@ from plait.errors import InputError
 from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH, from_torch
 
-InputSpec = (
-    Any  # a Tensor that is bound for good, or ("tensor", arg, dtype, shape, strides, device)
-)
+InputSpec = Any  # a Tensor that is bound for good, or ("tensor", arg, dtype, shape, strides, device)
 
 
-def tensor_spec(
-    arg: int, fake: torch.Tensor, bounds: dict[str, tuple[int, int | None]]
-) -> tuple[Any, ...]:
+def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, tuple[int, int | None]]) -> tuple[Any, ...]:
     """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere."""
     shape = tuple(_entry(s, bounds) for s in fake.shape)
     strides: Any = tuple(_entry(s, {}) for s in fake.stride())
@@ -59,9 +55,7 @@ def bind(
     the program writes to.
     """
     if isinstance(program, _native.Program):
-        bound: Callable[..., Any] = _native.Bound(
-            program, list(specs), list(names), single, list(results)
-        )
+        bound: Callable[..., Any] = _native.Bound(program, list(specs), list(names), single, list(results))
         return bound
     return PythonBound(program, specs, names, single, results, changed)
 
@@ -123,8 +117,7 @@ class PythonBound:
             if k != changed and _share_memory(inputs[changed], x):
                 mine, other = self._name(changed), self._name(k)
                 raise InputError(
-                    f"inputs {mine} and {other} share memory and {mine} is changed in place: "
-                    "pass a copy of one of them"
+                    f"inputs {mine} and {other} share memory and {mine} is changed in place: pass a copy of one of them"
                 )
 
     def _name(self, position: int) -> str:
@@ -181,24 +174,14 @@ def _spelled(layout: Layout) -> str:
     return f"{_short(dtype)} on {device} with sizes {sizes} and strides {strides}"
 
 
-def _check(
-    what: str,
-    value: Any,
-    dtype: str,
-    shape: Any,
-    strides: Any,
-    device: str,
-    symbols: dict[str, int],
-) -> None:
+def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: str, symbols: dict[str, int]) -> None:
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{what}: expected a tensor, got {type(value).__name__}")
     if from_torch(value.dtype).name != dtype:
         wanted = TO_TORCH[DTYPES[dtype]]
         raise InputError(f"{what}: expected dtype {_short(wanted)}, got {_short(value.dtype)}")
     if str(value.device) != device:
-        raise InputError(
-            f"{what}: expected a plain tensor on device {device}, got one on {value.device}"
-        )
+        raise InputError(f"{what}: expected a plain tensor on device {device}, got one on {value.device}")
     if value.dim() != len(shape):
         raise InputError(f"{what}: expected {len(shape)} dimensions, got {value.dim()}")
     for dim, (want, size) in enumerate(zip(shape, value.shape, strict=True)):
@@ -212,9 +195,7 @@ def _check(
         for dim, (want, stride) in enumerate(zip(strides, value.stride(), strict=True)):
             misfit = "" if value.shape[dim] <= 1 else _misfit(want, stride, symbols)
             if misfit:
-                raise InputError(
-                    f"{what}: expected stride {misfit} in dimension {dim}, got {stride}"
-                )
+                raise InputError(f"{what}: expected stride {misfit} in dimension {dim}, got {stride}")
 
 
 def _misfit(want: Any, got: int, symbols: dict[str, int]) -> str:

@@ -59,8 +59,7 @@ class DirectGraph:
 def calls_custom_ops(gm: GraphModule) -> bool:
     """Whether there are operators whose first call AOTAutograd's wrapper checks for undeclared aliases."""
     return any(
-        node.op == "call_function" and _namespace(node.target) not in _TRUSTED_NAMESPACES
-        for node in gm.graph.nodes
+        node.op == "call_function" and _namespace(node.target) not in _TRUSTED_NAMESPACES for node in gm.graph.nodes
     )
 
 

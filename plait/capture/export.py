@@ -68,19 +68,12 @@ def _bound(traced: Traced, cfg: Config) -> Callable[..., Any]:
     n_state = len(traced.state)
     name = f"export_{next(_serial)}"
     captured = Captured(
-        traced.graph,
-        name,
-        "inference",
-        static_inputs=tuple(range(n_state)),
-        bumped_inputs=traced.mutated,
+        traced.graph, name, "inference", static_inputs=tuple(range(n_state)), bumped_inputs=traced.mutated
     )
     results = _results(traced.graph)
     program = compile_captured(captured, cfg)
     signature = traced.signature
-    specs = [
-        *traced.state,
-        *(tensor_spec(i, fake, traced.sizes.bounds) for i, fake in enumerate(traced.fakes)),
-    ]
+    specs = [*traced.state, *(tensor_spec(i, fake, traced.sizes.bounds) for i, fake in enumerate(traced.fakes))]
     names = [n for n, x in zip(signature.names, signature.leaves, strict=True) if x is VALUE]
     call = bind(program.call, specs, names, signature.single, results, traced.mutated)
     if traced.sizes.checks:
@@ -108,9 +101,7 @@ def _results(graph: GraphModule) -> list[Result]:
     return results if any(r[0] == "view" for r in results) else []
 
 
-def _with_checks(
-    call: Callable[..., Any], names: list[str], sizes: compat.SizeFacts
-) -> Callable[..., Any]:
+def _with_checks(call: Callable[..., Any], names: list[str], sizes: compat.SizeFacts) -> Callable[..., Any]:
     """call, after conditions on sizes that go beyond equality and ranges."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -120,9 +111,7 @@ def _with_checks(
             raise InputError(f"expected {len(names)} inputs, got {len(args)}")
         for text, holds in sizes.checks:
             if not holds(*args):
-                shapes = ", ".join(
-                    f"{n} {tuple(a.shape)}" for n, a in zip(names, args, strict=True)
-                )
+                shapes = ", ".join(f"{n} {tuple(a.shape)}" for n, a in zip(names, args, strict=True))
                 raise InputError(f"sizes break a condition of the program, {text}: {shapes}")
         return call(*args)
 
@@ -140,9 +129,7 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
             kwargs = {name: kwargs[name] for name in signature.keywords}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != signature.in_spec:
-            raise InputError(
-                f"arguments are nested as {spec}, the program was compiled for {signature.in_spec}"
-            )
+            raise InputError(f"arguments are nested as {spec}, the program was compiled for {signature.in_spec}")
         for i, want in constants:
             if type(leaves[i]) is not type(want) or leaves[i] != want:
                 raise InputError(
@@ -151,8 +138,6 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
                 )
         result = call(*(leaves[i] for i in tensors))
         values = iter((result,) if signature.single else result)
-        return pytree.tree_unflatten(
-            [next(values) if x is VALUE else x for x in out_leaves], out_spec
-        )
+        return pytree.tree_unflatten([next(values) if x is VALUE else x for x in out_leaves], out_spec)
 
     return compiled

@@ -58,9 +58,7 @@ class Signature:
     @property
     def takes_tensors(self) -> bool:
         """Whether every argument is a tensor itself."""
-        if not all(x is VALUE for x in self.leaves) or len(self.leaves) != self.n_args + len(
-            self.keywords
-        ):
+        if not all(x is VALUE for x in self.leaves) or len(self.leaves) != self.n_args + len(self.keywords):
             return False
         flat = ((VALUE,) * self.n_args, dict.fromkeys(self.keywords, VALUE))
         return pytree.tree_structure(flat) == self.in_spec
@@ -91,12 +89,7 @@ class Traced:
     sizes: compat.SizeFacts
 
 
-def trace(
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    dynamic_shapes: Any,
-) -> Traced:
+def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Traced:
     """Traces module(*args, **kwargs) without autograd.
 
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced.
@@ -115,10 +108,7 @@ def trace(
         def forward(self, *flat: Any) -> tuple[Any, ...]:
             nonlocal out_spec, out_leaves
             given = iter(flat[len(state) :])
-            leaves = [
-                next(given) if tensor else fake
-                for tensor, fake in zip(is_tensor, env.leaves, strict=True)
-            ]
+            leaves = [next(given) if tensor else fake for tensor, fake in zip(is_tensor, env.leaves, strict=True)]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
             named = dict(zip(state, flat, strict=False))
             with stateless._reparametrize_module(module, named, tie_weights=True):
@@ -158,9 +148,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _leaf_names(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[str, ...]:
+def _leaf_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """A name for every argument leaf: the parameter's, with the path inside it."""
     try:
         arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments

@@ -98,16 +98,10 @@ def _outputs(gm: GraphModule) -> tuple[Any, ...]:
 def _graph_reason(gm: GraphModule, meta: Any) -> str:
     """What of the graph itself the native node does not serve, or ""."""
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and not isinstance(
-            node.meta.get("val"), (torch.Tensor, torch.SymInt, int)
-        ):
+        if node.op == "placeholder" and not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, int)):
             return "an input is neither a tensor nor a size"
     outputs = _outputs(gm)
-    results = [
-        n
-        for n in outputs[: meta.num_forward]
-        if isinstance(getattr(n, "meta", {}).get("val"), torch.Tensor)
-    ]
+    results = [n for n in outputs[: meta.num_forward] if isinstance(getattr(n, "meta", {}).get("val"), torch.Tensor)]
     if len(set(results)) != len(results):
         return "a result is returned twice"
     if any(n.op == "placeholder" for n in results):

@@ -17,12 +17,7 @@ aten = torch.ops.aten
 
 # Views in all but their schema: the result may be the argument's memory.
 _HIDDEN_VIEWS = frozenset(
-    {
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.contiguous.default,
-        aten.lift_fresh.default,
-    }
+    {aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default, aten.lift_fresh.default}
 )
 
 
@@ -32,8 +27,7 @@ def is_view(node: Node) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     return target in _HIDDEN_VIEWS or (
-        not target._schema.is_mutable
-        and any(r.alias_info is not None for r in target._schema.returns)
+        not target._schema.is_mutable and any(r.alias_info is not None for r in target._schema.returns)
     )
 
 
@@ -117,9 +111,7 @@ def same_layout(a: Any, b: Any) -> bool:
     return all(
         same_size(x, y)
         for x, y in zip(
-            (*a.shape, *a.stride(), a.storage_offset()),
-            (*b.shape, *b.stride(), b.storage_offset()),
-            strict=True,
+            (*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset()), strict=True
         )
     )
 

@@ -10,17 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from plait.graph.edit import (
-    aten,
-    base_of,
-    escaping,
-    is_view,
-    output_of,
-    replace,
-    same_layout,
-    value_of,
-    written,
-)
+from plait.graph.edit import aten, base_of, escaping, is_view, output_of, replace, same_layout, value_of, written
 
 # Results are always new memory, but equal to the argument if dtype and layout stay the same.
 _COPIES = frozenset(
@@ -80,8 +70,4 @@ def drop_noops(gm: GraphModule) -> int:
 
 def _is_multi_view(node: Node) -> bool:
     """Whether node names only a part of a larger memory, which would then be kept alive by an output."""
-    return (
-        is_view(node)
-        and base_of(node) is not node
-        and not same_layout(value_of(node), value_of(base_of(node)))
-    )
+    return is_view(node) and base_of(node) is not node and not same_layout(value_of(node), value_of(base_of(node)))

@@ -15,9 +15,7 @@ from plait.graph.cse import merge_common
 from plait.graph.random import replace_random
 
 
-def partition(
-    joint: GraphModule, joint_inputs: Any, **kwargs: Any
-) -> tuple[GraphModule, GraphModule]:
+def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """The partition function that AOTAutograd is given; kwargs are whatever its version passes on."""
     replace_random(joint)
     merge_common(joint)

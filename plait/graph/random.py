@@ -53,9 +53,7 @@ class _Draws:
         self.n_draws += 1
         return self.seed, self.n_draws - 1
 
-    def _shaped(
-        self, like: torch.Tensor, sources: Sequence[Any], draw: Callable[[list[Any]], Node]
-    ) -> Node:
+    def _shaped(self, like: torch.Tensor, sources: Sequence[Any], draw: Callable[[list[Any]], Node]) -> Node:
         """draw(size) with like's sizes, in like's order of dimensions if it is a dense permutation."""
         sizes = [self.size(like, d, sources) for d in range(like.dim())]
         order = _dense_order(like)
@@ -93,9 +91,7 @@ class _Draws:
     def randint(self, low: Any, high: Any, like: torch.Tensor, sources: Sequence[Any]) -> Node:
         seed, k = self._next()
         op = torch.ops.plait.philox_randint.default
-        return self._shaped(
-            like, sources, lambda size: self.call(op, seed, k, low, high, size, like.dtype)
-        )
+        return self._shaped(like, sources, lambda size: self.call(op, seed, k, low, high, size, like.dtype))
 
     def to(self, x: Node, dtype: torch.dtype) -> Node:
         if value_of(x).dtype == dtype:
@@ -292,17 +288,9 @@ def _replaceable(node: Node) -> bool:
         return False
     value = value_of(node)
     first = value[0] if isinstance(value, (tuple, list)) else value
-    if (
-        not isinstance(first, torch.Tensor)
-        or first.device.type != "cpu"
-        or first.layout != torch.strided
-    ):
+    if not isinstance(first, torch.Tensor) or first.device.type != "cpu" or first.layout != torch.strided:
         return False
-    is_int = (
-        "randint" in str(node.target)
-        or "bernoulli" in str(node.target)
-        or "geometric" in str(node.target)
-    )
+    is_int = "randint" in str(node.target) or "bernoulli" in str(node.target) or "geometric" in str(node.target)
     return first.dtype in _FLOATS or (is_int and not first.dtype.is_complex)
 
 

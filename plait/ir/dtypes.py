@@ -50,7 +50,6 @@ c128 = DType("c128", 16, "c")
 opaque = DType("opaque", 1, "o")
 
 DTYPES: dict[str, DType] = {
-    d.name: d
-    for d in (b1, u8, u16, u32, u64, i8, i16, i32, i64, f16, bf16, f32, f64, c32, c64, c128, opaque)
+    d.name: d for d in (b1, u8, u16, u32, u64, i8, i16, i32, i64, f16, bf16, f32, f64, c32, c64, c128, opaque)
 }
 LOOP_DTYPES: frozenset[DType] = frozenset(d for d in DTYPES.values() if d.kind in "biuf")

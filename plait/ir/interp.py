@@ -33,12 +33,7 @@ class CheckFailed(IndexError):
 
 def numpy_type(d: DType) -> np.dtype[Any]:
     """The numpy type that holds values of d (bf16 values are held in float32)."""
-    names = {
-        "b": "bool",
-        "i": f"int{8 * d.nbytes}",
-        "u": f"uint{8 * d.nbytes}",
-        "f": f"float{8 * d.nbytes}",
-    }
+    names = {"b": "bool", "i": f"int{8 * d.nbytes}", "u": f"uint{8 * d.nbytes}", "f": f"float{8 * d.nbytes}"}
     return np.dtype("float32" if d == bf16 else names[d.kind])
 
 
@@ -84,9 +79,7 @@ def _python(fn: Callable[..., float]) -> Callable[..., Array]:
             return math.nan
 
     whole = np.frompyfunc(one, fn.__code__.co_argcount if hasattr(fn, "__code__") else 1, 1)
-    return lambda *xs: np.asarray(whole(*(np.asarray(x, np.float64) for x in xs))).astype(
-        xs[0].dtype
-    )
+    return lambda *xs: np.asarray(whole(*(np.asarray(x, np.float64) for x in xs))).astype(xs[0].dtype)
 
 
 def _lgamma(x: float) -> float:
@@ -129,9 +122,7 @@ def _pymod(a: Array, b: Array) -> Array:
 def _philox(seed: Array, counter: Array, word: Array) -> Array:
     u = np.uint64
     low = u(_M32)
-    seed, counter, word = (
-        x.astype(np.int64).view(np.uint64) for x in np.broadcast_arrays(seed, counter, word)
-    )
+    seed, counter, word = (x.astype(np.int64).view(np.uint64) for x in np.broadcast_arrays(seed, counter, word))
     k0, k1, c0, c1 = seed & low, seed >> u(32), counter & low, counter >> u(32)
     c2, c3 = (word >> u(2)) & low, np.zeros_like(c0)
     for _ in range(10):
@@ -209,9 +200,7 @@ class Space:
             if a in self.axes:
                 k = self.axes.index(a)
                 n = self.number(a.extent) if a.extent is not None else 0
-                return np.arange(n, dtype=np.int64).reshape(
-                    [-1 if j == k else 1 for j in range(len(self.axes))]
-                )
+                return np.arange(n, dtype=np.int64).reshape([-1 if j == k else 1 for j in range(len(self.axes))])
             return np.asarray(self.sizes[a.name], np.int64)
         x, y = self.integer(a.a, args), self.integer(a.b, args)
         fn: Callable[[Array, Array], Array] = {
@@ -264,11 +253,7 @@ class Space:
             return np.asarray(x != 0)
         if src.is_float and dst.is_int:
             whole = np.where(np.isfinite(x), np.trunc(x), 0)
-            return (
-                whole.astype(np.int64).astype(numpy_type(dst))
-                if dst.nbytes < 8
-                else whole.astype(numpy_type(dst))
-            )
+            return whole.astype(np.int64).astype(numpy_type(dst)) if dst.nbytes < 8 else whole.astype(numpy_type(dst))
         return self._rounded(x, dst)
 
     def _load(self, n: Node, args: list[Array]) -> Array:
@@ -319,11 +304,7 @@ def reduce_array(kind: str, x: Array, d: DType, n_inner: int) -> dict[str, Array
     '.mean', '.m2', '.count'."""
     outer = x.shape[: x.ndim - n_inner]
     keep = (*outer, *([1] * n_inner))
-    flat = (
-        x.reshape(*outer, -1)
-        if x.size
-        else x.reshape(*outer, math.prod(x.shape[x.ndim - n_inner :]))
-    )
+    flat = x.reshape(*outer, -1) if x.size else x.reshape(*outer, math.prod(x.shape[x.ndim - n_inner :]))
     if kind == "welford":
         count = flat.shape[-1]
         mean = flat.sum(-1, keepdims=True) / max(count, 1)
@@ -339,9 +320,7 @@ def _reduce_flat(kind: str, x: Array, d: DType) -> Array:
     if kind in ("argmax", "argmin"):
         if x.shape[-1] == 0:
             return np.zeros(x.shape[:-1], np.int64)
-        return np.asarray((np.argmax if kind == "argmax" else np.argmin)(x, axis=-1)).astype(
-            np.int64
-        )
+        return np.asarray((np.argmax if kind == "argmax" else np.argmin)(x, axis=-1)).astype(np.int64)
     fns: dict[str, Any] = {
         "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
         "any": np.logical_or, "all": np.logical_and, "xor": np.bitwise_xor,
@@ -373,9 +352,7 @@ def running_array(kind: str, x: Array) -> Array:
     return np.asarray(fns[kind].accumulate(wide, axis=-1)).astype(x.dtype)
 
 
-def write(
-    memory: Array, d: DType, offset: Array, value: Array, mask: Array | None, mode: str
-) -> None:
+def write(memory: Array, d: DType, offset: Array, value: Array, mask: Array | None, mode: str) -> None:
     """memory[offset] (mode)= value in row-major order of the points."""
     arrays = (offset, value) if mask is None else (offset, value, mask)
     flat = [a.reshape(-1) for a in np.broadcast_arrays(*arrays)]
@@ -419,9 +396,7 @@ def run_loop(
             memory[loop.out][...] = memory[loop.base]
             writes.append((loop.out, loop.index, args, x, mask, loop.mode))
         case Scan():
-            values = np.moveaxis(
-                running_array(loop.kind, np.moveaxis(x, loop.axis, -1)), -1, loop.axis
-            )
+            values = np.moveaxis(running_array(loop.kind, np.moveaxis(x, loop.axis, -1)), -1, loop.axis)
             results = [values, *([_last_equal(x, values, loop.axis)] if len(loop.outs) > 1 else [])]
             for out, value in zip(loop.outs, results, strict=True):
                 if out is not None:

@@ -42,9 +42,7 @@ class Node:
 
     __slots__ = ("op", "args", "attr", "dtype", "_hash", "__weakref__")
 
-    def __init__(
-        self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int
-    ) -> None:
+    def __init__(self, op: str, args: tuple[Node, ...], attr: Attr, dtype: DType, hashed: int) -> None:
         self.op, self.args, self.attr, self.dtype, self._hash = op, args, attr, dtype, hashed
 
     def __hash__(self) -> int:
@@ -77,9 +75,7 @@ def forget() -> None:
     _nodes.clear()
 
 
-def node(
-    op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType | None = None
-) -> Node:
+def node(op: str, args: tuple[Node, ...] = (), attr: Attr = None, dtype: DType | None = None) -> Node:
     """The interned node. dtype may be left out where the op table decides it. Raises TypeError where the table
     forbids it."""
     if dtype is None:
@@ -152,9 +148,7 @@ def check_of(n: Node) -> Check | None:
     return n.attr if isinstance(n.attr, Check) else None
 
 
-def rewrite(
-    root: Node, fn: Callable[[Node, tuple[Node, ...]], Node], memo: dict[Node, Node] | None = None
-) -> Node:
+def rewrite(root: Node, fn: Callable[[Node, tuple[Node, ...]], Node], memo: dict[Node, Node] | None = None) -> Node:
     """Rebuilds a DAG bottom-up: fn(old node, new args) -> new node. memo is shared between calls that rewrite alike."""
     memo = {} if memo is None else memo
     for n in walk((root,)):
@@ -168,9 +162,7 @@ def with_args(n: Node, args: tuple[Node, ...]) -> Node:
     return n if args == n.args else node(n.op, args, n.attr, n.dtype)
 
 
-def substitute_vars(
-    root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node] | None = None
-) -> Node:
+def substitute_vars(root: Node, env: Mapping[Atom, Size], memo: dict[Node, Node] | None = None) -> Node:
     """root with loop variables replaced by expressions (which hold no Arg symbols; see inline for those that do)."""
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
@@ -181,11 +173,7 @@ def substitute_vars(
         if n.op == "index":
             assert isinstance(n.attr, (int, Expr))
             value = substitute(n.attr, env)
-            return (
-                const(value, n.dtype)
-                if isinstance(value, int)
-                else node("index", args, value, n.dtype)
-            )
+            return const(value, n.dtype) if isinstance(value, int) else node("index", args, value, n.dtype)
         return with_args(n, args)
 
     return rewrite(root, fn, memo)

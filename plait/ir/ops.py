@@ -52,9 +52,7 @@ class OpDef:
     meaning: str
 
 
-def _rows(
-    names: str, arity: int, dtype: DTypeRule, on: str, cost: float, meaning: str
-) -> dict[str, OpDef]:
+def _rows(names: str, arity: int, dtype: DTypeRule, on: str, cost: float, meaning: str) -> dict[str, OpDef]:
     return {n: OpDef(arity, dtype, on, cost, meaning) for n in names.split()}
 
 
@@ -70,12 +68,7 @@ OPS: dict[str, OpDef] = {
     **_rows("rem", 2, same, "iu", 18, "a - b*trunc(a/b), sign of a, as C; b == 0 gives 0"),
     **_rows("fmod", 2, same, "f", 20, "C fmod, sign of a"),
     **_rows(
-        "pymod",
-        2,
-        same,
-        "f",
-        20,
-        "remainder with the sign of b: m = fmod(a, b); m + b if m and (m < 0) != (b < 0)",
+        "pymod", 2, same, "f", 20, "remainder with the sign of b: m = fmod(a, b); m + b if m and (m < 0) != (b < 0)"
     ),
     **_rows(
         "shl shr",
@@ -87,37 +80,19 @@ OPS: dict[str, OpDef] = {
     ),
     **_rows("min max", 2, same, "fiub", 0.5, "NaN if either is NaN"),
     **_rows("fmin fmax", 2, same, "f", 1, "the other one if one is NaN"),
-    **_rows(
-        "eq ne lt le gt ge", 2, boolean, "fiub", 0.5, "comparison; NaN compares false except ne"
-    ),
+    **_rows("eq ne lt le gt ge", 2, boolean, "fiub", 0.5, "comparison; NaN compares false except ne"),
     **_rows("where", 3, selected, "fiub", 0.5, "cond ? a : b; both are evaluated"),
     **_rows("sqrt", 1, same, "f", 3, "IEEE square root"),
     **_rows("rsqrt", 1, same, "f", 4, "1/sqrt(a), correctly rounded steps"),
     **_rows("reciprocal", 1, same, "f", 2, "1/a"),
-    **_rows(
-        "floor ceil trunc round",
-        1,
-        same,
-        "f",
-        0.5,
-        "to an integral float; round is to nearest even",
-    ),
-    **_rows(
-        "sign",
-        1,
-        same,
-        "fi",
-        1,
-        "-1, 0, 1; NaN gives 0 as in PyTorch's sign (nan -> nan is not kept)",
-    ),
+    **_rows("floor ceil trunc round", 1, same, "f", 0.5, "to an integral float; round is to nearest even"),
+    **_rows("sign", 1, same, "fi", 1, "-1, 0, 1; NaN gives 0 as in PyTorch's sign (nan -> nan is not kept)"),
     **_rows("isnan isinf", 1, boolean, "f", 0.5, "tests"),
     **_rows("signbit", 1, boolean, "f", 0.5, "true for negative, -0.0 included"),
     **_rows("copysign", 2, same, "f", 1, "|a| with the sign of b"),
     **_rows("nextafter", 2, same, "f", 10, "next float after a towards b"),
     **_rows("hypot", 2, same, "f", 10, "sqrt(a*a+b*b) without overflow"),
-    **_rows(
-        "exp exp2 expm1 log log2 log10 log1p", 1, same, "f", 6, "elementary functions, within 1 ulp"
-    ),
+    **_rows("exp exp2 expm1 log log2 log10 log1p", 1, same, "f", 6, "elementary functions, within 1 ulp"),
     **_rows(
         "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh",
         1,
@@ -147,8 +122,7 @@ OPS: dict[str, OpDef] = {
 SPECIAL: dict[str, str] = {
     "const": "attr: a Python bool, int or float; dtype: any loop dtype",
     "index": (
-        "attr: a Size over loop variables, size symbols and Arg symbols; "
-        "the value of that integer expression as i64"
+        "attr: a Size over loop variables, size symbols and Arg symbols; the value of that integer expression as i64"
     ),
     "cast": (
         "attr None; to the node's dtype, as C++ static_cast does and PyTorch's .to() does "
@@ -183,8 +157,7 @@ REDUCTIONS: dict[str, str] = {
     "all": "logical and of b1",
     "xor": "xor of integers",
     "argmax": (
-        "i64 position (row-major over the reduced axes) of the first maximum; "
-        "a NaN counts as greatest, first NaN wins"
+        "i64 position (row-major over the reduced axes) of the first maximum; a NaN counts as greatest, first NaN wins"
     ),
     "argmin": "i64 position of the first minimum; first NaN wins",
     "welford": "three results: mean, m2 = sum of squared deviations, count (all of the body's float dtype)",

@@ -11,18 +11,7 @@ from collections.abc import Callable, Sequence
 
 from plait.ir.checks import OUT_OF_RANGE, Bound, Check
 from plait.ir.dtypes import DType, b1, i64
-from plait.ir.loops import (
-    Const,
-    Load,
-    Node,
-    arg_symbol,
-    cast,
-    const,
-    index_exprs,
-    is_arg,
-    node,
-    rewrite,
-)
+from plait.ir.loops import Const, Load, Node, arg_symbol, cast, const, index_exprs, is_arg, node, rewrite
 from plait.ir.ops import CHECKED, OPS
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, substitute, symbol
 
@@ -74,9 +63,7 @@ class Recorder:
         self._indirect[sym.symbol] = cast(value, i64)
         return sym
 
-    def checked(
-        self, value: Node, size: Size, wrap: bool = True, check: Check = OUT_OF_RANGE
-    ) -> Expr:
+    def checked(self, value: Node, size: Size, wrap: bool = True, check: Check = OUT_OF_RANGE) -> Expr:
         """As indirect, but checked at run time: outside [-size, size) (wrap) or [0, size) the call fails with
         `check`."""
         value = cast(value, i64)
@@ -156,19 +143,13 @@ def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, 
         if n.op not in ("load", "index", *CHECKED):
             return n if args == n.args else node(n.op, args, n.attr, n.dtype)
         if n.op in CHECKED:
-            both = (
-                args if mask is None else (args[0], _and(args[1], mask) if len(args) > 1 else mask)
-            )
+            both = args if mask is None else (args[0], _and(args[1], mask) if len(args) > 1 else mask)
             return node(n.op, both, n.attr, n.dtype)
         inner_mask = args[-1] if isinstance(n.attr, Load) and n.attr.masked else None
         inner = args[:-1] if inner_mask is not None else args
         exprs, new_args = _merge_args(index_exprs(n), inner, env, outer)
         if n.op == "index":
-            return (
-                const(exprs[0], n.dtype)
-                if isinstance(exprs[0], int)
-                else node("index", new_args, exprs[0], n.dtype)
-            )
+            return const(exprs[0], n.dtype) if isinstance(exprs[0], int) else node("index", new_args, exprs[0], n.dtype)
         assert isinstance(n.attr, Load)
         m = inner_mask if mask is None else mask if inner_mask is None else _and(inner_mask, mask)
         if m is not None:
@@ -203,9 +184,7 @@ def _merge_args(
     order: list[tuple[Atom, Node]] = []
     for e in out:
         for a in sorted(free_symbols(e), key=lambda t: t.name):
-            value = (
-                names[a.name] if a.name in names else outer[int(a.name[1:])] if is_arg(a) else None
-            )
+            value = names[a.name] if a.name in names else outer[int(a.name[1:])] if is_arg(a) else None
             if value is not None and all(a != seen for seen, _ in order):
                 order.append((a, value))
     args: list[Node] = []

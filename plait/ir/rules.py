@@ -106,11 +106,7 @@ def _index(e: Size, args: tuple[Node, ...]) -> Node:
 
 
 # ---------------------------------------------------------------------------------------------- integers
-_INDEX_OPS: dict[str, Callable[[Size, Size], Size]] = {
-    "add": add,
-    "sub": lambda a, b: add(a, mul(b, -1)),
-    "mul": mul,
-}
+_INDEX_OPS: dict[str, Callable[[Size, Size], Size]] = {"add": add, "sub": lambda a, b: add(a, mul(b, -1)), "mul": mul}
 
 
 def index_arithmetic(s: Simplifier, n: Node) -> Node | None:

@@ -35,14 +35,7 @@ class Atom:
         self, kind: str, key: str, name: str = "", lo: Bound = -_INF, hi: Bound = _INF,
         extent: Size | None = None, a: Size = 0, b: Size = 0,
     ) -> None:  # fmt: skip
-        self.kind, self.key, self.name, self.lo, self.hi, self.extent = (
-            kind,
-            key,
-            name,
-            lo,
-            hi,
-            extent,
-        )
+        self.kind, self.key, self.name, self.lo, self.hi, self.extent = (kind, key, name, lo, hi, extent)
         self.a, self.b = a, b
         self._hash = hash((kind, key, lo, hi))
         self._bounds: tuple[Bound, Bound] | None = None
@@ -56,8 +49,7 @@ class Atom:
         return (
             isinstance(other, Atom)
             and self._hash == other._hash
-            and (self.kind, self.key, self.lo, self.hi)
-            == (other.kind, other.key, other.lo, other.hi)
+            and (self.kind, self.key, self.lo, self.hi) == (other.kind, other.key, other.lo, other.hi)
             and self.extent == other.extent
             and self.a == other.a  # equal text does not do: symbols of one name may differ in range
             and self.b == other.b
@@ -578,11 +570,7 @@ def _compute_atom_bounds(a: Atom) -> tuple[Bound, Bound]:
     if a.kind == "mod":
         return 0, min(bhi - 1, ahi) if alo >= 0 else bhi - 1
     blo = max(blo, 1)
-    lo = (
-        alo // blo
-        if alo < 0 and alo != -_INF
-        else (-_INF if alo < 0 else 0 if bhi == _INF else alo // bhi)
-    )
+    lo = alo // blo if alo < 0 and alo != -_INF else (-_INF if alo < 0 else 0 if bhi == _INF else alo // bhi)
     hi = _INF if ahi == _INF else (ahi // blo if ahi >= 0 else (-1 if bhi == _INF else ahi // bhi))
     return lo, hi
 
@@ -748,11 +736,7 @@ def evaluate(e: Size, env: Mapping[str, int]) -> int:
     out = e.const
     for mono, c in e.terms:
         for a in mono:
-            c *= (
-                env[a.name]
-                if a.kind == "sym"
-                else _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
-            )
+            c *= env[a.name] if a.kind == "sym" else _EVAL[a.kind](evaluate(a.a, env), evaluate(a.b, env))
         out += c
     return out
 
@@ -766,18 +750,11 @@ def coefficient(e: Size, var: Atom) -> Size | None:
     for mono, c in e.terms:
         n = mono.count(var)
         if n == 0:
-            if any(
-                var in free_symbols(a.a) or var in free_symbols(a.b)
-                for a in mono
-                if a.kind != "sym"
-            ):
+            if any(var in free_symbols(a.a) or var in free_symbols(a.b) for a in mono if a.kind != "sym"):
                 return None
         elif n == 1:
             rest = tuple(a for a in mono if a != var)
-            if any(
-                a.kind != "sym" and (var in free_symbols(a.a) or var in free_symbols(a.b))
-                for a in rest
-            ):
+            if any(a.kind != "sym" and (var in free_symbols(a.a) or var in free_symbols(a.b)) for a in rest):
                 return None
             out = add(out, _from_terms(0, {rest: c}) if rest else c)
         else:

@@ -57,9 +57,7 @@ class Scope:
     def bind(self, atom: Atom) -> str:
         """Gives a symbol a free variable name without a declaration line."""
         stem = atom.name if is_variable(atom.name) else "sym"
-        stem = (
-            f"k{atom.name[1:]}" if atom.name.startswith("$") else stem
-        )  # a position among arguments
+        stem = f"k{atom.name[1:]}" if atom.name.startswith("$") else stem  # a position among arguments
         name, k = stem, 2
         while name in self.taken or _VALUE.fullmatch(name):
             name, k = f"{stem}_{k}", k + 1
@@ -185,11 +183,7 @@ class Reader:
         if not (isinstance(s, ast.Assign) and isinstance(s.value, ast.Call)):
             return False
         call, target = s.value, s.targets[0]
-        if not (
-            isinstance(call.func, ast.Name)
-            and call.func.id == "symbol"
-            and isinstance(target, ast.Name)
-        ):
+        if not (isinstance(call.func, ast.Name) and call.func.id == "symbol" and isinstance(target, ast.Name)):
             return False
         name = text_of(call.args[0]) if call.args else target.id
         given = keywords(call, ("lo", "hi", "extent"))
@@ -206,9 +200,7 @@ class Reader:
     def tensor_type(self, e: ast.expr) -> tuple[DType, tuple[Size, ...], tuple[Size, ...]]:
         """dtype, sizes and strides of `f32[s0, 8] @ (8, 1)`."""
         match e:
-            case ast.BinOp(
-                left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()
-            ):
+            case ast.BinOp(left=ast.Subscript(value=ast.Name(id=dtype), slice=shape), op=ast.MatMult()):
                 if dtype not in DTYPES:
                     raise wrong(e, "an element type")
                 return DTYPES[dtype], self.index(shape), self.sizes(e.right)

@@ -104,9 +104,7 @@ def read_program(text: str) -> LoopProgram:
             outputs = tuple(reader.operand(e) for e in items(s.value))
         else:
             ops.append(reader.op(s))
-    return LoopProgram(
-        inputs, reader.buffers, named["constants"], tuple(ops), outputs, symbols, named["donated"]
-    )
+    return LoopProgram(inputs, reader.buffers, named["constants"], tuple(ops), outputs, symbols, named["donated"])
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -293,9 +291,7 @@ _EXTERN = {
 def extern_line(e: Extern, scope: Scope) -> str:
     """A call of an operator: `o = call('aten::mm', fallback=False)(x[8, 4] @ (4, 1), 3)`."""
     facts = [
-        f"{name}={_fact(getattr(e, name), scope)}"
-        for name, default in _EXTERN.items()
-        if getattr(e, name) != default
+        f"{name}={_fact(getattr(e, name), scope)}" for name, default in _EXTERN.items() if getattr(e, name) != default
     ]
     args = [_operand(a, scope) for a in e.args]
     for k, a in e.kwargs:
@@ -347,9 +343,7 @@ def _read_source(call: ast.Call, reader: OpReader) -> tuple[str, str, int] | Siz
 
 def is_element(e: ast.expr) -> TypeGuard[ast.Subscript]:
     """Whether this is `x[...]` rather than a name that is spelled ref['x']."""
-    return isinstance(e, ast.Subscript) and not (
-        isinstance(e.value, ast.Name) and e.value.id == "ref"
-    )
+    return isinstance(e, ast.Subscript) and not (isinstance(e.value, ast.Name) and e.value.id == "ref")
 
 
 def _int(e: ast.expr) -> int:
@@ -377,9 +371,7 @@ def dtype_of(e: ast.expr) -> DType:
 
 def optional_name(e: ast.expr) -> str | None:
     """A name, or None for `_` and None."""
-    empty = (isinstance(e, ast.Constant) and e.value is None) or (
-        isinstance(e, ast.Name) and e.id == "_"
-    )
+    empty = (isinstance(e, ast.Constant) and e.value is None) or (isinstance(e, ast.Name) and e.id == "_")
     return None if empty else name_of(e)
 
 
@@ -418,9 +410,7 @@ class OpReader:
         if isinstance(s, ast.FunctionDef):
             return self._loop(s)
         match s:
-            case ast.Assign(targets=[ast.Subscript(value=target, slice=ast.Constant(value=v))]) if (
-                v is ...
-            ):
+            case ast.Assign(targets=[ast.Subscript(value=target, slice=ast.Constant(value=v))]) if v is ...:
                 return Mutate(name_of(target), name_of(s.value))
             case ast.Assign(targets=[left], value=ast.Call() as call):
                 if word(call) == "memory":
@@ -539,9 +529,7 @@ class BodyReader:
     def split_origin(self, lines: list[ast.stmt]) -> tuple[tuple[str, ...], list[ast.stmt]]:
         """The origins that stand in the first line, if any do, and the other lines."""
         e = lines[0].value if isinstance(lines[0], ast.Expr) else None
-        if not isinstance(e, ast.Tuple) and not (
-            isinstance(e, ast.Constant) and isinstance(e.value, str)
-        ):
+        if not isinstance(e, ast.Tuple) and not (isinstance(e, ast.Constant) and isinstance(e.value, str)):
             return (), list(lines)
         texts = e.elts if isinstance(e, ast.Tuple) else [e]
         return tuple(text_of(x) for x in texts), list(lines[1:])

@@ -107,9 +107,7 @@ class _Verify:
         for e in exprs:
             for a in sz.free_symbols(e):
                 if a not in allowed and a.name not in self.program.symbols:
-                    raise self.fail(
-                        f"the symbol {a} in {e} is neither a loop variable nor a size symbol"
-                    )
+                    raise self.fail(f"the symbol {a} in {e} is neither a loop variable nor a size symbol")
 
     def space(self, vars_: Sequence[Expr], shape: Sequence[Size] | None = None) -> frozenset[Atom]:
         """The symbols of loop variables, which must be distinct and (if a shape is given) range over it."""
@@ -120,9 +118,7 @@ class _Verify:
         if shape is not None:
             extents = tuple(a.extent for a in atoms if a is not None)
             if extents != tuple(shape):
-                raise self.fail(
-                    f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}"
-                )
+                raise self.fail(f"loop variables range over {extents}, the buffer's shape is {tuple(shape)}")
         return found
 
     # ---- ops
@@ -188,11 +184,7 @@ class _Verify:
     def scatter(self, op: Scatter) -> None:
         out, base = self.buffer(op.out), self.buffer(op.base)
         self.use(op.base)
-        if (
-            (out.shape, out.dtype) != (base.shape, base.dtype)
-            or op.body.dtype != out.dtype
-            or op.mode not in _MODES
-        ):
+        if (out.shape, out.dtype) != (base.shape, base.dtype) or op.body.dtype != out.dtype or op.mode not in _MODES:
             raise self.fail(f"scatter ({op.mode}) of {op.body.dtype} into {out} based on {base}")
         atoms = self.space(op.vars)
         for n in (op.body, *op.index_args, *(() if op.mask is None else (op.mask,))):
@@ -231,11 +223,7 @@ class _Verify:
         self.use(op.target)
         self.use(op.source)
         a, b = self.buffer(op.target), self.buffer(op.source)
-        if (
-            op.target not in self.program.inputs
-            or a.dtype != b.dtype
-            or len(a.shape) != len(b.shape)
-        ):
+        if op.target not in self.program.inputs or a.dtype != b.dtype or len(a.shape) != len(b.shape):
             raise self.fail(f"{a} cannot take the value of {b}")
 
     def operand(self, a: ExternArg) -> None:
@@ -319,14 +307,10 @@ class _Verify:
             args = args[:-1]
         self.indices(load.index, len(buf.shape), args, atoms)
 
-    def indices(
-        self, exprs: Sequence[Size], rank: int, args: Sequence[Node], atoms: frozenset[Atom]
-    ) -> None:
+    def indices(self, exprs: Sequence[Size], rank: int, args: Sequence[Node], atoms: frozenset[Atom]) -> None:
         """Index expressions over loop variables, size symbols and exactly the Arg symbols of args."""
         if len(exprs) != rank:
-            raise self.fail(
-                f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions"
-            )
+            raise self.fail(f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions")
         found = {a for e in exprs for a in sz.free_symbols(e) if is_arg(a)}
         if {a.name for a in found} != {f"${k}" for k in range(len(args))}:
             raise self.fail(f"indices {tuple(exprs)} with {len(args)} arguments")

@@ -88,10 +88,7 @@ def _part_operands(kernel: Kernel, part: Kernel) -> tuple[tuple[int, ...], tuple
     """Which buffers and which sizes of a kernel are those of its part."""
     names = [b.name for b in kernel.args]
     sizes = [str(s) for s in kernel.sizes]
-    return (
-        tuple(names.index(b.name) for b in part.args),
-        tuple(sizes.index(str(s)) for s in part.sizes),
-    )
+    return (tuple(names.index(b.name) for b in part.args), tuple(sizes.index(str(s)) for s in part.sizes))
 
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
@@ -156,16 +153,6 @@ def structure(kernel: Kernel) -> object:
         if isinstance(s, Reduce):
             stmts.append((accs[s.name], s.kind, nodes, s.running))
         else:
-            stmts.append(
-                (buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic)
-            )
+            stmts.append((buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic))
     layout = tuple((b.dtype.name, b.strides) for b in kernel.args)
-    return (
-        kernel.vars,
-        kernel.rvars,
-        tuple(rows),
-        tuple(stmts),
-        layout,
-        kernel.sizes,
-        kernel.sequential,
-    )
+    return (kernel.vars, kernel.rvars, tuple(rows), tuple(stmts), layout, kernel.sizes, kernel.sequential)

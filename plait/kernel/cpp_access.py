@@ -10,16 +10,7 @@ from __future__ import annotations
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
 from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul, substitute, total
-from plait.kernel.cpp_expr import (
-    Parts,
-    mask_part,
-    memory,
-    n_parts,
-    scalar_op,
-    splat,
-    vector_op,
-    vtype,
-)
+from plait.kernel.cpp_expr import Parts, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
 from plait.kernel.cpp_space import coefficient, offset_of
 from plait.kernel.cpp_values import Values, atom_text
 from plait.schedule.plan import Store
@@ -58,9 +49,7 @@ class Access:
             key = ("pointer", buf, total)
             memo = v.chain[depth].memo
             if key not in memo:
-                memo[key] = (
-                    v.define(f"{type_}*", f"{pointer} + {v.integer(groups[depth])}", depth),
-                )
+                memo[key] = (v.define(f"{type_}*", f"{pointer} + {v.integer(groups[depth])}", depth),)
             pointer = memo[key][0]
         return pointer
 
@@ -77,16 +66,9 @@ class Access:
         buf, offset, depth = n.attr.buf, offset_of(n), v.depth(n)
         mask = n.args[-1] if n.attr.masked else None
         if not v.is_vector(n):
-            return (
-                v.define(
-                    _scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth
-                ),
-            )
+            return (v.define(_scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth),)
         if n in v.nest.tiled:
-            at, half = (
-                f"{self.tiles[n, v.tail]} + ({v.names[v.tile]} - t0) * {v.lanes}",
-                v.lanes // 2,
-            )
+            at, half = (f"{self.tiles[n, v.tail]} + ({v.names[v.tile]} - t0) * {v.lanes}", v.lanes // 2)
             t = memory(n.dtype)
             return self._loaded(n, [f"ld_{t}({at} + {k * half})" for k in range(n_parts(n.dtype))])
         step = self.step(offset)
@@ -144,9 +126,7 @@ class Access:
         """One element for all lanes: where a mask that differs between lanes holds, or in every lane."""
         v, depth = self.v, self.v.depth(n)
         if mask is None or not v.is_vector(mask):
-            one = v.define(
-                _scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth
-            )
+            one = v.define(_scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth)
             return v.define_parts(n.dtype, splat(one, n.dtype), depth)
         m = v.get(mask)[0] + (" & lm" if v.tail else "")
         p = self.pointer(buf, offset)
@@ -239,9 +219,7 @@ class Access:
         name = self.tiles[n, v.tail] = v.name("tile")
         v.line(f"alignas(64) {t} {name}[{v.lanes * v.lanes}];")
         count = "n" if v.tail else str(v.lanes)
-        v.line(
-            f"turn_{t}({self.pointer(n.attr.buf, start)}, {v.integer(step)}, {name}, {count}, t1 - t0);"
-        )
+        v.line(f"turn_{t}({self.pointer(n.attr.buf, start)}, {v.integer(step)}, {name}, {count}, t1 - t0);")
 
     def lane_values(self, e: Size) -> Parts:
         """An integer expression that is no affine function of the lane, as i64 lanes."""
@@ -250,12 +228,8 @@ class Access:
         array = v.name("g")
         text = self._lane_text(e)
         v.line(f"alignas(64) i64 {array}[{v.lanes}];", depth)
-        v.line(
-            f"for (i64 k = 0; k < {v.lanes}; ++k) {array}[k] = {text.replace('LANE', 'k')};", depth
-        )
-        return v.define_parts(
-            i64, tuple(f"ld_i64({array} + {k * v.lanes // 2})" for k in range(2)), depth
-        )
+        v.line(f"for (i64 k = 0; k < {v.lanes}; ++k) {array}[k] = {text.replace('LANE', 'k')};", depth)
+        return v.define_parts(i64, tuple(f"ld_i64({array} + {k * v.lanes // 2})" for k in range(2)), depth)
 
     # ------------------------------------------------------------------------------------------ lane by lane
     def _lane_loop(self) -> str:
@@ -420,9 +394,7 @@ class Access:
         if not v.is_vector(n):
             return (v.define(t, f"*({at})", depth),)
         return v.define_parts(
-            n.dtype,
-            tuple(f"ld_{t}({at} + {k * v.lanes // 2})" for k in range(n_parts(n.dtype))),
-            depth,
+            n.dtype, tuple(f"ld_{t}({at} + {k * v.lanes // 2})" for k in range(n_parts(n.dtype))), depth
         )
 
     def _kept_at(self, n: Node) -> str:

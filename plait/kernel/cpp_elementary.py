@@ -95,9 +95,7 @@ def elementary(isa: Isa) -> dict[str, str]:
     """Definitions by the names of the prelude's maths functions. Empty without fused multiply-add."""
     if not isa.sleef:
         return {}
-    scale_gcc = (
-        "return __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);" if isa.name == "avx512" else ""
-    )
+    scale_gcc = "return __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);" if isa.name == "avx512" else ""
     scale = """\
   vi32 k = cvt_f32_i32(n), h = k >> 1;
   return p * (vf32)((h + 127) << 23) * (vf32)((k - h + 127) << 23);"""
@@ -154,9 +152,7 @@ static inline vf32 m_erf_f32(vf32 x) {{
 }}"""
     if isa.name != "avx512":
         return two_ranges
-    rows = "\n".join(
-        f"  const vf32 c{j} = {{{', '.join(row)}}};" for j, row in enumerate(_ERF_ROWS)
-    )
+    rows = "\n".join(f"  const vf32 c{j} = {{{', '.join(row)}}};" for j, row in enumerate(_ERF_ROWS))
     p = "__builtin_shuffle(c5, k)"
     for row in (4, 3, 2, 1, 6):
         p = f"v_fma_f32({p}, u, __builtin_shuffle(c{row}, k))"

@@ -33,19 +33,13 @@ def _bool_or(scalar_bool: str, other: str) -> Row:
 
 
 SCALAR: dict[str, Row] = {
-    **{
-        op: f"({{0}} {sign} {{1}})"
-        for op, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items()
-    },
+    **{op: f"({{0}} {sign} {{1}})" for op, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items()},
     **{op: f"({{0}} {sign} {{1}})" for op, sign in {"and": "&", "or": "|", "xor": "^"}.items()},
     **{op: f"({{0}} {sign} {{1}})" for op, sign in _COMPARE.items()},
     **_MATH,
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("min", "max", "fmin", "fmax", "copysign")},
-    **{
-        op: f"s_{op}({{0}})"
-        for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "isinf", "signbit")
-    },
+    **{op: f"s_{op}({{0}})" for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "isinf", "signbit")},
     "not": _bool_or("!{0}", "~{0}"),
     "neg": "-{0}",
     "abs": "s_abs({0})",
@@ -63,15 +57,9 @@ SCALAR: dict[str, Row] = {
 VECTOR: dict[str, Row] = {
     **SCALAR,
     **_VMATH,
-    **{
-        op: f"v_{op}_{{t}}({{0}}, {{1}})"
-        for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")
-    },
+    **{op: f"v_{op}_{{t}}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
     **{op: f"v_{op}_{{t}}({{0}}, {{1}})" for op in ("min", "max", "fmin", "fmax", "copysign")},
-    **{
-        op: f"v_{op}_{{t}}({{0}})"
-        for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "abs")
-    },
+    **{op: f"v_{op}_{{t}}({{0}})" for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "abs")},
     "min": _bool_or("({0} & {1})", "v_min_{t}({0}, {1})"),
     "max": _bool_or("({0} | {1})", "v_max_{t}({0}, {1})"),
     "not": "~{0}",
@@ -200,10 +188,7 @@ def scalar_cast(x: str, src: DType, dst: DType) -> str:
 def vector_op(op: str, d: DType, args: tuple[Parts, ...], out: DType) -> Parts:
     """One op of the table on vectors. d: dtype of the last argument."""
     if op == "where":
-        return tuple(
-            f"({mask_part(args[0][0], d, k)} ? {args[1][k]} : {args[2][k]})"
-            for k in range(n_parts(d))
-        )
+        return tuple(f"({mask_part(args[0][0], d, k)} ? {args[1][k]} : {args[2][k]})" for k in range(n_parts(d)))
     if d.name in ("f16", "bf16"):
         wide = tuple(vector_cast(a, d, f32) for a in args)
         text = vector_op(op, f32, wide, f32 if out == d else out)

@@ -43,9 +43,7 @@ class NestWriter:
         if nest.tile is not None:
             block = symbol(f"{nest.tile.name}'", extent=blocks(extent(nest.tile), nest.lanes))
             self.tile_block = block.symbol
-            self.outer = tuple(
-                self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer
-            )
+            self.outer = tuple(self.tile_block if a == nest.tile and self.tile_block else a for a in self.outer)
 
     def text(self, instead: str) -> str:
         """The function's body."""
@@ -103,11 +101,7 @@ class NestWriter:
         vector = nest.axis is not None and not nest.inner
         if self.outer or vector:
             v.line("i64 u = lo;")
-        per_row = (
-            v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll))
-            if vector and nest.axis
-            else "1"
-        )
+        per_row = v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll)) if vector and nest.axis else "1"
         if self.outer:
             self._first_point(per_row, vector)
         elif vector:
@@ -167,9 +161,7 @@ class NestWriter:
             return
         for reps in dict.fromkeys((nest.unroll, 1)):
             step = lanes * reps
-            if isinstance(n, int) and (
-                n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)
-            ):
+            if isinstance(n, int) and (n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)):
                 continue
             with self._segment(f"for (; {x} + {step} <= {end}; {x} += {step}) {{", reps, False):
                 yield
@@ -224,10 +216,7 @@ class NestWriter:
         innermost = nest.axis if nest.inner else loops.pop() if loops else None
         with v.nested(
             [
-                (
-                    a,
-                    f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v.integer(extent(a))}; ++{v.names[a]}) {{",
-                )
+                (a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v.integer(extent(a))}; ++{v.names[a]}) {{")
                 for a in loops
             ]
         ):
@@ -237,9 +226,7 @@ class NestWriter:
                 self._innermost(innermost, stmts, reduces, reps)
         self.accs.finish(reduces, reps)
 
-    def _innermost(
-        self, a: Atom, stmts: tuple[Stmt, ...], reduces: list[Reduce], reps: int
-    ) -> None:
+    def _innermost(self, a: Atom, stmts: tuple[Stmt, ...], reduces: list[Reduce], reps: int) -> None:
         """The innermost loop, cut into chunks where sums need a second level of accumulators to stay accurate."""
         v, nest = self.v, self.nest
         x, n = v.names[a], v.integer(extent(a))

@@ -12,16 +12,7 @@ from dataclasses import dataclass
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Size, bounds, mul
-from plait.kernel.cpp_space import (
-    Space,
-    blocks,
-    coefficient,
-    dependences,
-    extent,
-    offset_of,
-    stmt_nodes,
-    trip_count,
-)
+from plait.kernel.cpp_space import Space, blocks, coefficient, dependences, extent, offset_of, stmt_nodes, trip_count
 from plait.schedule.plan import Reduce, Stmt, Store
 
 ROW_BUFFER_BYTES = 131072
@@ -63,9 +54,7 @@ def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> 
     keep: may use row buffers."""
     deps = dependences(space)
     passes, last = passes_of(space, deps)
-    axis, inner = (
-        (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
-    )
+    axis, inner = (None, False) if lanes == 1 else _axis(space, deps, passes, last, lanes, sequential)
     if axis is None:
         lanes, axis = 1, space.vars[-1] if space.vars else None
         inner = False
@@ -79,12 +68,8 @@ def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> 
     limit = 0
     if kept and not all(isinstance(extent(r), int) for r in space.rvars):
         limit = ROW_BUFFER_BYTES // (width * sum(n.dtype.nbytes for n in kept))
-    tile, tiled = (
-        (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(space, axis)
-    )
-    return Nest(
-        space, axis, inner, lanes, unroll, passes, last, kept, limit, order, sequential, tile, tiled
-    )
+    tile, tiled = (None, ()) if passes or lanes == 1 or axis is None or sequential else _tiles(space, axis)
+    return Nest(space, axis, inner, lanes, unroll, passes, last, kept, limit, order, sequential, tile, tiled)
 
 
 # ---------------------------------------------------------------------------------------------- passes
@@ -121,10 +106,7 @@ def passes_of(
 
 
 def _kept(
-    space: Space,
-    deps: Callable[[Node], frozenset[object]],
-    passes: tuple[tuple[Stmt, ...], ...],
-    width: int,
+    space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...], width: int
 ) -> dict[Node, int]:
     """Full-level values needed by several passes and too dear to compute twice, with the pass that computes them."""
     points = trip_count(space.rvars)
@@ -207,12 +189,7 @@ def _axis(
         inner = space.rvars[-1:] if positions else space.rvars
         candidates += [(a, True) for a in inner]
     found = list(accesses(space, deps))
-    best: tuple[float, int, Atom | None, bool] = (
-        _scalar_cost(found, bool(space.rvars)),
-        0,
-        None,
-        False,
-    )
+    best: tuple[float, int, Atom | None, bool] = (_scalar_cost(found, bool(space.rvars)), 0, None, False)
     for k, (a, is_inner) in enumerate(candidates):
         cost = _axis_cost(a, is_inner, found, lanes, bool(space.rvars))
         if (cost, -k) < best[:2]:
@@ -266,11 +243,7 @@ def _tiles(space: Space, axis: Atom) -> tuple[Atom | None, tuple[Node, ...]]:
             continue
         for b in space.vars:
             size = extent(b)
-            if (
-                b != axis
-                and coefficient(offset_of(n), b) == 1
-                and not (isinstance(size, int) and size < 4)
-            ):
+            if b != axis and coefficient(offset_of(n), b) == 1 and not (isinstance(size, int) and size < 4):
                 found.setdefault(b, []).append(n)
                 break
     if not found:
@@ -285,12 +258,7 @@ def _unroll(
 ) -> int:  # fmt: skip
     """Vectors in flight: several for cheap reductions, which would wait for one accumulator, else one."""
     reduces = [s for p in passes for s in p if isinstance(s, Reduce) and not s.running]
-    if (
-        axis is None
-        or lanes == 1
-        or not reduces
-        or any(isinstance(s, Reduce) and s.running for p in passes for s in p)
-    ):
+    if axis is None or lanes == 1 or not reduces or any(isinstance(s, Reduce) and s.running for p in passes for s in p):
         return 1
     cost = sum(OPS[n.op].cost for n in walk(space.roots()) if n.op in OPS)
     n = extent(axis)

@@ -148,12 +148,7 @@ def _table(isa: Isa) -> tuple[dict[str, str], dict[str, int]]:
     math, places = _math_pointers(isa)
     vectors = simd(isa)
     places = {name: k for name, k in places.items() if name not in vectors}
-    table = {
-        **{k: t for k, t in math.items() if k not in vectors},
-        **_builtins(),
-        **_SCALAR,
-        **vectors,
-    }
+    table = {**{k: t for k, t in math.items() if k not in vectors}, **_builtins(), **_SCALAR, **vectors}
     return table, places
 
 

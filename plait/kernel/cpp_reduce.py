@@ -12,33 +12,14 @@ from collections.abc import Sequence
 from plait.ir.dtypes import DType, b1, f32, i64
 from plait.ir.loops import Const, Node, node
 from plait.ir.sizes import Atom, Expr, Size, add, mul, product
-from plait.kernel.cpp_expr import (
-    Parts,
-    ctype,
-    literal,
-    mask_part,
-    memory,
-    n_parts,
-    scalar_op,
-    splat,
-    vector_op,
-    vtype,
-)
+from plait.kernel.cpp_expr import Parts, ctype, literal, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
 from plait.kernel.cpp_space import extent
 from plait.kernel.cpp_values import Values
 from plait.schedule.plan import Reduce
 
 CHUNK = 256
 """Additions to one accumulator before it is emptied into the second level."""
-_OP = {
-    "sum": "add",
-    "prod": "mul",
-    "max": "max",
-    "min": "min",
-    "any": "or",
-    "all": "and",
-    "xor": "xor",
-}
+_OP = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "or", "all": "and", "xor": "xor"}
 _ARG = {"argmax": "gt", "argmin": "lt"}
 
 
@@ -221,10 +202,7 @@ class Accumulators:
         best, at = v.name("g"), v.name("g")
         v.line(f"{t} {best}[{n}]; i64 {at}[{n}];")
         for rep in range(reps):
-            for array, type_, parts in (
-                (best, t, self.now[s.name, rep]),
-                (at, "i64", self.positions[s.name, rep]),
-            ):
+            for array, type_, parts in ((best, t, self.now[s.name, rep]), (at, "i64", self.positions[s.name, rep])):
                 for k, p in enumerate(parts):
                     v.line(f"st_{type_}({array} + {rep * v.lanes + k * v.lanes // 2}, {p});")
         value, where = v.name("a"), v.name("a")

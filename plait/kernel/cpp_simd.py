@@ -81,12 +81,8 @@ def _shape(isa: Isa) -> dict[str, str]:
                 "#endif",
             ))  # fmt: skip
     numbers = ", ".join(map(str, range(n)))
-    out["lane_mask"] = _fn(
-        "vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));"
-    )
-    out["lanes_below"] = _fn(
-        "vi32", "lanes_below", "i64 n", f"return lane_mask(n < 0 ? 0 : n < {n} ? n : {n});"
-    )
+    out["lane_mask"] = _fn("vi32", "lane_mask", "i64 n", f"return (vi32)((vi32){{{numbers}}} < splat_i32((i32)n));")
+    out["lanes_below"] = _fn("vi32", "lanes_below", "i64 n", f"return lane_mask(n < 0 ? 0 : n < {n} ? n : {n});")
     for half, start in (("lo", 0), ("hi", n // 2)):
         steps = ", ".join(map(str, range(start, start + n // 2)))
         body = f"return splat_i64(a) + (vi64){{{steps}}} * c;"
@@ -97,13 +93,7 @@ def _shape(isa: Isa) -> dict[str, str]:
     elif isa.name == "avx2":
         gcc = _fn("bool", "any", "vi32 m", "return __builtin_ia32_movmskps256((vf32)m) != 0;")
     out["any"] = _either(
-        gcc,
-        _fn(
-            "bool",
-            "any",
-            "vi32 m",
-            f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;",
-        ),
+        gcc, _fn("bool", "any", "vi32 m", f"i32 r = 0; for (int k = 0; k < {n}; ++k) r |= m[k]; return r != 0;")
     )
     return out
 
@@ -116,18 +106,14 @@ def _conversions(isa: Isa) -> dict[str, str]:
     full, narrow, words = ("f32", "i32", "u32"), ("i16", "u16", "i8", "u8"), ("f64", "i64", "u64")
     pairs = [(a, b) for a in (*full, *narrow) for b in (*full, *narrow)]
     pairs += [(a, b) for a in words for b in words]
-    pairs += [(a, f"h{b}") for a in words for b in full] + [
-        (f"h{a}", b) for a in full for b in words
-    ]
+    pairs += [(a, f"h{b}") for a in words for b in full] + [(f"h{a}", b) for a in full for b in words]
     out = {}
     for a, b in pairs:
         result, param = (t if t[0] == "h" else f"v{t}" for t in (b, a))
         name = f"cvt_{a}_{b}"
         plain = _fn(result, name, f"{param} x", f"return __builtin_convertvector(x, {result});")
         builtin = fast.get((a, b))
-        out[name] = _either(
-            builtin and _fn(result, name, f"{param} x", f"return ({result}){builtin};"), plain
-        )
+        out[name] = _either(builtin and _fn(result, name, f"{param} x", f"return ({result}){builtin};"), plain)
     n = isa.lanes
     evens = ", ".join(str(2 * k) for k in range(n))
     both = ", ".join(f"cvt_i64_hi32({x})" for x in "ab")
@@ -145,9 +131,7 @@ def _conversions(isa: Isa) -> dict[str, str]:
         wide = "long long __attribute__((vector_size(64)))"
         calls = (f"__builtin_ia32_pmovsqd512_mask(({wide}){x}, (hi32){{}}, -1)" for x in "ab")
         sat = _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({', '.join(calls)});")
-    out["sat_i32"] = _either(
-        sat, _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({halves});")
-    )
+    out["sat_i32"] = _either(sat, _fn("vi32", "sat_i32", "vi64 a, vi64 b", f"return cat_i32({halves});"))
     out["mask_of_u8"] = _fn("vi32", "mask_of_u8", "vu8 x", "return (vi32)(cvt_u8_i32(x) != 0);")
     out["u8_of_mask"] = _fn("vu8", "u8_of_mask", "vi32 m", "return cvt_i32_u8(m) & 1;")
     return out
@@ -155,10 +139,7 @@ def _conversions(isa: Isa) -> dict[str, str]:
 
 def _conversion_builtins() -> dict[tuple[str, str], str]:
     """Conversions of AVX-512 as g++'s builtins."""
-    bytes_, wide = (
-        "char __attribute__((vector_size(16)))",
-        "long long __attribute__((vector_size(64)))",
-    )
+    bytes_, wide = ("char __attribute__((vector_size(16)))", "long long __attribute__((vector_size(64)))")
     out = {}
     for s, extend in (("i", "s"), ("u", "z")):
         for t in ("i32", "u32"):
@@ -226,9 +207,7 @@ def _masked_builtins(isa: Isa, t: str) -> dict[str, str]:
         "ldn": _fn(v, f"ldn_{t}", f"const {t}* p, i64 n", load.replace("MASK", count)),
         "stn": _fn("void", f"stn_{t}", f"{t}* p, {v} x, i64 n", store.replace("MASK", count)),
         "ldm": _fn(v, f"ldm_{t}", f"const {t}* p, {_mask(t)} m", load.replace("MASK", lanes)),
-        "stm": _fn(
-            "void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m", store.replace("MASK", lanes)
-        ),
+        "stm": _fn("void", f"stm_{t}", f"{t}* p, {v} x, {_mask(t)} m", store.replace("MASK", lanes)),
     }
 
 
@@ -246,9 +225,7 @@ def _narrow_masked_builtins(t: str) -> dict[str, str]:
         f"ld{kind}": _fn(v, f"ld{kind}_{t}", f"const {t}* p, {more}", load.replace("MASK", text))
         for kind, more, text in (("n", "i64 n", count), ("m", f"{_mask(t)} m", mask))
     } | {
-        f"st{kind}": _fn(
-            "void", f"st{kind}_{t}", f"{t}* p, {v} x, {more}", store.replace("MASK", text)
-        )
+        f"st{kind}": _fn("void", f"st{kind}_{t}", f"{t}* p, {v} x, {more}", store.replace("MASK", text))
         for kind, more, text in (("n", "i64 n", count), ("m", f"{_mask(t)} m", mask))
     }
 
@@ -270,60 +247,37 @@ def _arithmetic(isa: Isa) -> dict[str, str]:
                 out[f"v_{op}_{t}"] = _fn(v, f"v_{op}_{t}", two, body)
             out[f"v_fmin_{t}"] = _fn(v, f"v_fmin_{t}", two, "return (a <= b) | (b != b) ? a : b;")
             out[f"v_fmax_{t}"] = _fn(v, f"v_fmax_{t}", two, "return (a >= b) | (b != b) ? a : b;")
-            out[f"v_abs_{t}"] = _fn(
-                v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});"
-            )
+            out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", f"return ({v})((vu{bits})a & ~{sign});")
             out[f"v_copysign_{t}"] = _fn(
-                v,
-                f"v_copysign_{t}",
-                two,
-                f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});",
+                v, f"v_copysign_{t}", two, f"return ({v})((vu{bits})a & ~{sign} | (vu{bits})b & {sign});"
             )
             one = f"splat_{t}(1)"
             zero = f"({v}){{}}"
-            out[f"v_sign_{t}"] = _fn(
-                v, f"v_sign_{t}", f"{v} a", f"return a > 0 ? {one} : (a < 0 ? -{one} : {zero});"
-            )
+            out[f"v_sign_{t}"] = _fn(v, f"v_sign_{t}", f"{v} a", f"return a > 0 ? {one} : (a < 0 ? -{one} : {zero});")
             out[f"v_pymod_{t}"] = _fn(
-                v,
-                f"v_pymod_{t}",
-                f"{v} m, {v} b",
-                "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;",
+                v, f"v_pymod_{t}", f"{v} m, {v} b", "return (m != 0) & ((m < 0) != (b < 0)) ? m + b : m;"
             )
         else:
             out[f"v_min_{t}"] = _fn(v, f"v_min_{t}", two, "return a < b ? a : b;")
             out[f"v_max_{t}"] = _fn(v, f"v_max_{t}", two, "return a > b ? a : b;")
             out[f"v_abs_{t}"] = _fn(v, f"v_abs_{t}", f"{v} a", "return a < 0 ? -a : a;")
-            out[f"v_sign_{t}"] = _fn(
-                v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);"
-            )
+            out[f"v_sign_{t}"] = _fn(v, f"v_sign_{t}", f"{v} a", f"return ({v})(a < 0) - ({v})(a > 0);")
             inside = f"(vu{bits})b < {bits}"
             shift = f"({v})((vu{bits})b & {bits - 1})"
-            out[f"v_shl_{t}"] = _fn(
-                v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};"
-            )
+            out[f"v_shl_{t}"] = _fn(v, f"v_shl_{t}", two, f"return {inside} ? a << {shift} : ({v}){{}};")
             rest = f"({v})(a < 0)" if t.startswith("i") else f"({v}){{}}"
-            out[f"v_shr_{t}"] = _fn(
-                v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};"
-            )
+            out[f"v_shr_{t}"] = _fn(v, f"v_shr_{t}", two, f"return {inside} ? a >> {shift} : {rest};")
     return out
 
 
 def _rounding(isa: Isa) -> dict[str, str]:
     """Square root, rounding to integers, fused multiply-add: an instruction each where there is one."""
     out = {}
-    modes = {
-        "floor": ("floor", 9),
-        "ceil": ("ceil", 10),
-        "trunc": ("trunc", 11),
-        "round": ("rint", 8),
-    }
+    modes = {"floor": ("floor", 9), "ceil": ("ceil", 10), "trunc": ("trunc", 11), "round": ("rint", 8)}
     for t in _FLOATS:
         v, n, f, s = f"v{t}", _lanes(isa, t), "f" if t == "f32" else "", "s" if t == "f32" else "d"
         for op, name, mode in (("sqrt", "sqrt", 0), *((op, *m) for op, m in modes.items())):
-            plain = (
-                f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_{name}{f}(a[k]); return r;"
-            )
+            plain = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = __builtin_{name}{f}(a[k]); return r;"
             fast = None
             if isa.name == "avx512" and op == "sqrt":
                 fast = f"return __builtin_ia32_sqrtp{s}512_mask(a, a, -1, 4);"
@@ -335,8 +289,7 @@ def _rounding(isa: Isa) -> dict[str, str]:
             elif op == "sqrt":
                 fast = f"return __builtin_ia32_sqrtp{s}(a);"
             out[f"v_{op}_{t}"] = _either(
-                fast and _fn(v, f"v_{op}_{t}", f"{v} a", fast),
-                _fn(v, f"v_{op}_{t}", f"{v} a", plain),
+                fast and _fn(v, f"v_{op}_{t}", f"{v} a", fast), _fn(v, f"v_{op}_{t}", f"{v} a", plain)
             )
         three = f"{v} a, {v} b, {v} c"
         plain = _fn(v, f"v_fma_{t}", three,
@@ -367,18 +320,8 @@ def _halves(isa: Isa) -> dict[str, str]:
         "vu32 b = (vu32)x; b = (b + 0x7fff + (b >> 16 & 1)) >> 16; "
         "b = x != x ? splat_u32(0x7fc0) : b; return cvt_u32_u16(b);"
     )
-    up = _fn(
-        "vf32",
-        "v_from_f16",
-        "vu16 x",
-        f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;",
-    )
-    down = _fn(
-        "vu16",
-        "v_to_f16",
-        "vf32 x",
-        f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;",
-    )
+    up = _fn("vf32", "v_from_f16", "vu16 x", f"vf32 r; for (int k = 0; k < {n}; ++k) r[k] = from_f16(x[k]); return r;")
+    down = _fn("vu16", "v_to_f16", "vf32 x", f"vu16 r; for (int k = 0; k < {n}; ++k) r[k] = to_f16(x[k]); return r;")
     fast_up = {
         "avx512": "return __builtin_ia32_vcvtph2ps512_mask((vi16)x, (vf32){}, -1, 4);",
         "avx2": "return __builtin_ia32_vcvtph2ps256((vi16)x);",
@@ -480,9 +423,7 @@ def _horizontal(isa: Isa) -> dict[str, str]:
                 nan = "__builtin_nan" + ("f" if t == "f32" else "")
                 first = f'if (any((vi32)(a != a))) return {nan}(""); '
                 how = {"max": "most_{t}({0}, {1})", "min": "least_{t}({0}, {1})"}[kind]
-            body = first + " ".join(
-                f"a = {how.format('a', f'swap{step}_{t}(a)', t=t)};" for step in steps
-            )
+            body = first + " ".join(f"a = {how.format('a', f'swap{step}_{t}(a)', t=t)};" for step in steps)
             out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"{v} a", f"{body} return a[0];")
     return out
 
@@ -499,9 +440,7 @@ def _scans(isa: Isa) -> dict[str, str]:
             how, steps = _COMBINE[kind], []
             for s in (1 << k for k in range(n.bit_length() - 1)):
                 picks = ", ".join(str(k if k < s else n + k - s) for k in range(n))
-                steps.append(
-                    f"a = {how.format(f'__builtin_shufflevector(e, a, {picks})', 'a', t=t)};"
-                )
+                steps.append(f"a = {how.format(f'__builtin_shufflevector(e, a, {picks})', 'a', t=t)};")
             loop = f"{t} r = carry[0]; for (int k = 0; k < {n}; ++k) a[k] = r = {_scalar_combine(kind)}; return a;"
             name = f"scan_{kind}_{t}"
             out[name] = "\n".join((

@@ -14,19 +14,7 @@ from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import f32, f64, i32, i64
 from plait.ir.loops import Buffer, Load, Node, cast, const, is_arg, node, rewrite, walk, with_args
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    floordiv,
-    free_symbols,
-    mul,
-    product,
-    substitute,
-    symbol,
-    total,
-)
+from plait.ir.sizes import Atom, Expr, Size, add, floordiv, free_symbols, mul, product, substitute, symbol, total
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 
 
@@ -205,12 +193,7 @@ def _plain_reductions(space: Space) -> Space:
         s = _mapped(s, lambda n: rewrite(n, fn, memo))
         if isinstance(s, Reduce) and s.kind == "welford":
             stmts.extend(_welford(s, count, accs))
-        elif (
-            isinstance(s, Reduce)
-            and s.running
-            and s.value.dtype == f32
-            and s.kind in ("sum", "prod")
-        ):
+        elif isinstance(s, Reduce) and s.running and s.value.dtype == f32 and s.kind in ("sum", "prod"):
             # Eager's cumsum and cumprod of float32 accumulate in double.
             stmts.append(replace(s, value=cast(s.value, f64)))
             accs[s.name] = cast(node("acc", (), s.name, f64), f32)
@@ -231,11 +214,7 @@ def _is_rewritten(s: Reduce) -> bool:
 
 def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     dtype = s.value.dtype
-    n = (
-        const(count, dtype)
-        if isinstance(count, int)
-        else cast(node("index", (), count, i64), dtype)
-    )
+    n = const(count, dtype) if isinstance(count, int) else cast(node("index", (), count, i64), dtype)
     zero = const(0, dtype)
     mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), n))
     if not isinstance(count, int) or count == 0:
@@ -243,10 +222,7 @@ def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     off = node("sub", (s.value, mean))
     accs[f"{s.name}.mean"] = mean
     accs[f"{s.name}.count"] = n
-    return [
-        Reduce(f"{s.name}.sum", "sum", s.value),
-        Reduce(f"{s.name}.m2", "sum", node("mul", (off, off))),
-    ]
+    return [Reduce(f"{s.name}.sum", "sum", s.value), Reduce(f"{s.name}.m2", "sum", node("mul", (off, off)))]
 
 
 def _mapped(s: Stmt, fn: Callable[[Node], Node]) -> Stmt:
@@ -274,21 +250,14 @@ def _offsets(space: Space) -> list[Size]:
     return list(dict.fromkeys(out))
 
 
-def _substituted(
-    space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None
-) -> Space:
+def _substituted(space: Space, env: Mapping[Atom, Size], drop: Atom, put: Atom | None = None) -> Space:
     """The space with loop variables replaced in every offset; axis `drop` leaves, env's other axis becomes `put`."""
     memo: dict[Node, Node] = {}
 
     def fn(n: Node, args: tuple[Node, ...]) -> Node:
         if n.op == "load":
             assert isinstance(n.attr, Load)
-            return node(
-                "load",
-                args,
-                Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked),
-                n.dtype,
-            )
+            return node("load", args, Load(n.attr.buf, (substitute(offset_of(n), env),), n.attr.masked), n.dtype)
         if n.op == "index":
             assert isinstance(n.attr, (int, Expr))
             return node("index", args, substitute(n.attr, env), n.dtype)

@@ -273,8 +273,7 @@ class Values:
         if key not in memo:
             pairs = zip(self.vector(seed), self.vector(counter), strict=True)
             memo[key] = tuple(
-                self.define("vphilox", f"v_philox4({s}, {c}, splat_i64({block}l))", depth)
-                for s, c in pairs
+                self.define("vphilox", f"v_philox4({s}, {c}, splat_i64({block}l))", depth) for s, c in pairs
             )
         return tuple(f"{p}.word[{word & 3}]" for p in memo[key])
 
@@ -284,10 +283,7 @@ class Values:
             c = n.args[other]
             if c.op == "const" and c.attr == c.attr:
                 name = {"min": "least", "max": "most"}[n.op]
-                return tuple(
-                    f"{name}_{n.dtype.name}({y}, {x})"
-                    for x, y in zip(args[k], args[other], strict=True)
-                )
+                return tuple(f"{name}_{n.dtype.name}({y}, {x})" for x, y in zip(args[k], args[other], strict=True))
         return vector_op(n.op, n.dtype, args, n.dtype)
 
     def _bounded(self, n: Node) -> Parts:
@@ -308,11 +304,7 @@ class Values:
         self._fail_if(n, bad_lanes)
         zero = "(vi64){}"
         return self.define_parts(
-            n.dtype,
-            tuple(
-                f"{mask_part(bad_lanes, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(lanes)
-            ),
-            depth,
+            n.dtype, tuple(f"{mask_part(bad_lanes, n.dtype, k)} ? {zero} : {p}" for k, p in enumerate(lanes)), depth
         )
 
     def _bounded_short(self, n: Node, size: int) -> Parts:
@@ -369,9 +361,7 @@ class Values:
             return self.loader.lane_values(e)
         first = self.define("i64", f"{self.integer(e)}{self.rep_offset(step)}", depth)
         c = self.integer(step)
-        return self.define_parts(
-            n.dtype, (f"iota_lo({first}, {c})", f"iota_hi({first}, {c})"), depth
-        )
+        return self.define_parts(n.dtype, (f"iota_lo({first}, {c})", f"iota_hi({first}, {c})"), depth)
 
     # ------------------------------------------------------------------------------------ integer expressions
     @property
@@ -428,9 +418,7 @@ class Values:
         depth = self.expr_depth(e)
         memo = self.chain[depth].memo
         if e not in memo:
-            memo[e] = (
-                self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),
-            )
+            memo[e] = (self.define("i64", atom_text(a, self.integer(a.a), self.integer(a.b)), depth),)
         return memo[e][0]
 
 

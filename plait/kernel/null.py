@@ -42,7 +42,5 @@ class NullTarget:
         for n in walk((root,)):
             args = [text[a] for a in n.args]
             row = self.table[n.op]
-            text[n] = (
-                row.format(*args) if n.op in OPS else row.format(attr=n.attr, args=", ".join(args))
-            )
+            text[n] = row.format(*args) if n.op in OPS else row.format(attr=n.attr, args=", ".join(args))
         return text[root]

@@ -75,9 +75,7 @@ def emit_kernel(kernel: Kernel, symbol: str) -> TritonKernel:
     body = "".join(f"    {line}\n" for line in lines)
     # Through Triton's own launcher a size of 1 would become a constant without a type.
     plain = f"(do_not_specialize={[*names.values()]})" if names else ""
-    function = (
-        f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
-    )
+    function = f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *names.values()))}):\n{body}"
     prelude = prelude_for(function)
     text = _HEAD + "\n" + (f"{prelude}\n\n" if prelude else "") + function
     signature = {
@@ -87,9 +85,7 @@ def emit_kernel(kernel: Kernel, symbol: str) -> TritonKernel:
     grid: Size = 1
     for g in tile.outer:
         grid = mul(grid, ceildiv(g.points, g.block))
-    return TritonKernel(
-        symbol, text, signature, grid, tile.num_warps, tile.num_stages, writer.checks
-    )
+    return TritonKernel(symbol, text, signature, grid, tile.num_warps, tile.num_stages, writer.checks)
 
 
 def _is_wide(space: Space, tile: Tile) -> bool:

@@ -16,15 +16,7 @@ from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, known_nonneg
 from plait.kernel.cpp_passes import passes_of
 from plait.kernel.cpp_space import Space, dependences, extent, offset_of
-from plait.kernel.triton_ops import (
-    TYPES,
-    bitcast,
-    cast,
-    combiner,
-    identity,
-    literal,
-    render,
-)
+from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_tiles import Group, Tile
 from plait.schedule.plan import Reduce, Store
 
@@ -247,11 +239,7 @@ class Writer:
             self.loop_lines.append(f"{names[0]} = {names[0]} {sign} {block}")
         else:
             new = f"{combiner(s.kind, s.value.dtype)}({names[0]}, {block})"
-            sums = [
-                begun[t.name][0]
-                for t in self.rescaled.values()
-                if t.name in begun and _peak(t) == s.name
-            ]
+            sums = [begun[t.name][0] for t in self.rescaled.values() if t.name in begun and _peak(t) == s.name]
             if sums:
                 new = self._define(new, True)
                 for name in sums:
@@ -268,9 +256,7 @@ class Writer:
         elif not s.running:
             self.lanes[s.name] = names[0]
             position = names[1] if len(names) > 1 else ""
-            self.accs[s.name] = self._define(
-                self._reduced(s, names[0], position, inner=False), False, "a"
-            )
+            self.accs[s.name] = self._define(self._reduced(s, names[0], position, inner=False), False, "a")
 
     # ------------------------------------------------------------------------------------------- stores
     def _store(self, s: Store, inner: bool) -> None:
@@ -329,11 +315,7 @@ class Writer:
             e = offset_of(n)
         elif n.op == "index" and isinstance(n.attr, Expr):
             e = n.attr
-        extra = [
-            self.space.indirect[a]
-            for a in sorted(free_symbols(e), key=str)
-            if a in self.space.indirect
-        ]
+        extra = [self.space.indirect[a] for a in sorted(free_symbols(e), key=str) if a in self.space.indirect]
         return (*found, *extra)
 
     def _all_deps(self, n: Node) -> frozenset[object]:
@@ -424,11 +406,7 @@ class Writer:
         if e.const:
             parts.append(str(e.const))
         text = " + ".join(parts)
-        return (
-            text
-            if len(parts) == 1 and len(e.terms[0][0]) == 1 and e.terms[0][1] == 1
-            else f"({text})"
-        )
+        return text if len(parts) == 1 and len(e.terms[0][0]) == 1 and e.terms[0][1] == 1 else f"({text})"
 
     def _atom(self, a: Atom) -> str:
         key = Expr(0, (((a,), 1),))
@@ -480,12 +458,7 @@ def online(passes: Passes) -> tuple[Passes, dict[str, Reduce]]:
 
     Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
     """
-    level = {
-        s.name: (k, s)
-        for k, p in enumerate(passes)
-        for s in p
-        if isinstance(s, Reduce) and s.kind == "max"
-    }
+    level = {s.name: (k, s) for k, p in enumerate(passes) for s in p if isinstance(s, Reduce) and s.kind == "max"}
     moved: dict[str, Reduce] = {}
     out: list[list[Reduce | Store]] = [list(p) for p in passes]
     for k, p in enumerate(passes):

@@ -82,9 +82,7 @@ TABLE: dict[str, Row] = {
     "sign": "p_sign({0})",
     "isnan": "({0} != {0})",
     "isinf": "(tl.abs({0}) == float('inf'))",
-    "signbit": _f32_or(
-        "({0}.to(tl.int32, bitcast=True) < 0)", "({0}.to(tl.int64, bitcast=True) < 0)"
-    ),
+    "signbit": _f32_or("({0}.to(tl.int32, bitcast=True) < 0)", "({0}.to(tl.int64, bitcast=True) < 0)"),
     "fma": "tl.fma({0}, {1}, {2})",
     "philox": "p_philox({0}, {1}, {2})",
 }
@@ -251,6 +249,4 @@ def prelude_for(body: str) -> str:
             if name in _FUNCTIONS and name not in wanted:
                 wanted.add(name)
                 todo.append(_FUNCTIONS[name])
-    return "\n\n".join(
-        f"@triton.jit\n{text}" for name, text in _FUNCTIONS.items() if name in wanted
-    )
+    return "\n\n".join(f"@triton.jit\n{text}" for name, text in _FUNCTIONS.items() if name in wanted)

@@ -91,9 +91,7 @@ def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
 
 def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     outer = _fastest_last(space.vars, votes)
-    ordered = any(
-        isinstance(s, Reduce) and (s.running or s.kind in ("argmax", "argmin")) for s in space.stmts
-    )
+    ordered = any(isinstance(s, Reduce) and (s.running or s.kind in ("argmax", "argmin")) for s in space.stmts)
     inner = space.rvars if ordered else _fastest_last(space.rvars, votes)
     length, rows = _known(trip_count(inner)), _known(trip_count(outer))
     along = sum(votes.get(r, 0) for r in inner)
@@ -110,9 +108,7 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
         r = max(1, REDUCE_POINTS // x)
     else:
         r, x = min(_power(length), REDUCE_POINTS), 1
-    return Tile(
-        (Group("x", outer, x), Group("r", inner, r)), True, _warps(x * r, 8 if column else 16)
-    )
+    return Tile((Group("x", outer, x), Group("r", inner, r)), True, _warps(x * r, 8 if column else 16))
 
 
 def _block_rows(rows: int, length: int, least: int) -> int:

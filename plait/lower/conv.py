@@ -35,24 +35,18 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
     transposed, wanted = rest[4], rest[7]
     one = sz.product((2, *(x.shape if transposed else grad.shape), *weight.shape[1:]))
     flops = sz.mul(one, sum(map(bool, wanted[:2])))
-    return call_extern(
-        ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, exact=True, flops=flops
-    )
+    return call_extern(ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, exact=True, flops=flops)
 
 
 @lower(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     flops = sz.product((4, *q.shape, k.shape[-2]))
-    return call_extern(
-        ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, exact=True, flops=flops
-    )
+    return call_extern(ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, exact=True, flops=flops)
 
 
 @lower(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def attention_backward(
-    ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any
-) -> Any:
+def attention_backward(ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     flops = sz.product((10, *q.shape, k.shape[-2]))
     args = (grad, q, k, v, *rest)

@@ -81,9 +81,7 @@ class View:
         return View(self.buf, self.dtype, shape, vars_, self.at(fn(vars_)))
 
 
-Value = (
-    Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
-)
+Value = Any  # View | Size | float | bool | str | None, tuples and lists of these, or an opaque object
 Rule = Callable[..., Any]
 RULES: dict[object, Rule] = {}
 ANY_DTYPE: set[object] = set()
@@ -128,9 +126,7 @@ class Lowering:
         self.fallback_reasons: dict[str, str] = {}
         self.input_buffers: set[str] = set()
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
-        self.floats: dict[
-            str, View
-        ] = {}  # float symbols: the one-element tensors that they are the values of
+        self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
         self.mutations: list[tuple[str, View]] = []
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
@@ -164,17 +160,11 @@ class Lowering:
 
     # ---- buffers
     def new_buffer(
-        self,
-        dtype: DType,
-        shape: tuple[Size, ...],
-        strides: tuple[Size, ...] | None = None,
-        fixed: bool = False,
+        self, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...] | None = None, fixed: bool = False
     ) -> str:
         """Declares a buffer. Its strides are row-major unless given."""
         name = f"buf{len(self.buffers)}"
-        self.buffers[name] = Buffer(
-            name, dtype, shape, strides or sz.contiguous_strides(shape), fixed=fixed
-        )
+        self.buffers[name] = Buffer(name, dtype, shape, strides or sz.contiguous_strides(shape), fixed=fixed)
         return name
 
     def whole(self, buf: str) -> View:
@@ -190,11 +180,7 @@ class Lowering:
 
     # ---- recording
     def pointwise(
-        self,
-        shape: tuple[Size, ...],
-        dtype: DType,
-        body: Body,
-        strides: tuple[Size, ...] | None = None,
+        self, shape: tuple[Size, ...], dtype: DType, body: Body, strides: tuple[Size, ...] | None = None
     ) -> View:
         """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise)."""
         vars_ = loop_vars("i", shape)
@@ -224,9 +210,7 @@ class Lowering:
         self.ops.append(Reduction(names, vars_, rvars, kind, value, origin=self.origin))
         return tuple(None if n is None else self.whole(n) for n in names)
 
-    def reduce(
-        self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody
-    ) -> View:
+    def reduce(self, shape: tuple[Size, ...], rshape: tuple[Size, ...], kind: str, body: ReduceBody) -> View:
         """A reduction with one result."""
         (out,) = self.reduction(shape, rshape, kind, body)
         assert out is not None
@@ -250,15 +234,7 @@ class Lowering:
         out = self.new_buffer(x.dtype, x.shape, rows, fixed=True)
         rowmajor = (("memory_format", Scalar("memory_format", "contiguous_format")),)
         self.ops.append(
-            Extern(
-                (out,),
-                "aten::clone",
-                (given,),
-                rowmajor,
-                may_keep=False,
-                fallback=False,
-                origin=self.origin,
-            )
+            Extern((out,), "aten::clone", (given,), rowmajor, may_keep=False, fallback=False, origin=self.origin)
         )
         return self.whole(out)
 
@@ -305,9 +281,7 @@ class Lowering:
     def _expanded_copy(self, x: View, strides: tuple[Size, ...]) -> TensorArg:
         """A copy of x whose dimensions of stride 0 are stored once."""
         thin = tuple(1 if st == 0 else s for s, st in zip(x.shape, strides, strict=True))
-        once = x.remap(
-            thin, lambda v: tuple(0 if t == 1 else e for e, t in zip(v, thin, strict=True))
-        )
+        once = x.remap(thin, lambda v: tuple(0 if t == 1 else e for e, t in zip(v, thin, strict=True)))
         made = self.copy(once, tuple(1 if st == 0 else st for st in strides), fixed=True)
         return TensorArg(made.buf, x.shape, strides, 0)
 

@@ -68,9 +68,7 @@ def op_name(op: OpOverload) -> str:
 def op_facts(op: OpOverload) -> OpFacts:
     """The facts of an operator; they do not depend on its arguments."""
     schema = op._schema
-    written = tuple(
-        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    )
+    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     shared = tuple(a.name for a in schema.arguments if a.alias_info is not None)
     random = torch.Tag.nondeterministic_seeded in op.tags
     aten = schema.name.startswith(("aten::", "prims::"))
@@ -79,10 +77,7 @@ def op_facts(op: OpOverload) -> OpFacts:
         effectful=random or schema.is_mutable or not schema.returns or op in _side_effects(),
         aliases=tuple(n for n in shared if n not in written) if _returns_alias(op) else (),
         mutates=written,
-        may_keep=not aten
-        or bool(shared)
-        or schema.name in _RETURNS_ARGUMENT
-        or schema.name in _READS_STORAGE,
+        may_keep=not aten or bool(shared) or schema.name in _RETURNS_ARGUMENT or schema.name in _READS_STORAGE,
         exact=_wants_exact_strides(op, aten),
         out_op=out_op,
         out_names=out_names,
@@ -94,20 +89,13 @@ def _side_effects() -> set[Any]:
 
 
 def _returns_alias(op: OpOverload) -> bool:
-    return (
-        any(r.alias_info is not None for r in op._schema.returns)
-        or op._schema.name in _RETURNS_ARGUMENT
-    )
+    return any(r.alias_info is not None for r in op._schema.returns) or op._schema.name in _RETURNS_ARGUMENT
 
 
 def _wants_exact_strides(op: OpOverload, aten: bool) -> bool:
     if torch.Tag.flexible_layout in op.tags:
         return False
-    return (
-        not aten
-        or torch.Tag.needs_exact_strides in op.tags
-        or torch.Tag.needs_fixed_stride_order in op.tags
-    )
+    return not aten or torch.Tag.needs_exact_strides in op.tags or torch.Tag.needs_fixed_stride_order in op.tags
 
 
 def _out_variant(op: OpOverload) -> tuple[str, tuple[str, ...]]:
@@ -154,9 +142,7 @@ def call_extern(
         ctx.fallback_reasons.setdefault(op_name(op), reason or "no lowering rule")
     if not is_plain((args, kwargs)):
         effectful = op_facts(op).effectful
-        return call_python(
-            ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful
-        )
+        return call_python(ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful)
     want = (fallback or op_facts(op).exact) if exact is None else exact
     given = node.args, node.kwargs
     return call_op(

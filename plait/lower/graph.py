@@ -111,26 +111,14 @@ class _Walk:
                 self.outputs = self._output(node)
             else:
                 raise Unsupported(f"a graph node of kind {node.op}", where=_where(node))
-        donated = tuple(
-            name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str)
-        )
+        donated = tuple(name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str))
         program = LoopProgram(
-            tuple(self.inputs),
-            ctx.buffers,
-            tuple(ctx.constants),
-            tuple(ctx.ops),
-            self.outputs,
-            ctx.symbols,
-            donated,
+            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated
         )
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
         return Lowered(
-            program,
-            tuple(ctx.constant_tensors),
-            tuple(ctx.callables),
-            dict(counts),
-            dict(ctx.fallback_reasons),
+            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons)
         )
 
     # ---- inputs
@@ -144,9 +132,7 @@ class _Walk:
         if isinstance(val, torch.SymInt):
             return self._int_input(to_size(val))
         if is_symbolic(val):
-            raise Unsupported(
-                f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor"
-            )
+            raise Unsupported(f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor")
         self.inputs.append(None)
         return node if val is None and node.users else val
 
@@ -156,9 +142,7 @@ class _Walk:
         dense = val.layout == torch.strided
         strides = tuple(to_size(s) for s in val.stride()) if dense else sz.contiguous_strides(shape)
         dtype = from_torch(val.dtype) if dense else opaque
-        self.ctx.buffers[name] = Buffer(
-            name, dtype, shape, strides, device=val.device.type, fixed=True
-        )
+        self.ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=val.device.type, fixed=True)
         self.ctx.input_buffers.add(name)
         self.inputs.append(name)
         if dense:
@@ -249,13 +233,9 @@ class _Walk:
             with torch.utils._python_dispatch._disable_current_modes():  # value is no fake tensor
                 number = value.item()  # a literal: fused like any number
             return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
-        ctx.buffers[name] = Buffer(
-            name, dtype, shape, strides, device=value.device.type, fixed=True
-        )
+        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=value.device.type, fixed=True)
         ctx.constants.append(name)
-        ctx.constant_tensors.append(
-            value.detach() if isinstance(value, torch.nn.Parameter) else value
-        )
+        ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
         return ctx.whole(name)
 
     # ---- calls
@@ -293,9 +273,7 @@ class _Walk:
             return to_size(a)
         return a
 
-    def _lower(
-        self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]
-    ) -> Value:
+    def _lower(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         target: Any = node.target
         rule = RULES.get(target)
         if not self.ctx.cfg.kernels and isinstance(target, OpOverload) and target not in NO_LOOPS:
@@ -304,9 +282,7 @@ class _Walk:
             return self._extern(node, args, kwargs, "no lowering rule")
         if target not in ANY_DTYPE:
             foreign = (
-                _foreign_dtype(args)
-                or _foreign_dtype(tuple(kwargs.values()))
-                or _foreign_meta(node.meta.get("val"))
+                _foreign_dtype(args) or _foreign_dtype(tuple(kwargs.values())) or _foreign_meta(node.meta.get("val"))
             )
             if foreign:
                 return self._extern(node, args, kwargs, f"{foreign} elements")
@@ -317,18 +293,10 @@ class _Walk:
             self.ctx.undo(mark)
             if not isinstance(target, OpOverload):
                 raise
-            said = (
-                str(e)
-                if isinstance(e, NoRule)
-                else e.what
-                if isinstance(e, PlaitError)
-                else f"rule failed: {e!r}"
-            )
+            said = str(e) if isinstance(e, NoRule) else e.what if isinstance(e, PlaitError) else f"rule failed: {e!r}"
             return self._extern(node, args, kwargs, said)
 
-    def _extern(
-        self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str
-    ) -> Value:
+    def _extern(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str) -> Value:
         if not isinstance(node.target, OpOverload):
             raise Unsupported(f"no lowering for {node.target}", where=_where(node))
         return call_extern(self.ctx, node, args, kwargs, fallback=True, reason=reason)
@@ -341,13 +309,9 @@ class _Walk:
             shape = tuple(to_size(s) for s in val.shape)
             dtype = from_torch(val.dtype)
             if value.dtype != dtype or len(value.shape) != len(shape):
-                raise TypeError(
-                    f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}"
-                )
+                raise TypeError(f"the rule gave {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}")
             if value.shape != shape:
-                if any(
-                    sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)
-                ):
+                if any(sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)):
                     raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
                 value = value.remap(shape, lambda v: v)
             if dtype not in LOOP_DTYPES and dtype != opaque and self.ctx.strided(value) is None:
@@ -356,14 +320,10 @@ class _Walk:
         if isinstance(val, (tuple, list)) and isinstance(value, (tuple, list)):
             if len(value) != len(val):
                 raise TypeError(f"the rule gave {len(value)} results, not {len(val)}")
-            return tuple(
-                v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True)
-            )
+            return tuple(v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True))
         return value
 
-    def _bind(
-        self, node: torch.fx.Node, value: Value, symbol: Expr, path: tuple[tuple[str, int], ...]
-    ) -> None:
+    def _bind(self, node: torch.fx.Node, value: Value, symbol: Expr, path: tuple[tuple[str, int], ...]) -> None:
         """Defines a symbol that this node made, unless its rule did: a size or stride of one of its results."""
         atom = symbol.symbol
         assert atom is not None

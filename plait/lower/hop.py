@@ -42,9 +42,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def call_higher_order(
-    ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def call_higher_order(ctx: Lowering, op: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Records the call of a higher-order operator as the current node."""
     name = f"{op.namespace}::{op.__name__}"
     return call_python(ctx, op, name, args, kwargs, fallback=True, effectful=True)
@@ -69,9 +67,7 @@ for _op in filter(None, map(_known, _NAMES)):
 
 # ------------------------------------------------------------------------------------------- mutable operators
 @lower(hop.auto_functionalized_v2, any_dtype=True)
-def auto_functionalized(
-    ctx: Lowering, op: Any, *, _all_bases: Sequence[View], **kwargs: Any
-) -> Any:
+def auto_functionalized(ctx: Lowering, op: Any, *, _all_bases: Sequence[View], **kwargs: Any) -> Any:
     try:
         return _copy_and_mutate(ctx, op, _all_bases, kwargs)
     except NoRule:
@@ -79,9 +75,7 @@ def auto_functionalized(
         return call_higher_order(ctx, hop.auto_functionalized_v2, (op,), rest)
 
 
-def _copy_and_mutate(
-    ctx: Lowering, op: Any, bases: Sequence[View], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
+def _copy_and_mutate(ctx: Lowering, op: Any, bases: Sequence[View], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """(results of op, bases as it leaves them): op runs on its bases themselves or on copies of them.
 
     Raises NoRule, before anything is recorded, if op or the views of bases that it takes are unusual."""

@@ -167,13 +167,7 @@ def unflatten(flat: Size, shape: tuple[Size, ...]) -> Index:
 # replaced
 @lower(aten.slice_scatter.default)
 def slice_scatter(
-    ctx: Lowering,
-    x: View,
-    src: View,
-    dim: int = 0,
-    start: Size | None = None,
-    end: Size | None = None,
-    step: Size = 1,
+    ctx: Lowering, x: View, src: View, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1
 ) -> View:
     d = wrap_dim(dim, len(x.shape))
     size = x.shape[d]
@@ -223,9 +217,7 @@ def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> 
 
 
 @lower(aten.diagonal_scatter.default)
-def diagonal_scatter(
-    ctx: Lowering, x: View, src: View, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> View:
+def diagonal_scatter(ctx: Lowering, x: View, src: View, offset: int = 0, dim1: int = 0, dim2: int = 1) -> View:
     rank = len(x.shape)
     d1, d2 = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
 
@@ -241,11 +233,7 @@ def diagonal_scatter(
 @lower(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(ctx: Lowering, x: View, mask: View, value: Any) -> View:
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        new = (
-            ops.cast(value.load(ops, ()), x.dtype)
-            if isinstance(value, View)
-            else scalar(ctx, ops, value, x.dtype)
-        )
+        new = ops.cast(value.load(ops, ()), x.dtype) if isinstance(value, View) else scalar(ctx, ops, value, x.dtype)
         hit = ops.cast(seen(mask).load(ops, i), b1)
         return ops.op("where", hit, new, seen(x).load(ops, i))
 

@@ -29,9 +29,7 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
     elif not _is_own(ctx, x.buf):
         return False
     values = (*ctx.floats.values(), *(source for _, source in ctx.mutations))  # both are read later
-    return not count_uses(values, x.buf) and not any(
-        _read_later(ctx, n) for n in _holders(ctx, x.buf)
-    )
+    return not count_uses(values, x.buf) and not any(_read_later(ctx, n) for n in _holders(ctx, x.buf))
 
 
 def buffers_of(value: Value) -> Iterator[str]:
@@ -77,10 +75,7 @@ def _holders(ctx: Lowering, buf: str) -> Iterator[torch.fx.Node]:
 
 def _read_later(ctx: Lowering, node: torch.fx.Node) -> bool:
     """Whether a node that is not lowered yet, besides the current one, reads this one's value."""
-    return any(
-        user not in ctx.env and user is not ctx.node and not _overwrites(user, node)
-        for user in node.users
-    )
+    return any(user not in ctx.env and user is not ctx.node and not _overwrites(user, node) for user in node.users)
 
 
 def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
@@ -90,7 +85,6 @@ def _overwrites(user: torch.fx.Node, node: torch.fx.Node) -> bool:
 def _is_overwritten(ctx: Lowering, buf: str) -> bool:
     """Whether the graph gives an input a new value later on."""
     return any(
-        node.op == "placeholder"
-        and any(u not in ctx.env and _overwrites(u, node) for u in node.users)
+        node.op == "placeholder" and any(u not in ctx.env and _overwrites(u, node) for u in node.users)
         for node in _holders(ctx, buf)
     )

@@ -37,6 +37,4 @@ def by_library(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
 
 for _name in (*_LINEAR_ALGEBRA, *_TRANSFORMS, *_RECURRENT, *_BAGS):
     _packet = getattr(aten, _name)
-    lower(_packet.default if "default" in _packet.overloads() else _packet.X, any_dtype=True)(
-        by_library
-    )
+    lower(_packet.default if "default" in _packet.overloads() else _packet.X, any_dtype=True)(by_library)

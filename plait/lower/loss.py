@@ -59,9 +59,7 @@ def nll_loss(
         each = result(ctx, lambda ops, i: ops.cast(loss(ops, i), x.dtype), 0)
         return each, result(ctx, lambda ops, i: ops.const(0, x.dtype), 1)
     total = ctx.reduce((), target.shape, "sum", lambda ops, i, r: loss(ops, r))
-    weights = ctx.reduce(
-        (), target.shape, "sum", lambda ops, i, r: at_target(ops, r, lambda at: weight_of(ops, at))
-    )
+    weights = ctx.reduce((), target.shape, "sum", lambda ops, i, r: at_target(ops, r, lambda at: weight_of(ops, at)))
 
     def total_weight(ops: Recorder) -> Node:
         return ops.cast(weights.load(ops, ()), compute)
@@ -72,6 +70,4 @@ def nll_loss(
             value = ops.op("truediv", value, total_weight(ops))
         return ops.cast(value, x.dtype)
 
-    return result(ctx, combined, 0), result(
-        ctx, lambda ops, i: ops.cast(total_weight(ops), x.dtype), 1
-    )
+    return result(ctx, combined, 0), result(ctx, lambda ops, i: ops.cast(total_weight(ops), x.dtype), 1)

@@ -36,13 +36,7 @@ def _rstd(ctx: Lowering, m2: View, count: Size, eps: float) -> View:
 
 
 def _scale_shift(
-    ops: Recorder,
-    x: Node,
-    mean: Node,
-    rstd: Node,
-    weight: View | None,
-    bias: View | None,
-    at: Sequence[Size],
+    ops: Recorder, x: Node, mean: Node, rstd: Node, weight: View | None, bias: View | None, at: Sequence[Size]
 ) -> Node:
     """(x - mean) * rstd * weight[at] + bias[at], in x's dtype."""
     m = Maths(ops)
@@ -61,12 +55,7 @@ def _stat(ctx: Lowering, x: View, k: int) -> View:
 
 @lower(aten.native_layer_norm.default)
 def _layer_norm(
-    ctx: Lowering,
-    x: View,
-    normalized_shape: Sequence[Size],
-    weight: View | None,
-    bias: View | None,
-    eps: float,
+    ctx: Lowering, x: View, normalized_shape: Sequence[Size], weight: View | None, bias: View | None, eps: float
 ) -> tuple[View, View, View]:
     first = len(x.shape) - len(normalized_shape)
     compute = compute_dtype(x.dtype)
@@ -76,9 +65,7 @@ def _layer_norm(
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         e = ops.cast(x.load(ops, v), compute)
-        value = _scale_shift(
-            ops, e, mean.load(ops, v[:first]), rstd.load(ops, v[:first]), weight, bias, v[first:]
-        )
+        value = _scale_shift(ops, e, mean.load(ops, v[:first]), rstd.load(ops, v[:first]), weight, bias, v[first:])
         return ops.cast(value, ctx.out_dtype(0))
 
     out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
@@ -87,15 +74,7 @@ def _layer_norm(
 
 @lower(aten.native_group_norm.default)
 def _group_norm(
-    ctx: Lowering,
-    x: View,
-    weight: View | None,
-    bias: View | None,
-    N: Size,
-    C: Size,
-    HxW: Size,
-    group: int,
-    eps: float,
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, N: Size, C: Size, HxW: Size, group: int, eps: float
 ) -> tuple[View, View, View]:
     compute = compute_dtype(x.dtype)
     per_group = sz.floordiv(C, group)
@@ -107,9 +86,7 @@ def _group_norm(
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         e = ops.cast(x.load(ops, v), compute)
         point = (v[0], sz.floordiv(v[1], per_group))
-        value = _scale_shift(
-            ops, e, mean.load(ops, point), rstd.load(ops, point), weight, bias, v[1:2]
-        )
+        value = _scale_shift(ops, e, mean.load(ops, point), rstd.load(ops, point), weight, bias, v[1:2])
         return ops.cast(value, ctx.out_dtype(0))
 
     out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
@@ -117,18 +94,14 @@ def _group_norm(
 
 
 # ---------------------------------------------------------------------------------------------- batch norm
-def _apply(
-    ctx: Lowering, x: View, mean: View, rstd: View, weight: View | None, bias: View | None
-) -> View:
+def _apply(ctx: Lowering, x: View, mean: View, rstd: View, weight: View | None, bias: View | None) -> View:
     compute = compute_dtype(x.dtype)
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         channel = v[1:2]
         e = ops.cast(x.load(ops, v), compute)
         middle, scale = (ops.cast(s.load(ops, channel), compute) for s in (mean, rstd))
-        return ops.cast(
-            _scale_shift(ops, e, middle, scale, weight, bias, channel), ctx.out_dtype(0)
-        )
+        return ops.cast(_scale_shift(ops, e, middle, scale, weight, bias, channel), ctx.out_dtype(0))
 
     return ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
 
@@ -150,9 +123,7 @@ def _given_stats(ctx: Lowering, x: View, mean: View, var: View, eps: float) -> t
     return convert(ctx, mean, compute), ctx.pointwise(var.shape, compute, rstd)
 
 
-def _blend(
-    ctx: Lowering, old: View, new: View, momentum: float, scale: tuple[Size, Size], k: int
-) -> View:
+def _blend(ctx: Lowering, old: View, new: View, momentum: float, scale: tuple[Size, Size], k: int) -> View:
     """old * (1 - momentum) + new * scale * momentum as the k-th result. scale: a fraction of sizes."""
     compute: DType = new.dtype
 
@@ -182,10 +153,7 @@ def _batch_norm(
 ) -> tuple[View, ...]:  # fmt: skip
     if not training:
         out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
-        kept = (
-            convert(ctx, running_mean, ctx.out_dtype(3)),
-            convert(ctx, running_var, ctx.out_dtype(4)),
-        )
+        kept = (convert(ctx, running_mean, ctx.out_dtype(3)), convert(ctx, running_var, ctx.out_dtype(4)))
         return out, _nothing(ctx, 1), _nothing(ctx, 2), *kept
     mean, rstd, m2, axes = _batch_stats(ctx, x, eps)
     out = _apply(ctx, x, mean, rstd, weight, bias)
@@ -196,13 +164,7 @@ def _batch_norm(
 
 @lower(aten._native_batch_norm_legit.no_stats)
 def _batch_norm_no_stats(
-    ctx: Lowering,
-    x: View,
-    weight: View | None,
-    bias: View | None,
-    training: bool,
-    momentum: float,
-    eps: float,
+    ctx: Lowering, x: View, weight: View | None, bias: View | None, training: bool, momentum: float, eps: float
 ) -> tuple[View, ...]:
     mean, rstd, _, _ = _batch_stats(ctx, x, eps)
     return _apply(ctx, x, mean, rstd, weight, bias), _stat(ctx, mean, 1), _stat(ctx, rstd, 2)

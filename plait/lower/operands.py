@@ -30,19 +30,7 @@ def is_plain(values: Any) -> bool:
     if isinstance(values, torch.dtype):
         return values in FROM_TORCH
     return values is None or isinstance(
-        values,
-        (
-            View,
-            Expr,
-            bool,
-            int,
-            float,
-            complex,
-            str,
-            torch.device,
-            torch.layout,
-            torch.memory_format,
-        ),
+        values, (View, Expr, bool, int, float, complex, str, torch.device, torch.layout, torch.memory_format)
     )
 
 
@@ -56,15 +44,9 @@ def operand(
     if isinstance(value, View):
         return _tensor_operand(ctx, value, None if in_place else _fake_strides(fake), in_place)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        fakes = (
-            fake
-            if isinstance(fake, (list, tuple)) and len(fake) == len(value)
-            else [None] * len(value)
-        )
+        fakes = fake if isinstance(fake, (list, tuple)) and len(fake) == len(value) else [None] * len(value)
         items = zip(value, fakes, strict=True)
-        return ListArg(
-            tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place) for v, f in items)
-        )
+        return ListArg(tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place) for v, f in items))
     if isinstance(value, torch.Size):
         return ListArg(tuple(int(v) for v in value))
     return _scalar_operand(value, is_float)
@@ -93,9 +75,7 @@ def _scalar_operand(value: Any, is_float: bool) -> ExternArg:
         return Scalar("layout", str(value).removeprefix("torch."))
     if isinstance(value, torch.memory_format):
         return Scalar("memory_format", str(value).removeprefix("torch."))
-    raise Unsupported(
-        f"an operand of type {type(value).__name__} cannot be part of a compiled program"
-    )
+    raise Unsupported(f"an operand of type {type(value).__name__} cannot be part of a compiled program")
 
 
 def _fake_strides(fake: Any) -> tuple[Size, ...] | None:
@@ -105,17 +85,13 @@ def _fake_strides(fake: Any) -> tuple[Size, ...] | None:
     return tuple(to_size(s) for s in val.stride())
 
 
-def _tensor_operand(
-    ctx: Lowering, x: View, strides: tuple[Size, ...] | None, in_place: bool
-) -> ExternArg:
+def _tensor_operand(ctx: Lowering, x: View, strides: tuple[Size, ...] | None, in_place: bool) -> ExternArg:
     if x.dtype == opaque or ctx.buffers[x.buf].dtype == opaque:
         return TensorArg(x.buf, x.shape, ctx.buffers[x.buf].strides, 0)
     if in_place or x.dtype not in LOOP_DTYPES:
         found = ctx.strided(x)
         if found is None:
-            raise Unsupported(
-                f"an operator needs the memory of a view of {x.buf} that no strides describe"
-            )
+            raise Unsupported(f"an operator needs the memory of a view of {x.buf} that no strides describe")
         return found
     return ctx.tensor_arg(x, strides)
 
@@ -142,19 +118,13 @@ def results(
         outs.append(None)
         if isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool):
             size = to_size(v)
-            if (
-                isinstance(size, Expr)
-                and size.symbol is not None
-                and size.symbol.name not in ctx.symbols
-            ):
+            if isinstance(size, Expr) and size.symbol is not None and size.symbol.name not in ctx.symbols:
                 symbols.append((len(outs) - 1, size.symbol.name))
                 ctx.symbols[size.symbol.name] = None
             return size
         if v is None:
             return None
-        raise Unsupported(
-            f"an operator returns a Python {type(v).__name__}, which a compiled program cannot hold"
-        )
+        raise Unsupported(f"an operator returns a Python {type(v).__name__}, which a compiled program cannot hold")
 
     if isinstance(val, (tuple, list)):
         result: Any = tuple(one(v, used is None or k in used) for k, v in enumerate(val))

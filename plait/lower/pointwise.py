@@ -78,16 +78,10 @@ def _promote(parts: tuple[tuple[DType, int], ...]) -> DType:
         mine: torch.dtype | None = None
         for dtype, r in parts:
             if r == rank:
-                mine = (
-                    TO_TORCH[dtype] if mine is None else torch.promote_types(mine, TO_TORCH[dtype])
-                )
+                mine = TO_TORCH[dtype] if mine is None else torch.promote_types(mine, TO_TORCH[dtype])
         if result is None:
             result = mine
-        elif (
-            mine is not None
-            and not result.is_floating_point
-            and (result == torch.bool or mine.is_floating_point)
-        ):
+        elif mine is not None and not result.is_floating_point and (result == torch.bool or mine.is_floating_point):
             result = torch.promote_types(result, mine)
     assert result is not None
     return from_torch(result)
@@ -115,10 +109,7 @@ def _part(x: Operand) -> tuple[DType, int]:
 def spread(x: View, point: Sequence[Expr], shape: tuple[Size, ...]) -> list[Size]:
     """The index into x for a point of `shape`, which x broadcasts to."""
     skip = len(shape) - len(x.shape)
-    return [
-        0 if s == 1 and n != 1 else p
-        for p, s, n in zip(point[skip:], x.shape, shape[skip:], strict=True)
-    ]
+    return [0 if s == 1 and n != 1 else p for p, s, n in zip(point[skip:], x.shape, shape[skip:], strict=True)]
 
 
 def wrap(value: Const, dtype: DType) -> Const:
@@ -131,12 +122,7 @@ def wrap(value: Const, dtype: DType) -> Const:
 
 
 def operand(
-    ctx: Lowering,
-    ops: Recorder,
-    x: Operand,
-    i: Sequence[Expr],
-    shape: tuple[Size, ...],
-    common: DType,
+    ctx: Lowering, ops: Recorder, x: Operand, i: Sequence[Expr], shape: tuple[Size, ...], common: DType
 ) -> Node:
     """Element i of x, brought to the dtype `common` and then to its compute dtype (numbers are not rounded in
     between)."""
@@ -151,11 +137,7 @@ def operand(
 
 
 def elementwise(
-    ctx: Lowering,
-    formula: Formula,
-    xs: Sequence[Operand],
-    kind: str = KEEP,
-    common: DType | None = None,
+    ctx: Lowering, formula: Formula, xs: Sequence[Operand], kind: str = KEEP, common: DType | None = None
 ) -> View:
     """formula over xs, promoted and broadcast; its result is rounded to the common dtype, then cast to that of the
     fake result."""
@@ -240,13 +222,7 @@ register(overloads("isnan"), _test("isnan"))
 register(overloads("isinf"), _test("isinf"))
 register(
     overloads("signbit"),
-    lambda m, x: (
-        m("signbit", x)
-        if x.dtype.is_float
-        else m.const(False, b1)
-        if x.dtype.kind in "ub"
-        else m("lt", x, 0)
-    ),
+    lambda m, x: m("signbit", x) if x.dtype.is_float else m.const(False, b1) if x.dtype.kind in "ub" else m("lt", x, 0),
 )
 
 
@@ -292,12 +268,7 @@ def _sub_rule(ctx: Lowering, a: Operand, b: Operand, alpha: Scalar = 1) -> View:
 def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scalar) -> View:
     if isinstance(alpha, (bool, int, float)) and alpha == 1:
         return elementwise(ctx, formula, (a, b))
-    return elementwise(
-        ctx,
-        lambda m, x, y, s: formula(m, x, _mul(m, y, s)),
-        (a, b, alpha),
-        common=common_dtype((a, b)),
-    )
+    return elementwise(ctx, lambda m, x, y, s: formula(m, x, _mul(m, y, s)), (a, b, alpha), common=common_dtype((a, b)))
 
 
 register(overloads("mul", "Tensor", "Scalar"), _mul)
@@ -339,10 +310,7 @@ def _div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | Non
 
 
 register(overloads("floor_divide", "default", "Scalar"), floor_divide)
-register(
-    overloads("fmod", "Tensor", "Scalar"),
-    lambda m, a, b: m.divide("fmod" if a.dtype.is_float else "rem", a, b),
-)
+register(overloads("fmod", "Tensor", "Scalar"), lambda m, a, b: m.divide("fmod" if a.dtype.is_float else "rem", a, b))
 register(
     overloads("remainder", "Tensor", "Scalar", "Scalar_Tensor"),
     lambda m, a, b: m.divide("pymod" if a.dtype.is_float else "mod", a, b),
@@ -501,9 +469,7 @@ def convert(ctx: Lowering, x: View, dtype: DType, shape: tuple[Size, ...] | None
 
 
 @lower(aten._to_copy.default, torch.ops.prims.convert_element_type.default, any_dtype=True)
-def _to_copy(
-    ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any
-) -> View:
+def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> View:
     want = ctx.out_dtype()
     if ctx.out_meta().device.type != ctx.buffers[x.buf].device:
         raise NoRule("a copy between devices")
@@ -515,11 +481,7 @@ def _to_copy(
 
 
 @lower(
-    aten.clone.default,
-    aten.lift_fresh_copy.default,
-    aten.lift_fresh.default,
-    aten.contiguous.default,
-    any_dtype=True,
+    aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.contiguous.default, any_dtype=True
 )
 def _clone(ctx: Lowering, x: View, **_: Any) -> View:
     if x.dtype not in LOOP_DTYPES:

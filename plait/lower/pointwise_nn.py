@@ -39,9 +39,7 @@ def _gelu(ctx: Lowering, x: View, *, approximate: str = "none") -> View:
 
 
 @lower(aten.elu.default)
-def _elu(
-    ctx: Lowering, x: View, alpha: float = 1, scale: float = 1, input_scale: float = 1
-) -> View:
+def _elu(ctx: Lowering, x: View, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> View:
     def formula(m: Maths, a: Node) -> Node:
         low = m("mul", m("expm1", m("mul", a, input_scale)), float(alpha) * float(scale))
         return m("where", m("le", a, 0), low, m("mul", a, scale))
@@ -51,9 +49,7 @@ def _elu(
 
 @lower(aten.leaky_relu.default)
 def _leaky_relu(ctx: Lowering, x: View, negative_slope: float = 0.01) -> View:
-    return elementwise(
-        ctx, lambda m, a: m("where", m("gt", a, 0), a, m("mul", a, negative_slope)), (x,)
-    )
+    return elementwise(ctx, lambda m, a: m("where", m("gt", a, 0), a, m("mul", a, negative_slope)), (x,))
 
 
 @lower(aten.hardtanh.default)

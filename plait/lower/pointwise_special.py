@@ -16,15 +16,7 @@ from plait.ir.dtypes import f32, f64
 from plait.ir.loops import Node
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.pointwise import (
-    FLOAT,
-    Formula,
-    Maths,
-    common_dtype,
-    elementwise,
-    overloads,
-    register,
-)
+from plait.lower.pointwise import FLOAT, Formula, Maths, common_dtype, elementwise, overloads, register
 
 aten = torch.ops.aten
 
@@ -114,9 +106,7 @@ def erfinv(m: Maths, x: Node) -> Node:
     tail = _horner(m, m("sub", m("sqrt", m("max", w, 5.0)), 3.0), _ERFINV_TAIL)
     y = m("mul", m("where", m("lt", w, 5.0), centre, tail), a)
     # Near 1 the distance to 1 is exact and erf(y) is not: compare the complements.
-    off = m(
-        "where", m("gt", a, 0.5), m("sub", m("sub", 1.0, a), m("erfc", y)), m("sub", m("erf", y), a)
-    )
+    off = m("where", m("gt", a, 0.5), m("sub", m("sub", 1.0, a), m("erfc", y)), m("sub", m("erf", y), a))
     y = m("sub", y, m("mul", m("mul", off, 0.5 * math.sqrt(math.pi)), m("exp", m("mul", y, y))))
     y = m("where", m("eq", a, 1.0), m.const(math.inf, x.dtype), y)
     return m("copysign", m("where", m("gt", a, 1.0), m.const(math.nan, x.dtype), y), x)

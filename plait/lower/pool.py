@@ -58,9 +58,7 @@ def _whole(shape: Sequence[Size]) -> Bounds:
     return tuple((0, s) for s in shape)
 
 
-def _tap(
-    ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: float | int
-) -> Node:
+def _tap(ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: float | int) -> Node:
     """x[lead, at] in its compute dtype, `other` outside of bounds."""
     compute = compute_dtype(x.dtype)
     conditions = _inside(ops, at, bounds)
@@ -81,14 +79,7 @@ class _Window:
     k*dilation."""
 
     def __init__(
-        self,
-        n: int,
-        kernel: Any,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        sizes: Sequence[Size],
-        outs: Sequence[Size],
+        self, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, sizes: Sequence[Size], outs: Sequence[Size]
     ) -> None:
         self.kernel = _spread(kernel, n)
         self.stride = _spread(stride, n) if stride != [] and stride != () else self.kernel
@@ -124,9 +115,7 @@ class _Window:
         for back in product(*map(range, counts)):
             o: list[Size] = []
             bounds: list[tuple[Size, Size]] = []
-            for e, a, s, p, span, size in zip(
-                i, back, self.stride, self.padding, spans, self.outs, strict=True
-            ):
+            for e, a, s, p, span, size in zip(i, back, self.stride, self.padding, spans, self.outs, strict=True):
                 o.append(sz.add(sz.floordiv(sz.add(e, p), s), -a))
                 least = sz.smax(sz.ceildiv(sz.add(e, p - span + 1), s), 0)
                 bounds.append((least if (a + 1) * s > span else 0, size))
@@ -136,26 +125,14 @@ class _Window:
 # ------------------------------------------------------------------------------------------- maximum
 @lower(aten.max_pool2d_with_indices.default)
 def max_pool2d(
-    ctx: Lowering,
-    x: View,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
+    ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
     return _max_pool(ctx, x, 2, kernel, stride, padding, dilation)
 
 
 @lower(aten.max_pool3d_with_indices.default)
 def max_pool3d(
-    ctx: Lowering,
-    x: View,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
+    ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
     return _max_pool(ctx, x, 3, kernel, stride, padding, dilation)
 
@@ -240,15 +217,7 @@ def max_pool3d_backward(
 
 
 def _max_pool_backward(
-    ctx: Lowering,
-    grad: View,
-    x: View,
-    n: int,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    indices: View,
+    ctx: Lowering, grad: View, x: View, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, indices: View
 ) -> View:
     lead = len(x.shape) - n
     sizes = x.shape[lead:]
@@ -257,12 +226,7 @@ def _max_pool_backward(
 
 
 def _chosen(
-    ctx: Lowering,
-    grad: View,
-    x: View,
-    indices: View,
-    lead: int,
-    holders: Callable[[Point], list[tuple[Point, Bounds]]],
+    ctx: Lowering, grad: View, x: View, indices: View, lead: int, holders: Callable[[Point], list[tuple[Point, Bounds]]]
 ) -> View:
     """The gradient of a maximum: each input element sums over the windows that hold it and chose it."""
     strides = sz.contiguous_strides(x.shape[lead:])
@@ -287,9 +251,7 @@ def _divisor(window: _Window, o: Point, include_pad: bool, override: int | None)
     if override is not None:
         return override
     out: Size = 1
-    for b, k, p, size in zip(
-        window.at(o, [0] * len(o)), window.kernel, window.padding, window.sizes, strict=True
-    ):
+    for b, k, p, size in zip(window.at(o, [0] * len(o)), window.kernel, window.padding, window.sizes, strict=True):
         end = sz.smin(sz.add(b, k), sz.add(size, p))
         if not include_pad:
             b, end = sz.smax(b, 0), sz.smin(end, size)
@@ -303,14 +265,7 @@ def _divided(ops: Recorder, value: Node, divisor: Size) -> Node:
 
 
 def _avg_pool(
-    ctx: Lowering,
-    x: View,
-    n: int,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    include_pad: bool,
-    override: int | None,
+    ctx: Lowering, x: View, n: int, kernel: Any, stride: Any, padding: Any, include_pad: bool, override: int | None
 ) -> View:
     lead = len(x.shape) - n
     bounds = _whole(x.shape[lead:])
@@ -327,9 +282,7 @@ def _avg_pool(
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         taps = (_tap(ops, x, i[:lead], window.at(i[lead:], k), bounds, 0) for k in window.taps)
         total = summed.load(ops, i) if summed is not None else _chain(ops, "add", taps)
-        return ops.cast(
-            _divided(ops, total, _divisor(window, i[lead:], include_pad, override)), x.dtype
-        )
+        return ops.cast(_divided(ops, total, _divisor(window, i[lead:], include_pad, override)), x.dtype)
 
     return result(ctx, body)
 
@@ -363,13 +316,9 @@ def _avg_pool_backward(
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         def share(o: Point, bounds: Bounds) -> Node:
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
-            return _divided(
-                ops, given, override or sz.smax(_divisor(window, o, include_pad, None), 1)
-            )
+            return _divided(ops, given, override or sz.smax(_divisor(window, o, include_pad, None), 1))
 
-        return ops.cast(
-            _chain(ops, "add", (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype
-        )
+        return ops.cast(_chain(ops, "add", (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype)
 
     return result(ctx, body)
 
@@ -377,17 +326,13 @@ def _avg_pool_backward(
 @lower(aten.avg_pool2d_backward.default)
 def avg_pool2d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
                         count_include_pad: bool, divisor_override: int | None) -> View:  # fmt: skip
-    return _avg_pool_backward(
-        ctx, grad, x, 2, kernel, stride, padding, count_include_pad, divisor_override
-    )
+    return _avg_pool_backward(ctx, grad, x, 2, kernel, stride, padding, count_include_pad, divisor_override)
 
 
 @lower(aten.avg_pool3d_backward.default)
 def avg_pool3d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
                         count_include_pad: bool, divisor_override: int | None) -> View:  # fmt: skip
-    return _avg_pool_backward(
-        ctx, grad, x, 3, kernel, stride, padding, count_include_pad, divisor_override
-    )
+    return _avg_pool_backward(ctx, grad, x, 3, kernel, stride, padding, count_include_pad, divisor_override)
 
 
 # ------------------------------------------------------------------------------------------- adaptive windows
@@ -433,9 +378,7 @@ def _most(of: Size, into: Size) -> Size:
     return sz.add(sz.ceildiv(of, into), 1) if whole is None else whole
 
 
-def _sum_of_parts(
-    ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point, weigh: bool
-) -> View:
+def _sum_of_parts(ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point, weigh: bool) -> View:
     """The sum of x over each part. weigh: every element is first divided by the number of parts' elements it was
     averaged with (a gradient), instead of the whole sum by the size of the part."""
     back = _Parts(parts.into, parts.of)
@@ -446,9 +389,7 @@ def _sum_of_parts(
 
     summed = None
     if not parts.is_small:
-        summed = ctx.reduce(
-            shape, parts.counts, "sum", lambda ops, i, r: tap(ops, i, parts.at(i[lead:], r))
-        )
+        summed = ctx.reduce(shape, parts.counts, "sum", lambda ops, i, r: tap(ops, i, parts.at(i[lead:], r)))
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         if summed is not None:
@@ -505,9 +446,7 @@ def adaptive_max_pool3d(ctx: Lowering, x: View, output_size: Any) -> tuple[View,
 def _adaptive_max(ctx: Lowering, x: View, n: int) -> tuple[View, View]:
     lead = len(x.shape) - n
     parts = _Parts(x.shape[lead:], ctx.out_shape(0)[lead:])
-    return _maximum(
-        ctx, x, lead, lambda i: parts.taps(i[lead:]), lambda i: parts.at(i[lead:], [0] * n)
-    )
+    return _maximum(ctx, x, lead, lambda i: parts.taps(i[lead:]), lambda i: parts.at(i[lead:], [0] * n))
 
 
 @lower(aten.adaptive_max_pool2d_backward.default)

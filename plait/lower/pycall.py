@@ -38,12 +38,7 @@ class PythonCall:
         tree: pytree.TreeSpec,
         strides: Sequence[tuple[int, ...] | None],
     ) -> None:
-        self.op, self.leaves, self.holes, self.items = (
-            op,
-            tuple(leaves),
-            tuple(holes),
-            frozenset(items),
-        )
+        self.op, self.leaves, self.holes, self.items = (op, tuple(leaves), tuple(holes), frozenset(items))
         self.tree, self.strides = tree, tuple(strides)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
@@ -102,9 +97,7 @@ def call_python(
     operands = tuple(operand(ctx, leaves[k], None if k in items else fakes[k]) for k in holes)
     kept = [None if k in holes else v for k, v in enumerate(leaves)]
     outs, symbols, result = results(ctx, val)
-    ctx.callables.append(
-        PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in _flat(val)])
-    )
+    ctx.callables.append(PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in _flat(val)]))
     given = tuple(dict.fromkeys(leaves[k].buf for k in holes if isinstance(leaves[k], View)))
     if fallback:
         ctx.fallback_reasons.setdefault(name, "runs as Python")

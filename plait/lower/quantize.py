@@ -66,13 +66,7 @@ def per_tensor(
 
 @lower(aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default)
 def per_tensor_by_tensors(
-    ctx: Lowering,
-    x: View,
-    scale: View,
-    zero_point: View,
-    fake_quant_enabled: View,
-    quant_min: int,
-    quant_max: int,
+    ctx: Lowering, x: View, scale: View, zero_point: View, fake_quant_enabled: View, quant_min: int, quant_max: int
 ) -> tuple[View, View]:
     if any(len(v.shape) != 1 for v in (scale, zero_point, fake_quant_enabled)):
         raise NoRule("parameters of another rank")
@@ -85,13 +79,7 @@ def per_tensor_by_tensors(
 
 @lower(aten.fake_quantize_per_channel_affine_cachemask.default)
 def per_channel(
-    ctx: Lowering,
-    x: View,
-    scale: View,
-    zero_point: View,
-    axis: int,
-    quant_min: int,
-    quant_max: int,
+    ctx: Lowering, x: View, scale: View, zero_point: View, axis: int, quant_min: int, quant_max: int
 ) -> tuple[View, View]:
     if zero_point.dtype.is_float:
         raise NoRule("zero points between the steps")

@@ -94,9 +94,7 @@ def philox_normal(ctx: Lowering, key: View, offset: int, size: Any, dtype: torch
             a = ops.op("add", _double(ops, word(0), word(1)), ops.const(2.0**-53, f64))
             b = _double(ops, word(2), word(3))
         else:
-            a = _scaled(
-                ops, ops.op("add", _shifted(ops, word(0), 8), ops.const(1, i64)), -24, False
-            )
+            a = _scaled(ops, ops.op("add", _shifted(ops, word(0), 8), ops.const(1, i64)), -24, False)
             b = _scaled(ops, _shifted(ops, word(1), 8), -24, False)
         radius = ops.op("sqrt", ops.op("mul", ops.const(-2.0, work), ops.op("log", a)))
         return ops.op("mul", radius, ops.op("cos", ops.op("mul", ops.const(2 * math.pi, work), b)))
@@ -105,13 +103,9 @@ def philox_normal(ctx: Lowering, key: View, offset: int, size: Any, dtype: torch
 
 
 @lower(torch.ops.plait.philox_randint.default)
-def philox_randint(
-    ctx: Lowering, key: View, offset: int, low: Size, high: Size, size: Any, dtype: torch.dtype
-) -> View:
+def philox_randint(ctx: Lowering, key: View, offset: int, low: Size, high: Size, size: Any, dtype: torch.dtype) -> View:
     span = sz.add(high, sz.mul(low, -1))
-    ctx.assert_true(
-        sz.compare("lt", low, high), f"random integers from the empty range [{low}, {high})"
-    )
+    ctx.assert_true(sz.compare("lt", low, high), f"random integers from the empty range [{low}, {high})")
 
     def formula(ops: Recorder, word: Words) -> Node:
         upper = ops.op("and", word(1), ops.const(0x7FFFFFFF, i64))

@@ -33,9 +33,7 @@ class Axes:
     def __init__(self, x: View, dims: int | Sequence[int] | None) -> None:
         rank = len(x.shape)
         given = [dims] if isinstance(dims, int) else dims
-        self.reduced = (
-            sorted({wrap_dim(d, rank) for d in given} if given else range(rank)) if rank else []
-        )
+        self.reduced = sorted({wrap_dim(d, rank) for d in given} if given else range(rank)) if rank else []
         self.kept = [d for d in range(rank) if d not in self.reduced]
         self.x = x
         self.shape = tuple(x.shape[d] for d in self.kept)
@@ -64,9 +62,7 @@ class Axes:
         assert out is not None
         return out
 
-    def reduce_many(
-        self, ctx: Lowering, kind: str, value: Value, outs: Sequence[bool]
-    ) -> tuple[View | None, ...]:
+    def reduce_many(self, ctx: Lowering, kind: str, value: Value, outs: Sequence[bool]) -> tuple[View | None, ...]:
         """As reduce, for kinds with several results."""
         x = self.x
 
@@ -104,9 +100,7 @@ def accumulate_in(x: View, out: DType) -> Value:
 
 # ---------------------------------------------------------------------------------------------- sums and products
 @lower(aten.sum.default, aten.sum.dim_IntList)
-def _sum(
-    ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
-) -> View:
+def _sum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> View:
     out = ctx.out_dtype()
     axes = Axes(x, dim)
     total = axes.reduce(ctx, "sum", accumulate_in(x, out))
@@ -114,9 +108,7 @@ def _sum(
 
 
 @lower(aten.mean.default, aten.mean.dim)
-def _mean(
-    ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
-) -> View:
+def _mean(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> View:
     out = ctx.out_dtype()
     axes = Axes(x, dim)
     total = axes.reduce(ctx, "sum", accumulate_in(x, out))
@@ -150,9 +142,7 @@ def _position(ctx: Lowering, axes: Axes, kind: str) -> View:
 
 
 def _register_extrema(kind: str) -> None:
-    def extremum(
-        ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False
-    ) -> View:
+    def extremum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False) -> View:
         axes = Axes(x, dim)
         return axes.restore(_extremum(ctx, axes, kind), keepdim)
 
@@ -175,9 +165,7 @@ _register_extrema("min")
 
 
 def _register_test(kind: str) -> None:
-    def rule(
-        ctx: Lowering, x: View, dim: int | Sequence[int] | None = None, keepdim: bool = False
-    ) -> View:
+    def rule(ctx: Lowering, x: View, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> View:
         if isinstance(dim, (list, tuple)) and not dim:
             return convert(ctx, convert(ctx, x, b1), ctx.out_dtype())
         axes = Axes(x, dim)
@@ -195,9 +183,7 @@ _register_test("all")
 # ---------------------------------------------------------------------------------------------- variance and norms
 def moments(ctx: Lowering, axes: Axes, compute: DType) -> tuple[View, View]:
     """Mean and sum of squared deviations, in `compute`."""
-    mean, m2, _ = axes.reduce_many(
-        ctx, "welford", lambda ops, e: ops.cast(e, compute), (True, True, False)
-    )
+    mean, m2, _ = axes.reduce_many(ctx, "welford", lambda ops, e: ops.cast(e, compute), (True, True, False))
     assert mean is not None and m2 is not None
     return mean, m2
 
@@ -215,12 +201,7 @@ def _variance(ctx: Lowering, axes: Axes, m2: View, correction: float | None, out
 
 @lower(aten.var.correction)
 def _var(
-    ctx: Lowering,
-    x: View,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
+    ctx: Lowering, x: View, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> View:
     axes = Axes(x, dim)
     _, m2 = moments(ctx, axes, compute_dtype(x.dtype))
@@ -229,19 +210,12 @@ def _var(
 
 @lower(aten.var_mean.correction)
 def _var_mean(
-    ctx: Lowering,
-    x: View,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
+    ctx: Lowering, x: View, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[View, View]:
     axes = Axes(x, dim)
     mean, m2 = moments(ctx, axes, compute_dtype(x.dtype))
     var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0))
-    return axes.restore(var, keepdim), axes.restore(
-        _mean_or_nan(ctx, axes, mean, ctx.out_dtype(1)), keepdim
-    )
+    return axes.restore(var, keepdim), axes.restore(_mean_or_nan(ctx, axes, mean, ctx.out_dtype(1)), keepdim)
 
 
 def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, out: DType) -> View:
@@ -259,12 +233,7 @@ def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, out: DType) -> View:
 
 @lower(aten.linalg_vector_norm.default)
 def _vector_norm(
-    ctx: Lowering,
-    x: View,
-    ord: float = 2,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    **_: Any,
+    ctx: Lowering, x: View, ord: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
 ) -> View:
     out = ctx.out_dtype()
     compute = compute_dtype(out)

@@ -55,19 +55,13 @@ def _load(ops: Recorder, x: View, at: Sequence[Size], d: int) -> Node:
     aten.upsample_nearest3d_backward.default,
 )
 def upsample_nearest_backward(
-    ctx: Lowering,
-    grad: View,
-    output_size: Sequence[Size],
-    input_size: Sequence[Size],
-    *scales: float | None,
+    ctx: Lowering, grad: View, output_size: Sequence[Size], input_size: Sequence[Size], *scales: float | None
 ) -> View:
     """Where every input element was repeated a whole number of times, its gradient is the sum over its copies."""
     lead = 2
     times = [sz.exact_div(o, i) for o, i in zip(output_size, input_size[lead:], strict=True)]
     whole = [t for t in times if isinstance(t, int)]
-    if len(whole) < len(times) or any(
-        s is not None and s != t for s, t in zip(scales, whole, strict=False)
-    ):
+    if len(whole) < len(times) or any(s is not None and s != t for s, t in zip(scales, whole, strict=False)):
         raise NoRule("resampling by a factor that is not whole")
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
@@ -262,9 +256,7 @@ def _times(ops: Recorder, j: Expr, times: int, lead: int) -> Size:
     return sz.add(sz.mul(j, times), -lead)
 
 
-def _axes(
-    sizes: Sequence[Size], outs: Sequence[Size], align: bool, scales: Sequence[float | None]
-) -> list[_Axis]:
+def _axes(sizes: Sequence[Size], outs: Sequence[Size], align: bool, scales: Sequence[float | None]) -> list[_Axis]:
     given = [*scales, *[None] * (len(sizes) - len(scales))]
     return [_Axis(s, o, align, f) for s, o, f in zip(sizes, outs, given, strict=True)]
 
@@ -291,11 +283,7 @@ def _cubic_weights(ops: Recorder, t: Node, compute: DType) -> list[Node]:
 
 
 def _gathered(
-    ctx: Lowering,
-    grad: View,
-    axes: Sequence[_Axis],
-    reach: int,
-    weigh: Callable[[_Axis, Recorder, Size, DType], Taps],
+    ctx: Lowering, grad: View, axes: Sequence[_Axis], reach: int, weigh: Callable[[_Axis, Recorder, Size, DType], Taps]
 ) -> View:
     """The gradient of resampling, dimension by dimension from the last."""
     compute = compute_dtype(grad.dtype)
@@ -306,18 +294,13 @@ def _gathered(
 
         def share(ops: Recorder, i: tuple[Expr, ...], o: Size) -> Node:
             mine, zero = ops.index(i[d]), ops.const(0.0, compute)
-            mixed = (
-                ops.op("where", ops.op("eq", at, mine), w, zero)
-                for at, w in weigh(axis, ops, o, compute)
-            )
+            mixed = (ops.op("where", ops.op("eq", at, mine), w, zero) for at, w in weigh(axis, ops, o, compute))
             value = _load(ops, x, (*i[:d], o, *i[d + 1 :]), d)
             return ops.op("mul", value, _sum(ops, mixed))
 
         def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
             first = start(ops, i[d])
-            return ops.cast(
-                _sum(ops, (share(ops, i, sz.add(first, k)) for k in range(count))), dtype
-            )
+            return ops.cast(_sum(ops, (share(ops, i, sz.add(first, k)) for k in range(count))), dtype)
 
         return body
 
@@ -325,11 +308,7 @@ def _gathered(
 
 
 def _by_dimension(
-    ctx: Lowering,
-    x: View,
-    first: int,
-    sizes: Sequence[Size],
-    along: Callable[[View, int, DType], Body],
+    ctx: Lowering, x: View, first: int, sizes: Sequence[Size], along: Callable[[View, int, DType], Body]
 ) -> View:
     """x with its dimensions from `first` on made `sizes` long, one by one from the last."""
     for d in reversed(range(first, len(x.shape))):

@@ -22,16 +22,12 @@ aten = torch.ops.aten
 _ACCUMULATE: dict[DType, DType] = {f32: f64, f16: f32, bf16: f32}
 
 
-def _scan(
-    ctx: Lowering, x: View, dim: int, kind: str, dtype: DType, outs: tuple[bool, ...]
-) -> tuple[View | None, ...]:
+def _scan(ctx: Lowering, x: View, dim: int, kind: str, dtype: DType, outs: tuple[bool, ...]) -> tuple[View | None, ...]:
     """The scan of x, cast to dtype, along dim. outs: which results are wanted."""
     ops, vars_ = Recorder(), loop_vars("i", x.shape)
     body = ops.cast(x.load(ops, vars_), dtype)
     dtypes = (dtype, i64)[: len(outs)]
-    names = tuple(
-        ctx.new_buffer(t, x.shape) if want else None for t, want in zip(dtypes, outs, strict=True)
-    )
+    names = tuple(ctx.new_buffer(t, x.shape) if want else None for t, want in zip(dtypes, outs, strict=True))
     ctx.ops.append(Scan(names, vars_, wrap_dim(dim, len(x.shape)), kind, body, origin=ctx.origin))
     return tuple(None if n is None else ctx.whole(n) for n in names)
 

@@ -30,9 +30,7 @@ aten = torch.ops.aten
 ScatterBody = Callable[[Recorder, tuple[Expr, ...]], tuple[Index, Node]]
 
 
-def scatter_loop(
-    ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, body: ScatterBody
-) -> View:
+def scatter_loop(ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, body: ScatterBody) -> View:
     """A copy of base into which body's values go for every point of `shape`. mode as in Scatter."""
     start = base if base.is_whole else ctx.copy(base)
     ops, vars_ = Recorder(), loop_vars("i", shape)
@@ -74,14 +72,7 @@ def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str)
     return out if x.shape else out.remap((), lambda _: (0,))
 
 
-_REDUCE = {
-    "add": "add",
-    "multiply": "mul",
-    "sum": "add",
-    "prod": "mul",
-    "amax": "max",
-    "amin": "min",
-}
+_REDUCE = {"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 
 @lower(aten.scatter.src, aten.scatter.value)
@@ -101,22 +92,10 @@ def scatter_add(ctx: Lowering, x: View, dim: int, index: View, src: View) -> Vie
 
 @lower(aten.scatter_reduce.two)
 def scatter_reduce(
-    ctx: Lowering,
-    x: View,
-    dim: int,
-    index: View,
-    src: View,
-    reduce: str,
-    *,
-    include_self: bool = True,
+    ctx: Lowering, x: View, dim: int, index: View, src: View, reduce: str, *, include_self: bool = True
 ) -> View:
     return _reduced(
-        ctx,
-        x,
-        reduce,
-        include_self,
-        lambda base, value, mode: _scatter(ctx, base, dim, index, value, mode),
-        src,
+        ctx, x, reduce, include_self, lambda base, value, mode: _scatter(ctx, base, dim, index, value, mode), src
     )
 
 
@@ -130,22 +109,13 @@ def _identity(reduce: str, dtype: DType) -> int | float:
         return float("-inf") if reduce == "amax" else float("inf")
     bits = 8 * dtype.nbytes
     low, high = (
-        (0, 1)
-        if dtype == b1
-        else (0, 2**bits - 1)
-        if dtype.kind == "u"
-        else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        (0, 1) if dtype == b1 else (0, 2**bits - 1) if dtype.kind == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     )
     return low if reduce == "amax" else high
 
 
 def _reduced(
-    ctx: Lowering,
-    x: View,
-    reduce: str,
-    include_self: bool,
-    put: Callable[[View, Any, str], View],
-    src: View,
+    ctx: Lowering, x: View, reduce: str, include_self: bool, put: Callable[[View, Any, str], View], src: View
 ) -> View:
     """The reductions of scatter_reduce and index_reduce. put(base, value, mode) scatters value into
     base."""
@@ -153,9 +123,7 @@ def _reduced(
     if reduce != "mean":
         return put(base, src, _REDUCE[reduce])
     total = put(base, src, "add")
-    ones = ctx.pointwise(
-        x.shape, x.dtype, lambda ops, i: ops.const(1 if include_self else 0, x.dtype)
-    )
+    ones = ctx.pointwise(x.shape, x.dtype, lambda ops, i: ops.const(1 if include_self else 0, x.dtype))
     count = put(ones, 1, "add")
     compute = compute_dtype(x.dtype)
 
@@ -170,9 +138,7 @@ def _reduced(
 # ------------------------------------------------------------------------------------------- x[i,
 # j] = v
 @lower(aten.index_put.default, aten._unsafe_index_put.default)
-def index_put(
-    ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
-) -> Any:
+def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False) -> Any:
     assert ctx.node is not None
     masks = [t for t in indices if t is not None and t.dtype in (b1, u8)]
     if masks:
@@ -203,9 +169,7 @@ def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: V
     if hits >= 0 and values.shape[hits] != 1:
         return None
     if hits >= 0:
-        values = values.remap(
-            values.shape[:hits] + values.shape[hits + 1 :], lambda v: (*v[:hits], 0, *v[hits:])
-        )
+        values = values.remap(values.shape[:hits] + values.shape[hits + 1 :], lambda v: (*v[:hits], 0, *v[hits:]))
     if len(values.shape) > len(tail):
         return None
     given = broadcast(values, tail)
@@ -251,9 +215,7 @@ def _index_along(
 
 
 @lower(aten.index_add.default)
-def index_add(
-    ctx: Lowering, x: View, dim: int, index: View, source: View, *, alpha: Any = 1
-) -> View:
+def index_add(ctx: Lowering, x: View, dim: int, index: View, source: View, *, alpha: Any = 1) -> View:
     check = _bound(x, dim, "RuntimeError") if len(x.shape) > 1 else OUT_OF_RANGE
     return _index_along(ctx, x, dim, index, source, "add", alpha, check=check)
 
@@ -277,14 +239,7 @@ def index_fill(ctx: Lowering, x: View, dim: int, index: View, value: Any) -> Vie
 
 @lower(aten.index_reduce.default)
 def index_reduce(
-    ctx: Lowering,
-    x: View,
-    dim: int,
-    index: View,
-    source: View,
-    reduce: str,
-    *,
-    include_self: bool = True,
+    ctx: Lowering, x: View, dim: int, index: View, source: View, reduce: str, *, include_self: bool = True
 ) -> View:
     def put(base: View, value: Any, mode: str) -> View:
         return _index_along(ctx, base, dim, index, value, mode)
@@ -296,18 +251,11 @@ def index_reduce(
 # embedding's gradient
 @lower(aten.embedding_dense_backward.default)
 def embedding_dense_backward(
-    ctx: Lowering,
-    grad: View,
-    indices: View,
-    num_weights: Size,
-    padding_idx: Size,
-    scale_grad_by_freq: bool,
+    ctx: Lowering, grad: View, indices: View, num_weights: Size, padding_idx: Size, scale_grad_by_freq: bool
 ) -> View:
     if scale_grad_by_freq:
         raise NoRule("gradients scaled by frequency")
-    zeros = ctx.pointwise(
-        (num_weights, grad.shape[-1]), grad.dtype, lambda ops, i: ops.const(0, grad.dtype)
-    )
+    zeros = ctx.pointwise((num_weights, grad.shape[-1]), grad.dtype, lambda ops, i: ops.const(0, grad.dtype))
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
         number = ops.cast(indices.load(ops, i[:-1]), i64)

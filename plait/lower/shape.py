@@ -164,25 +164,16 @@ def iota(ctx: Lowering, length: Size, *, start: Size, step: Size, **kw: Any) -> 
 
 @lower(aten.tril.default)
 def tril(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
-    return _triangle(
-        ctx, x, lambda ops, r, c: compare(ops, "le", sz.add(c, sz.mul(r, -1)), diagonal)
-    )
+    return _triangle(ctx, x, lambda ops, r, c: compare(ops, "le", sz.add(c, sz.mul(r, -1)), diagonal))
 
 
 @lower(aten.triu.default)
 def triu(ctx: Lowering, x: View, diagonal: Size = 0) -> View:
-    return _triangle(
-        ctx, x, lambda ops, r, c: compare(ops, "ge", sz.add(c, sz.mul(r, -1)), diagonal)
-    )
+    return _triangle(ctx, x, lambda ops, r, c: compare(ops, "ge", sz.add(c, sz.mul(r, -1)), diagonal))
 
 
 def _triangle(ctx: Lowering, x: View, keep: Callable[[Recorder, Size, Size], Node]) -> View:
-    return result(
-        ctx,
-        lambda ops, i: ops.op(
-            "where", keep(ops, i[-2], i[-1]), x.load(ops, i), ops.const(0, x.dtype)
-        ),
-    )
+    return result(ctx, lambda ops, i: ops.op("where", keep(ops, i[-2], i[-1]), x.load(ops, i), ops.const(0, x.dtype)))
 
 
 # -------------------------------------------------------------------------------------------
@@ -292,9 +283,7 @@ def repeat(ctx: Lowering, x: View, repeats: Sequence[Size]) -> View:
 
     def fn(v: tuple[Expr, ...]) -> Index:
         return tuple(
-            e
-            for p, s in zip(v, sizes, strict=True)
-            for e in ((sz.floordiv(p, s), sz.mod(p, s)) if s != 0 else (p, p))
+            e for p, s in zip(v, sizes, strict=True) for e in ((sz.floordiv(p, s), sz.mod(p, s)) if s != 0 else (p, p))
         )
 
     return made.remap(ctx.out_shape(), fn)
@@ -346,11 +335,7 @@ def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     lows, highs = _pads(len(x.shape), padding)
     first = len(x.shape) - len(padding) // 2
     runs: list[list[Run]] = [
-        [
-            (lo, _mirror(lo)),
-            (n, lambda v: v),
-            (hi, _mirror(sz.add(n, -2))),
-        ]
+        [(lo, _mirror(lo)), (n, lambda v: v), (hi, _mirror(sz.add(n, -2)))]
         for lo, hi, n in zip(lows, highs, x.shape, strict=True)
     ]
     if _in_runs(ctx, runs):
@@ -363,9 +348,7 @@ def reflection_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     return _gathered(ctx, x, fn)
 
 
-@lower(
-    aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default
-)
+@lower(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
 def replication_pad(ctx: Lowering, x: View, padding: Sequence[Size]) -> View:
     lows, highs = _pads(len(x.shape), padding)
     runs: list[list[Run]] = [
@@ -403,16 +386,7 @@ _VIEWS = frozenset(
     )
 )
 _EXTERN_READERS = frozenset(
-    (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "sort",
-        "topk",
-    )
+    ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu", "sort", "topk")
 )
 _MAX_CHAIN = 4
 
@@ -439,14 +413,7 @@ def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
 @lower(aten.stack.default)
 def stack(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
     d = wrap_dim(dim, len(tensors[0].shape) + 1)
-    return join(
-        ctx,
-        [
-            t.remap((*t.shape[:d], 1, *t.shape[d:]), lambda v: (*v[:d], *v[d + 1 :]))
-            for t in tensors
-        ],
-        d,
-    )
+    return join(ctx, [t.remap((*t.shape[:d], 1, *t.shape[d:]), lambda v: (*v[:d], *v[d + 1 :])) for t in tensors], d)
 
 
 def _read_by_loops(node: torch.fx.Node) -> bool:
@@ -484,9 +451,7 @@ def _cat_chain(ctx: Lowering, parts: Sequence[View], dim: int) -> View:
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         value = piece(ops, i, len(parts) - 1)
         for k in reversed(range(len(parts) - 1)):
-            value = ops.op(
-                "where", compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value
-            )
+            value = ops.op("where", compare(ops, "lt", i[dim], starts[k + 1]), piece(ops, i, k), value)
         return value
 
     return result(ctx, body)

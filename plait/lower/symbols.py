@@ -80,10 +80,7 @@ def _convert(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
     rule = _RULES.get(type(e))
     if rule is not None:
         return rule(e, lambda a: _size(a, memo, env))
-    raise Unsupported(
-        f"a size that is {e} ({type(e).__name__})",
-        hint="compute it outside of the compiled function",
-    )
+    raise Unsupported(f"a size that is {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
 
 
 def _symbol(s: sympy.Symbol, env: Any) -> Size:
@@ -115,9 +112,7 @@ def _mul(e: Any, sub: Sub) -> Size:
             out, den = sz.mul(out, int(a.p)), den * int(a.q)
         else:
             out = sz.mul(out, sub(a))
-    return (
-        out if den == 1 else sz.floordiv(out, den)
-    )  # a size is integral, so this division is exact
+    return out if den == 1 else sz.floordiv(out, den)  # a size is integral, so this division is exact
 
 
 def _pow(e: Any, sub: Sub) -> Size:
@@ -343,6 +338,4 @@ def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
     if type(e) in _FLOAT_BINARY:
         args = [_float_node(ops, a, env, floats) for a in e.args]
         return reduce(lambda a, b: ops.op(_FLOAT_BINARY[type(e)], a, b), args)
-    raise Unsupported(
-        f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function"
-    )
+    raise Unsupported(f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function")

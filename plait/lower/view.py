@@ -30,9 +30,7 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- reshape
-def reshape_index(
-    old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Size]
-) -> tuple[Size, ...]:
+def reshape_index(old: tuple[Size, ...], new: tuple[Size, ...], at: Sequence[Size]) -> tuple[Size, ...]:
     """The index into shape `old` of the element that is at index `at` of shape `new` (same number of elements,
     row-major)."""
     index: list[Size] = [0] * len(old)
@@ -107,9 +105,7 @@ def permute(x: View, dims: Sequence[int]) -> View:
     """Dimension k of the result is dimension dims[k] of x."""
     order = [wrap_dim(d, len(x.shape)) for d in dims]
     place = {d: k for k, d in enumerate(order)}
-    return x.remap(
-        tuple(x.shape[d] for d in order), lambda v: tuple(v[place[d]] for d in range(len(order)))
-    )
+    return x.remap(tuple(x.shape[d] for d in order), lambda v: tuple(v[place[d]] for d in range(len(order))))
 
 
 @lower(aten.permute.default, aten.permute_copy.default, any_dtype=True)
@@ -147,10 +143,7 @@ def _expand(ctx: Lowering, x: View, size: Sequence[Size], implicit: bool = False
     skip = len(shape) - len(x.shape)
     return x.remap(
         shape,
-        lambda v: tuple(
-            0 if s == 1 and n != 1 else e
-            for e, s, n in zip(v[skip:], x.shape, shape[skip:], strict=True)
-        ),
+        lambda v: tuple(0 if s == 1 and n != 1 else e for e, s, n in zip(v[skip:], x.shape, shape[skip:], strict=True)),
     )
 
 
@@ -159,8 +152,7 @@ def drop_dims(x: View, dims: set[int]) -> View:
     kept = [d for d in range(len(x.shape)) if d not in dims]
     place = {d: k for k, d in enumerate(kept)}
     return x.remap(
-        tuple(x.shape[d] for d in kept),
-        lambda v: tuple(v[place[d]] if d in place else 0 for d in range(len(x.shape))),
+        tuple(x.shape[d] for d in kept), lambda v: tuple(v[place[d]] if d in place else 0 for d in range(len(x.shape)))
     )
 
 
@@ -168,9 +160,7 @@ def drop_dims(x: View, dims: set[int]) -> View:
 def _squeeze(ctx: Lowering, x: View, dim: int | Sequence[int] | None = None) -> View:
     rank = len(x.shape)
     dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
-    return drop_dims(
-        x, {d for d in (wrap_dim(d, rank) for d in dims) if d < rank and x.shape[d] == 1}
-    )
+    return drop_dims(x, {d for d in (wrap_dim(d, rank) for d in dims) if d < rank and x.shape[d] == 1})
 
 
 def add_dim(x: View, dim: int) -> View:
@@ -199,24 +189,14 @@ def clamp_start(start: Size | None, size: Size, length: Size, step: Size) -> Siz
         start = sz.add(size, start)
     elif sz.bounds(start)[0] < 0:
         start = sz.add(start, sz.mul(size, sz.compare("lt", start, 0)))
-    if (
-        length != -1
-        and step == 1
-        and sz.known_le(sz.add(start, length), size)
-        and sz.known_le(0, start)
-    ):
+    if length != -1 and step == 1 and sz.known_le(sz.add(start, length), size) and sz.known_le(0, start):
         return start
     return sz.smin(sz.smax(start, 0), size)
 
 
 @lower(aten.slice.Tensor, any_dtype=True)
 def _slice(
-    ctx: Lowering,
-    x: View,
-    dim: int = 0,
-    start: Size | None = None,
-    end: Size | None = None,
-    step: Size = 1,
+    ctx: Lowering, x: View, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1
 ) -> View:
     dim = wrap_dim(dim, len(x.shape))
     length = ctx.out_shape()[dim]
@@ -292,19 +272,13 @@ def _unfold(ctx: Lowering, x: View, dimension: int, size: int, step: int) -> Vie
     d = wrap_dim(dimension, len(x.shape))
     if not x.shape:
         return x.remap(ctx.out_shape(), lambda v: ())
-    return x.remap(
-        ctx.out_shape(), lambda v: (*v[:d], sz.add(sz.mul(v[d], step), v[-1]), *v[d + 1 : -1])
-    )
+    return x.remap(ctx.out_shape(), lambda v: (*v[:d], sz.add(sz.mul(v[d], step), v[-1]), *v[d + 1 : -1]))
 
 
 # -------------------------------------------------------------------------- memory seen in another way
 @lower(aten.as_strided.default, aten.as_strided_copy.default, any_dtype=True)
 def _as_strided(
-    ctx: Lowering,
-    x: View,
-    size: Sequence[Size],
-    stride: Sequence[Size],
-    storage_offset: Size | None = None,
+    ctx: Lowering, x: View, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None
 ) -> View:
     """A map of positions in the storage: through the memory order of the tensor that owns all of it, where there is
     one."""
@@ -330,9 +304,7 @@ def _as_strided(
 
         return owner.remap(shape, at)
     if not ctx.is_input(owner.buf):
-        raise Unsupported(
-            "as_strided beyond the tensor that it is given", hint="use slicing and views instead"
-        )
+        raise Unsupported("as_strided beyond the tensor that it is given", hint="use slicing and views instead")
     return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
 
 

@@ -89,9 +89,7 @@ class Cubin:
     @staticmethod
     def of(facts: Mapping[str, Any], image: bytes) -> Cubin:
         """A worker's answer."""
-        known: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()
-        }
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
         return Cubin(image=image, **known)
 
 

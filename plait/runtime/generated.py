@@ -40,11 +40,7 @@ class Kernel:
         self.watch: Watch | None = None  # who times every run, each on one core
 
     def __call__(
-        self,
-        tensors: Sequence[Tensor],
-        sizes: Sequence[int] = (),
-        work_ns: int = 0,
-        parallel: bool = True,
+        self, tensors: Sequence[Tensor], sizes: Sequence[int] = (), work_ns: int = 0, parallel: bool = True
     ) -> None:
         """Runs all of it. work_ns: the estimate that decides whether it is split over torch's number of threads.
 
@@ -54,9 +50,7 @@ class Kernel:
                 return self.run(tensors, sizes, work_ns, parallel)
         return self.run(tensors, sizes, work_ns, parallel)
 
-    def run(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool
-    ) -> None:
+    def run(self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool) -> None:
         """The same, unseen by a profiler."""
         plain = [_without_lazy_bits(t) for t in tensors]
         bufs = (ctypes.c_void_p * len(plain))(*(t.data_ptr() for t in plain))
@@ -107,10 +101,7 @@ def load_library(path: str) -> ctypes.CDLL:
 def _math_table() -> ctypes.Array[ctypes.c_void_p]:
     """Addresses in the order of mathtable.NAMES, null where libtorch has none. Never freed: kernels keep it."""
     found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    addresses = [
-        ctypes.cast(getattr(found, n), ctypes.c_void_p).value if hasattr(found, n) else None
-        for n in NAMES
-    ]
+    addresses = [ctypes.cast(getattr(found, n), ctypes.c_void_p).value if hasattr(found, n) else None for n in NAMES]
     return (ctypes.c_void_p * len(NAMES))(*addresses)
 
 
@@ -143,9 +134,7 @@ def dispatch_state() -> Keys:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def python_call(
-    outer: Keys, function: Callable[..., object], *args: object, **kwargs: object
-) -> object:
+def python_call(outer: Keys, function: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Calls a user's Python function in the dispatch state of the program's caller, gradients off."""
     with torch._C._ForceDispatchKeyGuard(*outer):
         return function(*args, **kwargs)
@@ -158,9 +147,7 @@ def flat(result: object) -> list[object]:
     return [result]
 
 
-def check_inputs(
-    args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str] | None]
-) -> None:
+def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str] | None]) -> None:
     """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device than promised."""
     if len(args) != len(promised):
         raise TypeError(f"expected {len(promised)} inputs, got {len(args)}")
@@ -173,9 +160,7 @@ def check_inputs(
         if value.dtype != dtype:
             raise TypeError(f"input '{name}': expected dtype {dtype}, got {value.dtype}")
         if value.device != torch.device(device):
-            raise TypeError(
-                f"input '{name}': expected a plain tensor on device {device}, got one on {value.device}"
-            )
+            raise TypeError(f"input '{name}': expected a plain tensor on device {device}, got one on {value.device}")
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -184,9 +169,7 @@ def arena(nbytes: int, device: str) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def place(
-    block: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
-) -> Tensor:
+def place(block: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """The tensor at byte `offset` of an arena."""
     at = block.storage_offset() + offset
     return _over(block, dtype, at // dtype.itemsize, shape, strides)
@@ -198,12 +181,7 @@ def reuse(old: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequen
 
 
 def view(
-    base: Tensor,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    offset: int,
-    relative: bool = True,
+    base: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int, relative: bool = True
 ) -> Tensor:
     """base's memory seen in another way; offset from base's first element, or from its storage's start."""
     at = base.storage_offset() * base.itemsize // dtype.itemsize if relative else 0
@@ -212,9 +190,7 @@ def view(
     return _over(base, dtype, at + offset, shape, strides)
 
 
-def _over(
-    t: Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], strides: Sequence[int]
-) -> Tensor:
+def _over(t: Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     made = torch.empty(0, dtype=dtype, device=t.device)
     return made.set_(t.untyped_storage(), at, tuple(shape), tuple(strides))
 

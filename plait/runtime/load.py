@@ -11,25 +11,14 @@ from collections.abc import Sequence
 import torch  # torch's libraries have to be in the process before the extension
 
 import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
-from plait._native import (
-    Bound,
-    Library,
-    LoadError,
-    PlanError,
-    Program,
-    arena_stats,
-    trim_arenas,
-)
+from plait._native import Bound, Library, LoadError, PlanError, Program, arena_stats, trim_arenas
 from plait.runtime import mathtable
 
 __all__ = ["Bound", "LoadError", "PlanError", "Program", "arena_stats", "load", "trim_arenas"]
 
 
 def load(
-    plan: bytes,
-    library: str | None,
-    constants: Sequence[torch.Tensor] = (),
-    callables: Sequence[object] = (),
+    plan: bytes, library: str | None, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()
 ) -> Program:
     """Verifies the plan and binds it to this process.
 

@@ -42,10 +42,6 @@ NAMES: tuple[str, ...] = tuple(
     name
     for op in SLEEF
     for dtype in ("f32", "f64")
-    for name in (
-        scalar_name(op, dtype),
-        vector_name(op, dtype, "avx512"),
-        vector_name(op, dtype, "avx2"),
-    )
+    for name in (scalar_name(op, dtype), vector_name(op, dtype, "avx512"), vector_name(op, dtype, "avx2"))
 )
 INDEX: dict[str, int] = {name: k for k, name in enumerate(NAMES)}

@@ -68,9 +68,7 @@ def _double(w0: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
 _UNIFORM_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def _uniform(
-    seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _uniform(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     w0, w1, _, _ = _words(seed, offset, size)
     if dtype == torch.float64:
         return _double(w0, w1)
@@ -78,9 +76,7 @@ def _uniform(
     return ((w0 >> (32 - bits)).to(torch.float32) * 2.0**-bits).to(dtype)
 
 
-def _normal(
-    seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _normal(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     w0, w1, w2, w3 = _words(seed, offset, size)
     if dtype == torch.float64:
         a, b = _double(w0, w1) + 2.0**-53, _double(w2, w3)
@@ -91,12 +87,7 @@ def _normal(
 
 
 def _randint(
-    seed: torch.Tensor,
-    offset: int,
-    low: int,
-    high: int,
-    size: Sequence[int],
-    dtype: torch.dtype,
+    seed: torch.Tensor, offset: int, low: int, high: int, size: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     if low >= high:
         raise UserError(f"random integers from the empty range [{low}, {high})")
@@ -113,19 +104,12 @@ def _fake_seed() -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-def _fake_float(
-    seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _fake_float(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return seed.new_empty(size, dtype=dtype)
 
 
 def _fake_randint(
-    seed: torch.Tensor,
-    offset: int,
-    low: int,
-    high: int,
-    size: Sequence[int],
-    dtype: torch.dtype,
+    seed: torch.Tensor, offset: int, low: int, high: int, size: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     return seed.new_empty(size, dtype=dtype)
 

@@ -61,9 +61,7 @@ def touched_nbytes(t: Tensor) -> int:
     return n
 
 
-def time_kernels(
-    call: Boxed, inputs: Callable[[], list[object]], seconds: float = 0.5
-) -> list[KernelTime]:
+def time_kernels(call: Boxed, inputs: Callable[[], list[object]], seconds: float = 0.5) -> list[KernelTime]:
     """Calls for about so many seconds (at least 3 times, at most 100) and gives the launches in order.
 
     inputs: makes the inputs of one call. Raises what the program raises."""
@@ -93,9 +91,7 @@ def table(launches: Sequence[KernelTime]) -> list[str]:
     lines = [f"{'kernel':<{width}}  best of calls      memory         speed    estimate"]
     for k in launches:
         speed = k.nbytes / max(k.best_ns, 1)
-        lines.append(
-            f"{k.name:<{width}}  {_us(k.best_ns)}  {_size(k.nbytes)}  {speed:7.2f} GB/s  {_us(k.estimate_ns)}"
-        )
+        lines.append(f"{k.name:<{width}}  {_us(k.best_ns)}  {_size(k.nbytes)}  {speed:7.2f} GB/s  {_us(k.estimate_ns)}")
     if len(launches) == 1:
         return lines
     total, guess = sum(k.best_ns for k in launches), sum(k.estimate_ns for k in launches)
@@ -112,9 +108,7 @@ def _size(nbytes: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- running a module alone
-def random_tensor(
-    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: str
-) -> Tensor:
+def random_tensor(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: str) -> Tensor:
     """Random contents: normal for floats, 0 or 1 for integers (valid as an index wherever there are two rows)."""
     out = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
     if dtype.is_floating_point or dtype.is_complex:
@@ -135,9 +129,7 @@ def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> Non
     for half a second more to time each kernel, and prints these times."""
     given = inputs()
     outs = call(list(given))
-    shapes = [
-        f"{str(o.dtype)[6:]}{list(o.shape)}" if isinstance(o, Tensor) else repr(o) for o in outs
-    ]
+    shapes = [f"{str(o.dtype)[6:]}{list(o.shape)}" if isinstance(o, Tensor) else repr(o) for o in outs]
     times: list[int] = []
     end = time.perf_counter_ns() + 1_000_000_000
     while time.perf_counter_ns() < end and len(times) < 10_000:
@@ -147,9 +139,5 @@ def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> Non
     times.sort()
     middle = times[len(times) // 2]
     print(f"{name}: {', '.join(shapes)}")
-    print(
-        f"{name}: best {times[0] / 1e3:.1f} us, median {middle / 1e3:.1f} us of {len(times)} calls"
-    )
-    print(
-        "\n".join(["", "each kernel on one core:", *table(time_kernels(call, lambda: list(given)))])
-    )
+    print(f"{name}: best {times[0] / 1e3:.1f} us, median {middle / 1e3:.1f} us of {len(times)} calls")
+    print("\n".join(["", "each kernel on one core:", *table(time_kernels(call, lambda: list(given)))]))

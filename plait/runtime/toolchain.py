@@ -109,22 +109,14 @@ def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
     if wanted != "auto":
         isa = ISAS[wanted]
         if not isa.cpu <= have:
-            raise UserError(
-                f"this machine has no {', '.join(sorted(isa.cpu - have))}", hint="isa='auto'"
-            )
+            raise UserError(f"this machine has no {', '.join(sorted(isa.cpu - have))}", hint="isa='auto'")
         return isa
     return next(i for i in ISAS.values() if i.cpu <= have)
 
 
 def find_toolchain(cfg: Config) -> Toolchain:
     """The compiler that cfg names, else $CXX, c++, g++, clang++: the first that exists. Raises ToolchainMissing."""
-    return _find(
-        cfg.cpp_compiler,
-        os.environ.get("CXX", ""),
-        os.environ.get("PATH", ""),
-        cfg.isa,
-        cfg.opt_level,
-    )
+    return _find(cfg.cpp_compiler, os.environ.get("CXX", ""), os.environ.get("PATH", ""), cfg.isa, cfg.opt_level)
 
 
 @lru_cache(maxsize=8)
@@ -138,6 +130,5 @@ def _find(named: str, cxx: str, path: str, isa: str, opt_level: int) -> Toolchai
         if done.returncode == 0:
             return Toolchain(found, done.stdout.partition("\n")[0], detect_isa(isa), opt_level)
     raise ToolchainMissing(
-        f"no C++ compiler found (tried {', '.join(tried)})",
-        hint="install g++ or clang++, or name one with PLAIT_CXX",
+        f"no C++ compiler found (tried {', '.join(tried)})", hint="install g++ or clang++, or name one with PLAIT_CXX"
     )

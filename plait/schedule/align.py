@@ -12,19 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.ir.loops import is_arg
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    floordiv,
-    free_symbols,
-    mul,
-    numel,
-    product,
-    substitute,
-    symbol,
-)
+from plait.ir.sizes import Atom, Expr, Size, add, floordiv, free_symbols, mul, numel, product, substitute, symbol
 from plait.schedule.deps import extent
 
 Index = tuple[Size, ...]
@@ -93,17 +81,9 @@ class _Matcher:
 
     # ---- state
     def save(self) -> tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]:
-        return (
-            dict(self.env),
-            set(self.free_host),
-            set(self.free_guest),
-            dict(self.pieces),
-            self.splits,
-        )
+        return (dict(self.env), set(self.free_host), set(self.free_guest), dict(self.pieces), self.splits)
 
-    def restore(
-        self, saved: tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]
-    ) -> None:
+    def restore(self, saved: tuple[Env, set[Atom], set[Atom], dict[Atom, tuple[Expr, ...]], int]) -> None:
         self.env, self.free_host, self.free_guest, self.pieces, self.splits = saved
 
     def host_at(self, e: Size) -> Size:
@@ -206,13 +186,7 @@ class _Matcher:
         """Pairs the axes of host and guest variables that are still free, in order."""
         hs = [_atom(p) for v in host for p in self.parts(v) if _atom(p) in self.free_host]
         renamed = [self.rename[_atom(v)] for v in guest]
-        gs = [
-            _atom(p)
-            for v in renamed
-            if isinstance(v, Expr)
-            for p in self.parts(v)
-            if _atom(p) in self.free_guest
-        ]
+        gs = [_atom(p) for v in renamed if isinstance(v, Expr) for p in self.parts(v) if _atom(p) in self.free_guest]
         if not gs and not hs:
             return True
         saved = self.save()
@@ -300,9 +274,7 @@ def _variable_under(e: Size, by: Size) -> tuple[Atom, Size] | None:
     return None
 
 
-def align(
-    host: Space, guest: Space, ties: Sequence[tuple[Index, Index]], fresh: Fresh
-) -> Alignment | None:
+def align(host: Space, guest: Space, ties: Sequence[tuple[Index, Index]], fresh: Fresh) -> Alignment | None:
     """One space for both, or None. A guest without reduced axes may have the host's outer space or its full one.
 
     ties: indices with which host and guest touch a common buffer, the most binding first."""

@@ -11,19 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.ir.sizes import (
-    Atom,
-    Expr,
-    Size,
-    add,
-    coefficient,
-    floordiv,
-    free_symbols,
-    mod,
-    mul,
-    substitute,
-    symbol,
-)
+from plait.ir.sizes import Atom, Expr, Size, add, coefficient, floordiv, free_symbols, mod, mul, substitute, symbol
 from plait.schedule.cost import hint, hint_numel
 from plait.schedule.deps import extent
 
@@ -63,11 +51,7 @@ class _Table:
         self.strides: list[dict[Atom, Size | None]] = []
         atoms = {_atom(v): v for v in vars_}
         for a in unique:
-            used = (
-                [x for x in free_symbols(a.flat) if x in atoms]
-                if not isinstance(a.flat, int)
-                else []
-            )
+            used = [x for x in free_symbols(a.flat) if x in atoms] if not isinstance(a.flat, int) else []
             self.strides.append({x: coefficient(a.flat, x) for x in used})
             self.weights.append(a.nbytes * hint_numel(extent(atoms[x]) for x in used))
 
@@ -119,12 +103,7 @@ def _divisions(e: Size) -> int:
     """How many divisions, remainders and the like an expression holds."""
     if isinstance(e, int):
         return 0
-    return sum(
-        1 + _divisions(a.a) + _divisions(a.b)
-        for mono, _ in e.terms
-        for a in mono
-        if a.kind != "sym"
-    )
+    return sum(1 + _divisions(a.a) + _divisions(a.b) for mono, _ in e.terms for a in mono if a.kind != "sym")
 
 
 def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
@@ -138,9 +117,7 @@ def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
     return out
 
 
-def choose_axes(
-    vars_: Sequence[Expr], rvars: Sequence[Expr], accesses: Sequence[Access], ordered: bool
-) -> Axes:
+def choose_axes(vars_: Sequence[Expr], rvars: Sequence[Expr], accesses: Sequence[Access], ordered: bool) -> Axes:
     """The axes of a kernel. ordered: reduced axes must keep their order."""
     table = _Table((*vars_, *rvars), accesses)
     env: Env = {}
@@ -172,10 +149,7 @@ def _collapse(table: _Table, axes: list[Expr], env: Env) -> None:
         assert outer.extent is not None and inner.extent is not None
         whole = symbol(f"{outer.name}.{inner.name}", extent=mul(outer.extent, inner.extent))
         if table.joined(outer, inner, whole):
-            parts: Env = {
-                outer: floordiv(whole, inner.extent),
-                inner: mod(whole, inner.extent),
-            }
+            parts: Env = {outer: floordiv(whole, inner.extent), inner: mod(whole, inner.extent)}
             for a, e in env.items():
                 env[a] = substitute(e, parts)
             env.update(parts)

@@ -64,11 +64,7 @@ def evaluations(vars_: Sequence[Expr], load: Node) -> int:
 
 
 def kernel_work_ns(
-    vars_: Sequence[Expr],
-    rvars: Sequence[Expr],
-    nodes: Sequence[Node],
-    inner: Set[Node],
-    args: Sequence[Buffer],
+    vars_: Sequence[Expr], rvars: Sequence[Expr], nodes: Sequence[Node], inner: Set[Node], args: Sequence[Buffer]
 ) -> Size:
     """An estimate of a kernel's time on one core: the larger of moving its bytes and of its
     arithmetic. inner: nodes at full level."""

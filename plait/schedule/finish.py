@@ -65,9 +65,7 @@ class _Finisher:
     """Turns one group into a kernel. buffers: layouts chosen so far; those of the group's own free
     buffers are chosen here, but for the settled: an earlier kernel stores a piece of them."""
 
-    def __init__(
-        self, unit: Unit, draft: Draft, buffers: dict[str, Buffer], settled: set[str]
-    ) -> None:
+    def __init__(self, unit: Unit, draft: Draft, buffers: dict[str, Buffer], settled: set[str]) -> None:
         assert isinstance(unit.item, Group)
         self.unit, self.group, self.buffers = unit, unit.item, buffers
         self.settled = settled

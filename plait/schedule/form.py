@@ -65,9 +65,7 @@ def units(draft: Draft) -> list[Unit]:
     """The units of a draft in the order of their first ops, which need not be an order that works
     once groups are fused."""
     ops = draft.program.ops
-    items: list[tuple[int, Group | Op, tuple[int, ...]]] = [
-        (g.members[0].op, g, tuple(g.ops)) for g in draft.groups
-    ]
+    items: list[tuple[int, Group | Op, tuple[int, ...]]] = [(g.members[0].op, g, tuple(g.ops)) for g in draft.groups]
     items += [(k, op, (k,)) for k, op in enumerate(ops) if as_loop(op) is None]
     items.sort(key=lambda t: t[0])
     unit_of = {k: u for u, (_, _, members) in enumerate(items) for k in members}

@@ -27,12 +27,8 @@ MAX_NODES = 1500  # of a kernel's statements
 MAX_WRITES = 16
 MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
-MAX_DISTANCE = (
-    128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
-)
-MIN_OUTER = (
-    4  # outer points below which a large loop does not join a reduction: its threads would idle
-)
+MAX_DISTANCE = 128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
+MIN_OUTER = 4  # outer points below which a large loop does not join a reduction: its threads would idle
 TINY_NBYTES = 4096  # groups that move no more are joined if only their shapes agree
 LARGE_NUMEL = 1 << 16
 
@@ -147,9 +143,7 @@ class _Fuser:
 
     def _drop_unit_axes(self, node: _Node) -> None:
         g = node.group
-        unit: Env = {
-            v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1
-        }
+        unit: Env = {v.symbol: 0 for v in g.vars + g.rvars if v.symbol is not None and extent(v) == 1}
         if not unit:
             return
         g.vars = tuple(v for v in g.vars if v.symbol not in unit)
@@ -269,10 +263,7 @@ class _Fuser:
             return Reason("the order of the reduced axes matters")
         new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
         new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
-        for w, r, makers, users in (
-            (host, guest, new_host, new_guest),
-            (guest, host, new_guest, new_host),
-        ):
+        for w, r, makers, users in ((host, guest, new_host, new_guest), (guest, host, new_guest, new_host)):
             why = self._dependences(w, r, makers, users)
             if why is not None:
                 return why

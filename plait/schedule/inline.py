@@ -178,9 +178,7 @@ class _Inliner:
                 return False
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
-        saved = (
-            moved_ns(nbytes) * (1 + len(readers)) + moved_ns(self._read_nbytes(facts)) + LAUNCH_NS
-        )
+        saved = moved_ns(nbytes) * (1 + len(readers)) + moved_ns(self._read_nbytes(facts)) + LAUNCH_NS
         return moved_ns(more) + repeated * cycles / CYCLES_A_NS <= saved
 
     def _evaluations(self, reader: _Reader) -> int:

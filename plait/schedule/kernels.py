@@ -161,9 +161,7 @@ def content_text(
         else:
             rest = [number[a] for a in s.index_args]
             mask = None if s.mask is None else number[s.mask]
-            lines.append(
-                f"{s.mode} {bufs[s.buf]} {s.index} {number[s.value]} {s.full} {rest} {mask}"
-            )
+            lines.append(f"{s.mode} {bufs[s.buf]} {s.index} {number[s.value]} {s.full} {rest} {mask}")
     return "\n".join(lines)
 
 

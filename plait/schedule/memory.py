@@ -13,17 +13,7 @@ from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate
-from plait.ir.sizes import (
-    Size,
-    add,
-    ceildiv,
-    free_symbols,
-    known_le,
-    known_nonneg,
-    mul,
-    smax,
-    total,
-)
+from plait.ir.sizes import Size, add, ceildiv, free_symbols, known_le, known_nonneg, mul, smax, total
 from plait.schedule.align import divided
 from plait.schedule.cost import buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
@@ -86,10 +76,7 @@ def lives(plan: Plan) -> dict[str, Life]:
             end[memory.get(name, name)] = k
     for name in output_buffers(plan.program):
         end[memory.get(name, name)] = len(plan.steps)
-    return {
-        n: Life(n, storage_nbytes(plan.buffers[n]), k, end[memory.get(n, n)])
-        for n, k in start.items()
-    }
+    return {n: Life(n, storage_nbytes(plan.buffers[n]), k, end[memory.get(n, n)]) for n, k in start.items()}
 
 
 def donated(plan: Plan) -> list[Life]:
@@ -99,9 +86,7 @@ def donated(plan: Plan) -> list[Life]:
     for k, step in enumerate(plan.steps):
         last.update(dict.fromkeys(touched(step)[0], k))
     return [
-        Life(n, buffer_nbytes(plan.buffers[n]), 0, last.get(n, 0))
-        for n in plan.program.donated
-        if n in plan.buffers
+        Life(n, buffer_nbytes(plan.buffers[n]), 0, last.get(n, 0)) for n in plan.program.donated if n in plan.buffers
     ]
 
 
@@ -134,9 +119,7 @@ def _known_at_start(program: LoopProgram) -> set[str]:
         if isinstance(source, tuple):
             if source[0] in inputs:
                 known.add(name)
-        elif source is not None and (
-            isinstance(source, int) or all(a.name in known for a in free_symbols(source))
-        ):
+        elif source is not None and (isinstance(source, int) or all(a.name in known for a in free_symbols(source))):
             known.add(name)
     return known
 
@@ -218,10 +201,7 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
         head = first[old] if old is not None and old in first else life.name
         first[life.name] = head
         chains.setdefault(head, []).append(life)
-    return [
-        Block(tuple(x.name for x in c), c[0].nbytes, c[0].start, max(x.end for x in c))
-        for c in chains.values()
-    ]
+    return [Block(tuple(x.name for x in c), c[0].nbytes, c[0].start, max(x.end for x in c)) for c in chains.values()]
 
 
 def place(all_blocks: Sequence[Block]) -> tuple[dict[str, Size], Size]:
@@ -297,9 +277,7 @@ def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- peaks
-def peak_nbytes(
-    all_lives: Sequence[Life], n_steps: int, scratch: Mapping[int, int] | None = None
-) -> int:
+def peak_nbytes(all_lives: Sequence[Life], n_steps: int, scratch: Mapping[int, int] | None = None) -> int:
     """The most bytes alive at any step when each buffer is allocated and freed by itself (with
     hints for unknown sizes). scratch: bytes that a step holds besides."""
     change = [0] * (n_steps + 2)

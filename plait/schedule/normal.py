@@ -85,12 +85,7 @@ class _Takeovers:
         under the new name, by inlining."""
         base = op.base
         old, new = self.program.buffers[base], self.program.buffers[op.out]
-        if (
-            base in self.plain
-            or base in self.held
-            or base in self.shared
-            or base in self.shared.values()
-        ):
+        if base in self.plain or base in self.held or base in self.shared or base in self.shared.values():
             return False
         if self.last_read[base] > k or base in self.outputs or old.strides != new.strides:
             return False
@@ -126,9 +121,7 @@ class _Takeovers:
     def _node(self, root: Node) -> Node:
         def fn(n: Node, args: tuple[Node, ...]) -> Node:
             if n.op == "load" and load_of(n).buf in self.names:
-                return node(
-                    "load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype
-                )
+                return node("load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype)
             return with_args(n, args)
 
         return rewrite(root, fn)

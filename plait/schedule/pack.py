@@ -96,9 +96,7 @@ class _Packer:
     def may_pack(self, k: int) -> bool:
         """Whether a unit may share a launch: loops on the CPU whose points may run on any thread."""
         u = self.units[k]
-        if not isinstance(u.item, Group) or any(
-            isinstance(m.loop, Scatter) for m in u.item.members
-        ):
+        if not isinstance(u.item, Group) or any(isinstance(m.loop, Scatter) for m in u.item.members):
             return False
         buffers = self.draft.program.buffers
         return all(buffers[b].device == "cpu" for b in (*u.reads, *u.writes))

@@ -11,18 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from plait.ir.checks import Check
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    Item,
-    LoopProgram,
-    Mutate,
-    Node,
-    check_of,
-    walk,
-)
+from plait.ir.loops import Alias, Assert, Buffer, Extern, Item, LoopProgram, Mutate, Node, check_of, walk
 from plait.ir.sizes import Expr, Size
 
 

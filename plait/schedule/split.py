@@ -53,9 +53,7 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
-def _chunks(
-    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies
-) -> tuple[Size, Size] | None:
+def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies) -> tuple[Size, Size] | None:
     """(chunks, rest) with chunks * rest >= the extent of the outermost reduced axis, or None where
     it stays whole."""
     outer = hint_numel(extent(v) for v in op.vars)
@@ -158,10 +156,7 @@ class _Split:
         if self.op.kind in ("argmax", "argmin"):
             return self._position()
         partial = self.buffer("part", self.value.dtype, self.shape)
-        return [
-            self.first(self.op.kind, (partial,)),
-            self.second(self.op.kind, self.op.outs, partial),
-        ]
+        return [self.first(self.op.kind, (partial,)), self.second(self.op.kind, self.op.outs, partial)]
 
     def _position(self) -> list[Op]:
         """The chunk with the best value, then the position in it."""

@@ -13,17 +13,7 @@ from collections.abc import Sequence
 
 from plait.ir.loops import Buffer, Extern, LoopProgram
 from plait.ir.sizes import Expr, Size
-from plait.ir.symtext import (
-    Scope,
-    keywords,
-    name_of,
-    name_text,
-    positional,
-    text_of,
-    tuple_text,
-    word,
-    wrong,
-)
+from plait.ir.symtext import Scope, keywords, name_of, name_text, positional, text_of, tuple_text, word, wrong
 from plait.ir.text import (
     Body,
     BodyReader,
@@ -37,17 +27,7 @@ from plait.ir.text import (
     params_text,
     py_word,
 )
-from plait.schedule.plan import (
-    Kernel,
-    MemoryPlan,
-    Plan,
-    Reason,
-    Reduce,
-    Refusal,
-    Step,
-    Stmt,
-    Store,
-)
+from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Step, Stmt, Store
 
 
 def plan_text(plan: Plan) -> str:
@@ -132,9 +112,7 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
 
 def _reduce(s: Reduce, body: Body) -> str:
     value = body.value(s.value)
-    return (
-        f"{name_text(s.name)} = {py_word(s.kind)}({value}{', running=True' if s.running else ''})"
-    )
+    return f"{name_text(s.name)} = {py_word(s.kind)}({value}{', running=True' if s.running else ''})"
 
 
 def _store(s: Store, body: Body) -> str:
@@ -262,9 +240,7 @@ def step_summary(step: Step) -> str:
     flow = f"{', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}"
     if step.parts:
         flow += f" by {' and '.join(n.name for n in step.parts)}"
-    return (
-        f"kernel {step.name}: {flow}; {spaces} points, about {time_text(step.work_ns)} on one core"
-    )
+    return f"kernel {step.name}: {flow}; {spaces} points, about {time_text(step.work_ns)} on one core"
 
 
 def _over(k: Kernel) -> str:
@@ -277,11 +253,7 @@ def _space(vars_: Sequence[Expr]) -> str:
 
 def time_text(work_ns: Size) -> str:
     """A time in words: `3.2 us`, or nanoseconds where it depends on sizes."""
-    return (
-        f"{work_ns / 1e3:.1f} us"
-        if isinstance(work_ns, int) and work_ns >= 1000
-        else f"{work_ns} ns"
-    )
+    return f"{work_ns / 1e3:.1f} us" if isinstance(work_ns, int) and work_ns >= 1000 else f"{work_ns} ns"
 
 
 def refused_pairs(plan: Plan) -> list[tuple[str, str]]:

@@ -45,9 +45,7 @@ def explain(
             breaks.append(why)
         return plait_backend(gm, inputs, options=options, mode=mode)
 
-    original = (
-        getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
-    )
+    original = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
     try:
         with _listening(records.append):
             # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is compiled already.
@@ -93,10 +91,6 @@ def _run_backward(result: Any, fn: Callable[..., Any], given: Any) -> None:
     """Backward graphs are compiled when they are first run."""
     outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
     parameters = list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
-    inputs = [
-        t
-        for t in (*tree_leaves(given), *parameters)
-        if isinstance(t, torch.Tensor) and t.requires_grad
-    ]
+    inputs = [t for t in (*tree_leaves(given), *parameters) if isinstance(t, torch.Tensor) and t.requires_grad]
     if outs and inputs:
         torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs], allow_unused=True)

@@ -90,10 +90,7 @@ class Report:
         for g in self.graphs:
             for pair, reason in refused_pairs(g.plan):
                 examples.setdefault(_kind(reason), f"{pair}: {reason}")
-        return [
-            f"{_count(n, 'pair')}: {kind} (such as {examples[kind]})"
-            for kind, n in self.refusals.items()
-        ]
+        return [f"{_count(n, 'pair')}: {kind} (such as {examples[kind]})" for kind, n in self.refusals.items()]
 
     def __str__(self) -> str:
         return self.text
@@ -159,8 +156,7 @@ def _dynamic(g: CompileRecord) -> list[str]:
         for a in free_symbols(e)
     }
     return [
-        f"{a.name} >= {int(a.lo)}" + (f" and <= {int(a.hi)}" if a.hi < 2**31 else "")
-        for _, a in sorted(atoms.items())
+        f"{a.name} >= {int(a.lo)}" + (f" and <= {int(a.hi)}" if a.hi < 2**31 else "") for _, a in sorted(atoms.items())
     ]
 
 

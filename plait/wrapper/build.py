@@ -11,19 +11,7 @@ from typing import assert_never
 
 from plait.errors import InternalError
 from plait.ir.dtypes import DType, opaque
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    ExternArg,
-    Item,
-    ListArg,
-    Mutate,
-    Number,
-    Scalar,
-    TensorArg,
-)
+from plait.ir.loops import Alias, Assert, Buffer, Extern, ExternArg, Item, ListArg, Mutate, Number, Scalar, TensorArg
 from plait.ir.sizes import Expr, Size, free_symbols
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins
@@ -52,9 +40,7 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> ins.Wra
         b.check_results(step)  # sizes that only the results tell are symbols by now
     b.add_return()
     callables = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
-    origins = [
-        (s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin
-    ]
+    origins = [(s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin]
     program = ins.WrapperProgram(
         name=name,
         inputs=tuple(b.inputs),
@@ -98,9 +84,7 @@ class _Builder:
             for name in ready:
                 source = self.pending[name]
                 assert source is not None
-                self.define_symbol(
-                    name, ins.SizeOf(*source) if isinstance(source, tuple) else source
-                )
+                self.define_symbol(name, ins.SizeOf(*source) if isinstance(source, tuple) else source)
 
     def exists(self, source: tuple[str, str, int] | Size | None) -> bool:
         if source is None:
@@ -123,16 +107,12 @@ class _Builder:
             self.how[name] = "constant"
         kernels = [s for s in self.plan.steps if isinstance(s, Kernel)]
         # Launches of equal kernels share one definition.
-        defines = dict.fromkeys(
-            ins.DefineKernel(k.name, len(k.args), len(k.sizes), k.checks) for k in kernels
-        )
+        defines = dict.fromkeys(ins.DefineKernel(k.name, len(k.args), len(k.sizes), k.checks) for k in kernels)
         self.body.extend(defines)
         memory = self.plan.memory
         if memory.offsets:
             if not all(a.name in self.how for a in free_symbols(memory.arena_nbytes)):
-                raise InternalError(
-                    f"the arena's size {memory.arena_nbytes} is not known when the program starts"
-                )
+                raise InternalError(f"the arena's size {memory.arena_nbytes} is not known when the program starts")
             self.body.append(ins.Arena(ARENA, memory.arena_nbytes))
 
     # ---- steps
@@ -180,9 +160,7 @@ class _Builder:
         into = self.call_into(e)
         if into:
             given = tuple((k, ins.Ref(n)) for k, n in zip(e.out_names, into, strict=True))
-            self.body.append(
-                ins.CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep)
-            )
+            self.body.append(ins.CallExtern(e.out_op, args, kwargs + given, (), into, may_keep=e.may_keep))
             return
         outs = list(e.outs)
         for k, symbol in e.symbols:
@@ -210,9 +188,7 @@ class _Builder:
     def call_into(self, e: Extern) -> tuple[str, ...]:
         """Memory for all results, if the plan has a place for each and the op can write there; else ()."""
         memory = self.plan.memory
-        names = [
-            n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)
-        ]
+        names = [n for n in e.outs if n is not None and (n in memory.offsets or n in memory.in_place)]
         if not e.out_op or not names or len(names) != len(e.outs) or len(names) != len(e.out_names):
             return ()
         for n in names:

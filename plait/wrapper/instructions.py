@@ -352,6 +352,4 @@ class WrapperProgram:
     body: tuple[Instr, ...]
     n_constants: int = 0
     n_callables: int = 0
-    origins: tuple[tuple[str, str], ...] = field(
-        default=()
-    )  # kernel name -> source lines and ATen ops
+    origins: tuple[tuple[str, str], ...] = field(default=())  # kernel name -> source lines and ATen ops

@@ -39,11 +39,7 @@ class MeasuredProgram:
 
 
 def measured(
-    log: PassLog,
-    loaded: Loaded,
-    program: WrapperProgram,
-    library: str | None,
-    constants: Sequence[torch.Tensor],
+    log: PassLog, loaded: Loaded, program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor]
 ) -> Loaded:
     """loaded itself, or where kernel times are to be seen (level 2) a program that prints them at its first call."""
     if not log.shows(KERNELS) or not any(isinstance(i, Launch) for i in program.body):

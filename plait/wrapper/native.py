@@ -125,9 +125,7 @@ class _Encoder:
             offset += len(t)
         words += [*head, n_instrs, *body]
         payload = struct.pack("<q", len(words)) + _pack(words) + b"".join(texts)
-        return (
-            _MAGIC + struct.pack("<IIQ", PLAN_VERSION, zlib.crc32(payload), len(payload)) + payload
-        )
+        return _MAGIC + struct.pack("<IIQ", PLAN_VERSION, zlib.crc32(payload), len(payload)) + payload
 
     # ------------------------------------------------------------------------------------ tables
     def _string(self, text: str) -> int:
@@ -207,15 +205,12 @@ class _Encoder:
                 return [_DTYPE[text]]
             case "dtype":
                 raise Unsupported(
-                    f"the dtype {text} as an operand of a native plan",
-                    hint='set the option wrapper="python"',
+                    f"the dtype {text} as an operand of a native plan", hint='set the option wrapper="python"'
                 )
             case _:
                 return [self._string(text)]
 
-    def _operands(
-        self, args: tuple[Operand, ...], kwargs: tuple[tuple[str, Operand], ...]
-    ) -> list[int]:
+    def _operands(self, args: tuple[Operand, ...], kwargs: tuple[tuple[str, Operand], ...]) -> list[int]:
         words = [len(args)]
         for a in args:
             words += self._operand(a)

@@ -20,9 +20,7 @@ Pass = Callable[[ins.WrapperProgram], ins.WrapperProgram]
 Show = Callable[[str, ins.WrapperProgram], None]
 
 
-def run_passes(
-    program: ins.WrapperProgram, check: bool = False, show: Show | None = None
-) -> ins.WrapperProgram:
+def run_passes(program: ins.WrapperProgram, check: bool = False, show: Show | None = None) -> ins.WrapperProgram:
     """The program after all passes.
 
     check: verify before the first and after each, and that none dropped an effect. show: called with each result.
@@ -76,17 +74,7 @@ def drop_dead(p: ins.WrapperProgram) -> ins.WrapperProgram:
     for i in reversed(p.body):
         if (
             isinstance(
-                i,
-                (
-                    ins.Symbol,
-                    ins.Arena,
-                    ins.Place,
-                    ins.Alloc,
-                    ins.Reuse,
-                    ins.View,
-                    ins.Constant,
-                    ins.DefineKernel,
-                ),
+                i, (ins.Symbol, ins.Arena, ins.Place, ins.Alloc, ins.Reuse, ins.View, ins.Constant, ins.DefineKernel)
             )
             and i.name not in needed
         ):
@@ -121,9 +109,7 @@ def share_sizes(p: ins.WrapperProgram) -> ins.WrapperProgram:
     waiting = dict(shared)
     out = _define_ready(waiting, ready)
     for i in p.body:
-        out.append(
-            i if isinstance(i, ins.Symbol) else rewrite(i, lambda n: n, lambda e: _swap(e, shared))
-        )
+        out.append(i if isinstance(i, ins.Symbol) else rewrite(i, lambda n: n, lambda e: _swap(e, shared)))
         ready.update(defined(i))
         out += _define_ready(waiting, ready)
     return replace(p, body=tuple(out))
@@ -232,9 +218,7 @@ def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:
             read |= args
             written |= outs
             i = replace(i, barrier=barrier)
-        elif isinstance(
-            i, (ins.CallExtern, ins.CallPython, ins.Copy, ins.Fill, ins.CheckFinite)
-        ) or _reads_item(i):
+        elif isinstance(i, (ins.CallExtern, ins.CallPython, ins.Copy, ins.Fill, ins.CheckFinite)) or _reads_item(i):
             read, written = set(), set()
         out.append(i)
     return replace(p, body=tuple(out))

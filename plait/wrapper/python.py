@@ -26,29 +26,8 @@ from plait.wrapper import instructions as ins
 from plait.wrapper.walk import input_sizes
 
 _RESERVED = frozenset(
-    {
-        *dir(builtins),
-        *keyword.kwlist,
-        *keyword.softkwlist,
-        "torch",
-        "rt",
-        "args",
-        "outer",
-        "call",
-        "inputs",
-    }
-    | {
-        "library",
-        "constants",
-        "callables",
-        "bind",
-        "LIBRARY",
-        "CONSTANTS",
-        "SIGNATURE",
-        "nan",
-        "inf",
-        "example_inputs",
-    }
+    {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "torch", "rt", "args", "outer", "call", "inputs"}
+    | {"library", "constants", "callables", "bind", "LIBRARY", "CONSTANTS", "SIGNATURE", "nan", "inf", "example_inputs"}
 )
 
 
@@ -95,12 +74,7 @@ def load_python(
 ) -> PythonProgram:
     """Executes a module's source and binds it. Raises RuntimeError if the library lacks a kernel."""
     name = f"{filename[:-1]} {len(linecache.cache)}>" if filename == "<plait>" else filename
-    linecache.cache[name] = (
-        len(source),
-        None,
-        source.splitlines(True),
-        name,
-    )  # tracebacks show its lines
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines
     module = ModuleType("plait_generated")
     module.__file__ = name
     exec(compile(source, name, "exec"), module.__dict__)
@@ -169,11 +143,7 @@ class _Module:
             "",
             "    def call(args):",
             "        rt.check_inputs(args, SIGNATURE)",
-            *(
-                [f"        {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"]
-                if inputs
-                else []
-            ),
+            *([f"        {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"] if inputs else []),
             "        args.clear()  # an input lives until its last use",
             *(["        outer = rt.dispatch_state()"] if python_calls else []),
             "        with rt.below_autograd():",
@@ -194,9 +164,7 @@ class _Module:
         return [f"    {s}," for s in parts]
 
     def main(self) -> list[str]:
-        atoms = {
-            a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)
-        }
+        atoms = {a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)}
         for i in self.p.inputs:
             if isinstance(i, ins.SymbolInput):
                 atoms.setdefault(i.name, Atom("sym", i.name, i.name, lo=0))
@@ -204,9 +172,7 @@ class _Module:
         lines = [f"def example_inputs({', '.join(params)}):", "    return ["]
         for i in self.p.inputs:
             if isinstance(i, ins.TensorInput):
-                kind = (
-                    f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
-                )
+                kind = f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
                 lines.append(f"        rt.random_tensor({kind}, {i.device!r}),  # {i.name}")
             elif isinstance(i, ins.SymbolInput):
                 lines.append(f"        {self.names.variable(i.name)},")
@@ -214,10 +180,7 @@ class _Module:
                 lines.append(f"        None,  # {i.name}")
         lines += ["    ]", "", "", 'if __name__ == "__main__":']
         if self.p.n_callables:
-            return [
-                *lines,
-                f"    raise SystemExit('{self.p.name} calls Python objects, which no file can hold')",
-            ]
+            return [*lines, f"    raise SystemExit('{self.p.name} calls Python objects, which no file can hold')"]
         return [
             *lines,
             "    call = bind(LIBRARY, rt.load_constants(CONSTANTS, __file__), [])",
@@ -235,9 +198,7 @@ class _Module:
                 add(f"rt.require({size(i.expr)}, {i.message!r})")
             case ins.AssertSizeStride():
                 dtype = None if i.dtype == opaque else _dtype(i.dtype)
-                add(
-                    f"rt.require_layout({name(i.tensor)}, {i.tensor!r}, {dtype}, {sizes(i.shape)}, {sizes(i.strides)})"
-                )
+                add(f"rt.require_layout({name(i.tensor)}, {i.tensor!r}, {dtype}, {sizes(i.shape)}, {sizes(i.strides)})")
             case ins.AssertAlignment():
                 add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
             case ins.CheckFinite():
@@ -255,9 +216,7 @@ class _Module:
                 add(f"del {name(i.name)}")
             case ins.View():
                 relative = "" if i.relative else ", relative=False"
-                add(
-                    f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, {size(i.offset)}{relative})"
-                )
+                add(f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, {size(i.offset)}{relative})")
             case ins.Constant():
                 self.setup.append(f"{name(i.name)} = constants[{i.index}]")
             case ins.DefineKernel():
@@ -309,25 +268,18 @@ class _Module:
         args = [self.operand(o) for o in i.args]
         for key, o in i.kwargs:
             plain = key.isidentifier() and not keyword.iskeyword(key)
-            args.append(
-                f"{key}={self.operand(o)}" if plain else f"**{{{key!r}: {self.operand(o)}}}"
-            )
+            args.append(f"{key}={self.operand(o)}" if plain else f"**{{{key!r}: {self.operand(o)}}}")
         if isinstance(i, ins.CallExtern):
             function, several = f"{_operator(i.op)}(", _returns_several(i.op)
         else:
-            function, several = (
-                f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}",
-                True,
-            )
+            function, several = (f"rt.python_call(outer, callables[{i.index}]{', ' if args else ''}", True)
             self.body.append(f"# {i.label}")
         made = f"{function}{', '.join(args)})"
         targets = ["_" if n is None else self.names.variable(n) for n in i.outs]
         if not targets:
             self.body.append(made)
         elif several:
-            self.body.append(
-                f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = rt.flat({made})"
-            )
+            self.body.append(f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = rt.flat({made})")
         else:
             self.body.append(f"{targets[0]} = {made}")
 
@@ -373,11 +325,7 @@ def _operator(op: str) -> str:
     name, _, overload = rest.partition(".")
     packet = f"torch.ops.{namespace}.{name}"
     overload = overload or "default"
-    return (
-        f"{packet}.{overload}"
-        if not keyword.iskeyword(overload)
-        else f"getattr({packet}, {overload!r})"
-    )
+    return f"{packet}.{overload}" if not keyword.iskeyword(overload) else f"getattr({packet}, {overload!r})"
 
 
 def _returns_several(op: str) -> bool:
@@ -398,11 +346,7 @@ def _literal(o: ins.Literal) -> str:
             value = float.fromhex(o.text)
             return repr(value) if value - value == 0 else f"float({str(value)!r})"
         case "str" | "device":
-            return (
-                json.dumps(o.text, ensure_ascii=False)
-                if o.kind == "str"
-                else f"torch.device({o.text!r})"
-            )
+            return json.dumps(o.text, ensure_ascii=False) if o.kind == "str" else f"torch.device({o.text!r})"
         case "complex":
             real, imaginary = (float.fromhex(t) for t in o.text.split())
             return f"complex(float({str(real)!r}), float({str(imaginary)!r}))"

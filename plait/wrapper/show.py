@@ -28,9 +28,7 @@ def show_graph(log: PassLog, filename: str, graph: torch.fx.GraphModule) -> None
     """An FX graph as the Python that torch prints, with shapes and source lines."""
 
     def readable() -> str:
-        printed: str = graph.print_readable(
-            print_output=False, include_stride=True, include_device=False
-        )
+        printed: str = graph.print_readable(print_output=False, include_stride=True, include_device=False)
         return printed
 
     log.dump(filename, readable)
@@ -73,9 +71,7 @@ def show_pass(log: PassLog, name: str, program: WrapperProgram) -> None:
         log.note(IR, f"{log.name}: wrapper after {name}\n{text(program)}")
 
 
-def show_wrapper(
-    log: PassLog, program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor]
-) -> None:
+def show_wrapper(log: PassLog, program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor]) -> None:
     """The final wrapper program, and the same as a Python module that runs by itself."""
     saved = CONSTANTS if constants else ""
     log.dump("5_wrapper.txt", lambda: text(program))

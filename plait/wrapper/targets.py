@@ -27,26 +27,18 @@ class Loaded(Protocol):
 
 
 def _native(
-    program: WrapperProgram,
-    library: str | None,
-    constants: Sequence[torch.Tensor],
-    callables: Sequence[Any],
+    program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor], callables: Sequence[Any]
 ) -> Loaded:
     return load(encode(program), library, constants, callables)
 
 
 def _python(
-    program: WrapperProgram,
-    library: str | None,
-    constants: Sequence[torch.Tensor],
-    callables: Sequence[Any],
+    program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor], callables: Sequence[Any]
 ) -> Loaded:
     return load_python(make_python(program, library or ""), library, constants, callables)
 
 
-TARGETS: dict[
-    str, Callable[[WrapperProgram, str | None, Sequence[torch.Tensor], Sequence[Any]], Loaded]
-] = {
+TARGETS: dict[str, Callable[[WrapperProgram, str | None, Sequence[torch.Tensor], Sequence[Any]], Loaded]] = {
     "native": _native,
     "python": _python,
 }

@@ -75,17 +75,12 @@ _DEFAULTS: dict[type, dict[str, object]] = {
 def text(p: ins.WrapperProgram) -> str:
     """The program as text, symbols declared first."""
     w = _Writer()
-    for e in (
-        *(e for i in p.inputs for e in input_sizes(i)),
-        *(e for i in p.body for e in sizes(i)),
-    ):
+    for e in (*(e for i in p.inputs for e in input_sizes(i)), *(e for i in p.body for e in sizes(i))):
         w.scope.size(e)  # declared before any tensor is named, so that names cannot be mistaken
     inputs = [w.line(i) for i in p.inputs]
     body = [w.line(i) for i in p.body]
     facts = [repr(p.name)]
-    facts += [
-        f"{k}={v}" for k, v in (("n_constants", p.n_constants), ("n_callables", p.n_callables)) if v
-    ]
+    facts += [f"{k}={v}" for k, v in (("n_constants", p.n_constants), ("n_callables", p.n_callables)) if v]
     origins = [f"origin({k!r}, {o!r})" for k, o in p.origins]
     head = [f"program({', '.join(facts)})", *w.scope.lines]
     return "\n".join([*head, "", *inputs, "", *origins, *body]) + "\n"
@@ -237,9 +232,7 @@ class _Reader:
         if isinstance(s, ast.Assign):
             left = s.targets[0]
             parts = left.elts if isinstance(left, ast.Tuple) else [left]
-            targets = [
-                None if isinstance(t, ast.Name) and t.id == "_" else name_of(t) for t in parts
-            ]
+            targets = [None if isinstance(t, ast.Name) and t.id == "_" else name_of(t) for t in parts]
         if not isinstance(s, (ast.Assign, ast.Expr)) or not isinstance(s.value, ast.Call):
             raise wrong(s, "an instruction")
         call = s.value
@@ -263,9 +256,7 @@ class _Reader:
             raise wrong(call, "an instruction")
         return cls(**dict(self.fields(cls, call, targets)))
 
-    def fields(
-        self, cls: type, call: ast.Call, targets: list[str | None]
-    ) -> Iterator[tuple[str, Any]]:
+    def fields(self, cls: type, call: ast.Call, targets: list[str | None]) -> Iterator[tuple[str, Any]]:
         given = {k.arg: k.value for k in call.keywords}
         given_in_order = iter(call.args)
         for name, kind in SYNTAX[cls][1]:
@@ -298,9 +289,7 @@ class _Reader:
             case _:
                 return _constant(e)
 
-    def call(
-        self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]
-    ) -> ins.CallExtern | ins.CallPython:
+    def call(self, head: ast.Call, call: ast.Call, outs: tuple[str | None, ...]) -> ins.CallExtern | ins.CallPython:
         cls = _BY_WORD.get(word(head) or "")
         args = tuple(self.operand(a) for a in call.args)
         kwargs: list[tuple[str, ins.Operand]] = []
@@ -313,9 +302,7 @@ class _Reader:
                 raise wrong(call, "arguments with names")
         if cls is ins.CallExtern or cls is ins.CallPython:
             facts: dict[str, Any] = dict(self.fields(cls, head, []))
-            made: ins.CallExtern | ins.CallPython = cls(
-                args=args, kwargs=tuple(kwargs), outs=outs, **facts
-            )
+            made: ins.CallExtern | ins.CallPython = cls(args=args, kwargs=tuple(kwargs), outs=outs, **facts)
             return made
         raise wrong(head, "call or call_python")
 

@@ -18,9 +18,7 @@ from plait.ir.sizes import Expr, Size
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import defined, operands, refs, sizes, symbols, used
 
-LITERALS = frozenset(
-    {"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"}
-)
+LITERALS = frozenset({"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"})
 
 
 def verify(program: ins.WrapperProgram, after: str = "build") -> None:
@@ -34,9 +32,7 @@ def verify_kept(before: ins.WrapperProgram, now: ins.WrapperProgram, after: str)
     if was != has:
         lost = [str(e) for e in was if was[e] > has[e]]
         new = [str(e) for e in has if has[e] > was[e]]
-        raise InternalError(
-            f"after {after}: effects changed: lost {lost or 'none'}, new {new or 'none'}"
-        )
+        raise InternalError(f"after {after}: effects changed: lost {lost or 'none'}, new {new or 'none'}")
     if before.inputs != now.inputs:
         raise InternalError(f"after {after}: the signature changed")
 
@@ -47,13 +43,7 @@ def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
         match i:
             case ins.AssertScalar():
                 out["AssertScalar", i.message] += 1
-            case (
-                ins.AssertSizeStride()
-                | ins.AssertAlignment()
-                | ins.CheckFinite()
-                | ins.BumpVersion()
-                | ins.Fill()
-            ):
+            case ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.BumpVersion() | ins.Fill():
                 out[type(i).__name__, i.tensor] += 1
             case ins.Launch():
                 out["Launch", i.kernel] += 1
@@ -88,11 +78,7 @@ class _Verifier:
 
     def run(self) -> None:
         for entry in self.p.inputs:
-            kinds = {
-                ins.TensorInput: "tensor",
-                ins.SymbolInput: "symbol",
-                ins.OpaqueInput: "opaque",
-            }
+            kinds = {ins.TensorInput: "tensor", ins.SymbolInput: "symbol", ins.OpaqueInput: "opaque"}
             self.define(entry.name, kinds[type(entry)])
             if isinstance(entry, ins.TensorInput):
                 self.ranks(entry.shape, entry.strides)
@@ -129,9 +115,7 @@ class _Verifier:
         while at is not None:
             if at in self.freed:
                 through = "" if at == name else f" (through {name})"
-                self.fail(
-                    f"{at} is used after it was freed by instruction {self.freed[at]}{through}"
-                )
+                self.fail(f"{at} is used after it was freed by instruction {self.freed[at]}{through}")
             at = self.base.get(at)
         root = self.root(name)
         taker = self.spent.get(root)
@@ -242,9 +226,7 @@ class _Verifier:
             self.fail(f"byte {i.offset} is no place for {i.dtype}")
         ranges = self.ranges[i.name] = [_bytes(i, env) for env in self.samples]
         room = self.arenas[i.arena].nbytes
-        if any(
-            end > sz.evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)
-        ):
+        if any(end > sz.evaluate(room, env) for (_, end), env in zip(ranges, self.samples, strict=True)):
             self.fail(f"it ends beyond the {room} bytes of {i.arena}")
         for other in self.placed.values():
             if other.arena == i.arena:
@@ -324,11 +306,7 @@ def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
 
     A symbol that is an expression takes its value from the others."""
     atoms = {a.name: a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
-    given = {
-        i.name: i.value
-        for i in p.body
-        if isinstance(i, ins.Symbol) and isinstance(i.value, (int, Expr))
-    }
+    given = {i.name: i.value for i in p.body if isinstance(i, ins.Symbol) and isinstance(i.value, (int, Expr))}
     free = [n for n in sorted(atoms) if n not in given]
     if not atoms:
         return [{}]
@@ -358,6 +336,4 @@ def _bytes(i: ins.Place, env: Env) -> tuple[int, int]:
 
 def _overlap(a: Ranges, b: Ranges) -> bool:
     """Whether two ranges share a byte at any of the sample values."""
-    return any(
-        a0 < b1 and b0 < a1 and a0 < a1 and b0 < b1 for (a0, a1), (b0, b1) in zip(a, b, strict=True)
-    )
+    return any(a0 < b1 and b0 < a1 and a0 < a1 and b0 < b1 for (a0, a1), (b0, b1) in zip(a, b, strict=True))

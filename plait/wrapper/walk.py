@@ -17,15 +17,7 @@ from plait.wrapper import instructions as ins
 def defined(i: ins.Instr) -> tuple[str, ...]:
     """Names that come into being here: tensors, arenas, symbols. Kernels have a space of their own."""
     match i:
-        case (
-            ins.Symbol()
-            | ins.Arena()
-            | ins.Place()
-            | ins.Alloc()
-            | ins.Reuse()
-            | ins.View()
-            | ins.Constant()
-        ):
+        case ins.Symbol() | ins.Arena() | ins.Place() | ins.Alloc() | ins.Reuse() | ins.View() | ins.Constant():
             return (i.name,)
         case ins.CallExtern() | ins.CallPython():
             return tuple(n for n in i.outs if n is not None)
@@ -86,13 +78,7 @@ def used(i: ins.Instr) -> tuple[str, ...]:
     match i:
         case ins.Symbol(_, ins.SizeOf(tensor) | ins.ItemOf(tensor)):
             names.append(tensor)
-        case (
-            ins.AssertSizeStride()
-            | ins.AssertAlignment()
-            | ins.CheckFinite()
-            | ins.BumpVersion()
-            | ins.Fill()
-        ):
+        case ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.BumpVersion() | ins.Fill():
             names.append(i.tensor)
         case ins.Place():
             names.append(i.arena)
@@ -162,9 +148,7 @@ def input_sizes(i: ins.Input) -> tuple[Size, ...]:
             assert_never(i)
 
 
-def map_operand(
-    o: ins.Operand, ref: Callable[[str], str], size: Callable[[Size], Size]
-) -> ins.Operand:
+def map_operand(o: ins.Operand, ref: Callable[[str], str], size: Callable[[Size], Size]) -> ins.Operand:
     """The operand with its tensor names and its integer expressions replaced."""
     match o:
         case ins.Ref(name):

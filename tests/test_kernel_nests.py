@@ -11,7 +11,7 @@ import pytest
 from plait.ir.dtypes import b1, f32, i64
 from plait.ir.loops import Buffer, Load, Node, loop_vars, node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Size, symbol
+from plait.ir.sizes import Size, floordiv, symbol
 from plait.kernel.cpp import emit_library, structure
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Store
@@ -173,6 +173,29 @@ def test_transpose_and_add(isa: Isa, shape: tuple[int, int], tmp_path: Path) -> 
     x, y = (rng.normal(size=shape).astype(np.float32), rng.normal(size=(columns, rows)).astype(np.float32))
     z = np.zeros((columns, rows), np.float32)
     Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y, "z": z}, threads=3)
+    np.testing.assert_array_equal(z, x.T + y)
+
+
+@all_isas
+@pytest.mark.parametrize("n", [12, 80, 135])
+def test_transpose_of_sizes_that_are_computed(isa: Isa, n: int, tmp_path: Path) -> None:
+    """Sizes that are variables of the kernel must not be confused with the tile's own."""
+    rows = floordiv(symbol("s0", 0, 1 << 20), 4)
+    columns = rows * rows
+    ops = Recorder()
+    (i, j) = loop_vars("i", (columns, rows))
+    value = ops.op("add", ops.load("x", (j, i), f32), ops.load("y", (i, j), f32))
+    buffers = (
+        strided("x", f32, (rows, columns)),
+        strided("y", f32, (columns, rows)),
+        strided("z", f32, (columns, rows)),
+    )
+    s0 = symbol("s0", 0, 1 << 20)
+    kernel = Kernel("t", (i, j), (), (Store("z", (i, j), value, True),), buffers, ("z",), (s0,))
+    rng, r = np.random.default_rng(0), n // 4
+    x, y = rng.normal(size=(r, r * r)).astype(np.float32), rng.normal(size=(r * r, r)).astype(np.float32)
+    z = np.zeros((r * r, r), np.float32)
+    Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y, "z": z}, {"s0": n}, threads=3)
     np.testing.assert_array_equal(z, x.T + y)
 
 

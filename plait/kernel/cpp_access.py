@@ -68,7 +68,7 @@ class Access:
         if not v.is_vector(n):
             return (v.define(_scalar_type(n.dtype), self._scalar_load(buf, offset, n.dtype, mask), depth),)
         if n in v.nest.tiled:
-            at, half = (f"{self.tiles[n, v.tail]} + ({v.names[v.tile]} - t0) * {v.lanes}", v.lanes // 2)
+            at, half = (f"{self.tiles[n, v.tail]} + ({v.names[v.tile]} - first) * {v.lanes}", v.lanes // 2)
             t = memory(n.dtype)
             return self._loaded(n, [f"ld_{t}({at} + {k * half})" for k in range(n_parts(n.dtype))])
         step = self.step(offset)
@@ -219,7 +219,7 @@ class Access:
         name = self.tiles[n, v.tail] = v.name("tile")
         v.line(f"alignas(64) {t} {name}[{v.lanes * v.lanes}];")
         count = "n" if v.tail else str(v.lanes)
-        v.line(f"turn_{t}({self.pointer(n.attr.buf, start)}, {v.integer(step)}, {name}, {count}, t1 - t0);")
+        v.line(f"turn_{t}({self.pointer(n.attr.buf, start)}, {v.integer(step)}, {name}, {count}, beyond - first);")
 
     def lane_values(self, e: Size) -> Parts:
         """An integer expression that is no affine function of the lane, as i64 lanes."""

@@ -200,10 +200,10 @@ class NestWriter:
     def _tiles(self, along: Atom, block: Atom) -> None:
         """Turns one tile of every tiled load around, then runs the stores over the tile."""
         v, lanes, n, x = self.v, self.nest.lanes, v_size(self.v, along), self.v.names[along]
-        v.line(f"const i64 t0 = xt * {lanes}, t1 = t0 + {lanes} < {n} ? t0 + {lanes} : {n};")
+        v.line(f"const i64 first = xt * {lanes}, beyond = first + {lanes} < {n} ? first + {lanes} : {n};")
         for load in self.nest.tiled:
             self.access.fill_tile(load, along, block)
-        with v.loop(f"for (i64 {x} = t0; {x} < t1; ++{x}) {{", (along,)):
+        with v.loop(f"for (i64 {x} = first; {x} < beyond; ++{x}) {{", (along,)):
             for s in self.nest.last:
                 self.access.store(s)
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/function.h>  // node.h since 2.13
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <optional>

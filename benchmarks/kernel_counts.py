@@ -22,23 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import CASES
+from models import CASES, TextModel
 from table import render
 from torch import Tensor, nn
 
 LIMIT = 1.05
-
-
-class Output(nn.Module):
-    """A transformers model as a function of token ids that returns one tensor."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        result = self.model(input_ids=ids)
-        return result.logits if hasattr(result, "logits") else result.last_hidden_state
 
 
 def gpt2() -> tuple[nn.Module, Tensor]:
@@ -47,7 +35,7 @@ def gpt2() -> tuple[nn.Module, Tensor]:
     config = GPT2Config(
         n_layer=4, n_head=4, n_embd=256, vocab_size=1000, use_cache=False, bos_token_id=0, eos_token_id=0
     )
-    return Output(GPT2LMHeadModel(config)), torch.randint(0, 1000, (2, 64))
+    return TextModel(GPT2LMHeadModel(config)), torch.randint(0, 1000, (2, 64))
 
 
 def bert() -> tuple[nn.Module, Tensor]:
@@ -56,7 +44,7 @@ def bert() -> tuple[nn.Module, Tensor]:
     config = BertConfig(
         num_hidden_layers=4, num_attention_heads=4, hidden_size=256, intermediate_size=1024, vocab_size=1000
     )
-    return Output(BertModel(config)), torch.randint(0, 1000, (2, 64))
+    return TextModel(BertModel(config)), torch.randint(0, 1000, (2, 64))
 
 
 def resnet18() -> tuple[nn.Module, Tensor]:

@@ -408,3 +408,13 @@ def test_wrong_uses_of_compile() -> None:
 def test_what_cannot_be_traced() -> None:
     with pytest.raises(Unsupported, match=r"plait\.compile cannot trace"):
         plait.compile(lambda x: x if x.sum() > 0 else -x, (X,))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_recurrent_layer_gets_rows_in_order(bidirectional: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(16, 32, 2, batch_first=True, bidirectional=bidirectional).eval()
+    x = torch.randn(3, 7, 16)
+    compiled = plait.compile(layer, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))

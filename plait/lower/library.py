@@ -30,9 +30,10 @@ _BAGS = (
 
 
 def by_library(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """A call of the operator as it stands."""
+    """A call of the operator as it stands, on operands with eager's strides: oneDNN's layers read memory as if it were
+    row-major."""
     assert ctx.node is not None
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, exact=True)
 
 
 for _name in (*_LINEAR_ALGEBRA, *_TRANSFORMS, *_RECURRENT, *_BAGS):

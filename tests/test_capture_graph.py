@@ -226,6 +226,13 @@ def test_folded_views_keep_their_strides() -> None:
     same_results(gm, before, X)
 
 
+def test_views_that_overlap_are_not_folded() -> None:
+    gm = with_constant(lambda x, c: (x, aten.neg(aten.as_strided(c, [3, 4], [1, 1]))), torch.arange(6.0))
+    before = copy.deepcopy(gm)
+    assert fold_constants(gm) == 0
+    same_results(gm, before, X)
+
+
 def test_a_constant_result_is_new_memory_every_time() -> None:
     gm = with_constant(lambda x, c: (aten.exp(c), aten.clone(c)), torch.arange(6.0))
     assert fold_constants(gm) == 0

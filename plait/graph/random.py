@@ -114,10 +114,9 @@ def _nodes_in(sources: Sequence[Any]) -> list[Node]:
 def _dense_order(like: torch.Tensor) -> list[int]:
     """Dimensions from outermost to innermost in memory; the identity if like is not a dense permutation."""
     identity = list(range(like.dim()))
-    if like.is_contiguous():
-        return identity
     strides = like.stride()
-    if not all(isinstance(s, int) for s in (*strides, *like.shape)):
+    # Before anything that asks: sizes that depend on data have no answer.
+    if not all(isinstance(s, int) for s in (*strides, *like.shape)) or like.is_contiguous():
         return identity
     order = sorted(identity, key=lambda d: (-strides[d], d))
     expected = 1

@@ -240,8 +240,9 @@ def library() -> Iterator[torch.library.Library]:
         yield lib
 
 
-def test_custom_op_is_checked_at_its_first_call(library: torch.library.Library) -> None:
-    """It returns its input, which its schema does not say: the wrapper warns, once."""
+@pytest.mark.parametrize("strict", [False, True])
+def test_custom_op_is_checked_at_its_first_call(library: torch.library.Library, strict: bool) -> None:
+    """It returns its input, which its schema does not say: torch warns, once, or raises where it is told to."""
     library.define("same(Tensor x) -> Tensor")
     library.impl("same", lambda x: x, "CompositeExplicitAutograd")
     torch.library.register_fake("plait_test::same", torch.empty_like, lib=library)
@@ -254,7 +255,13 @@ def test_custom_op_is_checked_at_its_first_call(library: torch.library.Library) 
 
     fn = torch.compile(lambda x: op(x) + 1, backend=backend)
     x = torch.randn(4)
-    with torch.no_grad():
+    # torch's own default depends on whether a variable `CI` is set.
+    with torch.no_grad(), torch._functorch.config.patch(error_on_custom_op_aliasing=strict):
+        if strict:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="plait_test::same"):
+                    fn(x)
+            return
         with pytest.warns(UserWarning, match="plait_test::same"):
             torch.testing.assert_close(fn(x), x + 1)
         with warnings.catch_warnings():

@@ -15,7 +15,7 @@ from plait.kernel.cpp_expr import SCALAR, VECTOR
 from plait.kernel.cpp_nest import kernel_body
 from plait.kernel.cpp_passes import plan_nest
 from plait.kernel.cpp_prelude import prelude_for
-from plait.kernel.cpp_space import linear_space, stmt_nodes
+from plait.kernel.space import linear_space, stmt_nodes
 from plait.kernel.target import Source
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce

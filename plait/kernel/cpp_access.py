@@ -11,8 +11,8 @@ from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Load, Node
 from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul, substitute, total
 from plait.kernel.cpp_expr import Parts, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
-from plait.kernel.cpp_space import coefficient, offset_of
 from plait.kernel.cpp_values import Values, atom_text
+from plait.kernel.space import coefficient, offset_of
 from plait.schedule.plan import Store
 
 _UPDATE = {"add": "add", "mul": "mul", "min": "min", "max": "max"}

@@ -18,8 +18,8 @@ from plait.kernel.cpp_access import Access
 from plait.kernel.cpp_expr import memory
 from plait.kernel.cpp_passes import Nest, buffer_points, row_points
 from plait.kernel.cpp_reduce import Accumulators
-from plait.kernel.cpp_space import blocks, extent
 from plait.kernel.cpp_values import Values
+from plait.kernel.space import blocks, extent
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt
 

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Size, bounds, mul
-from plait.kernel.cpp_space import Space, blocks, coefficient, dependences, extent, offset_of, stmt_nodes, trip_count
+from plait.kernel.space import (
+    Space,
+    blocks,
+    coefficient,
+    dependences,
+    extent,
+    offset_of,
+    passes_of,
+    stmt_nodes,
+    trip_count,
+)
 from plait.schedule.plan import Reduce, Stmt, Store
 
 ROW_BUFFER_BYTES = 131072
@@ -72,39 +82,7 @@ def plan_nest(space: Space, lanes: int, sequential: bool, keep: bool = True) -> 
     return Nest(space, axis, inner, lanes, unroll, passes, last, kept, limit, order, sequential, tile, tiled)
 
 
-# ---------------------------------------------------------------------------------------------- passes
-def passes_of(
-    space: Space, deps: Callable[[Node], frozenset[object]]
-) -> tuple[tuple[tuple[Stmt, ...], ...], tuple[Store, ...]]:
-    """Cuts the full-level statements into passes by their dependence on finished reductions.
-
-    Full stores go into the last pass and outer stores after all passes: an output may share memory with an input.
-    A running reduction is part of every pass that uses it."""
-    full = [s for s in space.stmts if isinstance(s, Reduce) or (s.full and space.rvars)]
-    used = [{d for n in stmt_nodes(s) for d in deps(n) if isinstance(d, str)} for s in full]
-    scans = {s.name: k for k, s in enumerate(full) if isinstance(s, Reduce) and s.running}
-    ready: dict[str, int] = {}  # reduction -> the first pass whose statements may use it
-    level: list[int] = []
-    for s, names in zip(full, used, strict=True):
-        level.append(max((ready[d] for d in names), default=0))
-        if isinstance(s, Reduce):
-            ready[s.name] = level[-1] + (not s.running)
-    end = max(level, default=0)
-    members: list[set[int]] = [set() for _ in range(end + 1)]
-    for k, s in enumerate(full):
-        if not (isinstance(s, Reduce) and s.running):
-            members[end if isinstance(s, Store) else level[k]].add(k)
-    for group in members:
-        todo = sorted(group)
-        while todo:
-            found = {scans[d] for d in used[todo.pop()] if d in scans} - group
-            group |= found
-            todo.extend(sorted(found))
-    passes = tuple(tuple(full[k] for k in sorted(group)) for group in members if group)
-    last = tuple(s for s in space.stmts if isinstance(s, Store) and not (s.full and space.rvars))
-    return passes, last
-
-
+# ---------------------------------------------------------------------------------------------- values kept
 def _kept(
     space: Space, deps: Callable[[Node], frozenset[object]], passes: tuple[tuple[Stmt, ...], ...], width: int
 ) -> dict[Node, int]:

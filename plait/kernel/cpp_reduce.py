@@ -13,8 +13,8 @@ from plait.ir.dtypes import DType, b1, f32, i64
 from plait.ir.loops import Const, Node, node
 from plait.ir.sizes import Atom, Expr, Size, add, mul, product
 from plait.kernel.cpp_expr import Parts, ctype, literal, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
-from plait.kernel.cpp_space import extent
 from plait.kernel.cpp_values import Values
+from plait.kernel.space import extent
 from plait.schedule.plan import Reduce
 
 CHUNK = 256

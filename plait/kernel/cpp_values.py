@@ -32,7 +32,7 @@ from plait.kernel.cpp_expr import (
     vtype,
 )
 from plait.kernel.cpp_passes import Nest
-from plait.kernel.cpp_space import coefficient, dependences
+from plait.kernel.space import coefficient, dependences
 from plait.runtime.toolchain import Isa
 
 _ORDER = {"lt": (True, False), "le": (False, False), "gt": (True, True), "ge": (False, True)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from plait.errors import Unsupported
 from plait.ir.loops import Load, walk
 from plait.ir.sizes import Size, bounds, ceildiv, mul
-from plait.kernel.cpp_space import Space, linear_space
+from plait.kernel.space import Space, linear_space
 from plait.kernel.triton_body import Writer
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton_tiles import Tile, plan_tile

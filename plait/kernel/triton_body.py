@@ -14,8 +14,7 @@ from plait.ir.dtypes import DType, i64
 from plait.ir.loops import Const, Load, Node, check_of
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, known_nonneg
-from plait.kernel.cpp_passes import passes_of
-from plait.kernel.cpp_space import Space, dependences, extent, offset_of
+from plait.kernel.space import Space, dependences, extent, offset_of, passes_of
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_tiles import Group, Tile
 from plait.schedule.plan import Reduce, Store

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
 from plait.ir.sizes import Atom, Size, bounds, free_symbols
-from plait.kernel.cpp_space import Space, coefficient, extent, offset_of, trip_count
+from plait.kernel.space import Space, coefficient, extent, offset_of, trip_count
 from plait.schedule.plan import Reduce, Store
 
 PERSISTENT_POINTS = 8192

@@ -1,10 +1,10 @@
-"""A kernel in linear form: what the C++ emitter works on.
+"""A kernel in linear form: what the emitters work on.
 
 Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element offset, data-
 dependent indices
 have symbols that are unique in the kernel, axes of size 1 are gone, adjacent axes that every access walks
 through as one are
-merged, and Welford reductions and scans of f32 are rewritten into plain sums. Nothing here knows C++.
+merged, and Welford reductions and scans of f32 are rewritten into plain sums. Nothing here knows a language.
 """
 
 from __future__ import annotations
@@ -328,6 +328,38 @@ def dependences(space: Space) -> Callable[[Node], frozenset[object]]:
         return memo[root]
 
     return deps
+
+
+def passes_of(
+    space: Space, deps: Callable[[Node], frozenset[object]]
+) -> tuple[tuple[tuple[Stmt, ...], ...], tuple[Store, ...]]:
+    """Cuts the full-level statements into passes by their dependence on finished reductions.
+
+    Full stores go into the last pass and outer stores after all passes: an output may share memory with an input.
+    A running reduction is part of every pass that uses it."""
+    full = [s for s in space.stmts if isinstance(s, Reduce) or (s.full and space.rvars)]
+    used = [{d for n in stmt_nodes(s) for d in deps(n) if isinstance(d, str)} for s in full]
+    scans = {s.name: k for k, s in enumerate(full) if isinstance(s, Reduce) and s.running}
+    ready: dict[str, int] = {}  # reduction -> the first pass whose statements may use it
+    level: list[int] = []
+    for s, names in zip(full, used, strict=True):
+        level.append(max((ready[d] for d in names), default=0))
+        if isinstance(s, Reduce):
+            ready[s.name] = level[-1] + (not s.running)
+    end = max(level, default=0)
+    members: list[set[int]] = [set() for _ in range(end + 1)]
+    for k, s in enumerate(full):
+        if not (isinstance(s, Reduce) and s.running):
+            members[end if isinstance(s, Store) else level[k]].add(k)
+    for group in members:
+        todo = sorted(group)
+        while todo:
+            found = {scans[d] for d in used[todo.pop()] if d in scans} - group
+            group |= found
+            todo.extend(sorted(found))
+    passes = tuple(tuple(full[k] for k in sorted(group)) for group in members if group)
+    last = tuple(s for s in space.stmts if isinstance(s, Store) and not (s.full and space.rvars))
+    return passes, last
 
 
 def trip_count(axes: tuple[Atom, ...]) -> Size:

@@ -125,36 +125,6 @@ def upsample_bicubic2d(
     return result(ctx, body)
 
 
-@lower(
-    aten.upsample_linear1d_backward.default,
-    aten.upsample_bilinear2d_backward.default,
-    aten.upsample_trilinear3d_backward.default,
-)
-def upsample_linear_backward(
-    ctx: Lowering,
-    grad: View,
-    output_size: Sequence[Size],
-    input_size: Sequence[Size],
-    align_corners: bool,
-    *scales: float | None,
-) -> View:
-    axes = _axes(input_size[2:], grad.shape[2:], align_corners, scales)
-    return _gathered(ctx, grad, axes, 1, _Axis.linear)
-
-
-@lower(aten.upsample_bicubic2d_backward.default)
-def upsample_bicubic2d_backward(
-    ctx: Lowering,
-    grad: View,
-    output_size: Sequence[Size],
-    input_size: Sequence[Size],
-    align_corners: bool,
-    *scales: float | None,
-) -> View:
-    axes = _axes(input_size[2:], grad.shape[2:], align_corners, scales)
-    return _gathered(ctx, grad, axes, 2, _Axis.cubic)
-
-
 class _Axis:
     """How one dimension is resampled, in ATen's arithmetic."""
 
@@ -282,11 +252,19 @@ def _cubic_weights(ops: Recorder, t: Node, compute: DType) -> list[Node]:
     ]
 
 
-def _gathered(
-    ctx: Lowering, grad: View, axes: Sequence[_Axis], reach: int, weigh: Callable[[_Axis, Recorder, Size, DType], Taps]
+def _upsample_backward(
+    reach: int,
+    weigh: Callable[[_Axis, Recorder, Size, DType], Taps],
+    ctx: Lowering,
+    grad: View,
+    output_size: Sequence[Size],
+    input_size: Sequence[Size],
+    align_corners: bool,
+    *scales: float | None,
 ) -> View:
     """The gradient of resampling, dimension by dimension from the last."""
     compute = compute_dtype(grad.dtype)
+    axes = _axes(input_size[2:], grad.shape[2:], align_corners, scales)
     found = [axis.readers(reach) for axis in axes]
 
     def along(x: View, d: int, dtype: DType) -> Body:
@@ -304,7 +282,15 @@ def _gathered(
 
         return body
 
-    return _by_dimension(ctx, grad, 2, [a.size for a in axes], along)
+    return _by_dimension(ctx, grad, 2, input_size[2:], along)
+
+
+lower(
+    aten.upsample_linear1d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+)(partial(_upsample_backward, 1, _Axis.linear))
+lower(aten.upsample_bicubic2d_backward.default)(partial(_upsample_backward, 2, _Axis.cubic))
 
 
 def _by_dimension(

@@ -11,7 +11,7 @@ import pytest
 from plait.ir.dtypes import b1, f32, i64
 from plait.ir.loops import Buffer, Load, Node, loop_vars, node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Size, floordiv, symbol
+from plait.ir.sizes import Size, evaluate, floordiv, symbol
 from plait.kernel.cpp import emit_library, structure
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Store
@@ -155,11 +155,8 @@ def test_atomic_updates_from_real_threads(isa: Isa, tmp_path: Path) -> None:
     np.testing.assert_array_equal(out, np.bincount(where, minlength=3))
 
 
-@all_isas
-@pytest.mark.parametrize("shape", [(16, 16), (33, 50), (5, 129), (64, 3)])
-def test_transpose_and_add(isa: Isa, shape: tuple[int, int], tmp_path: Path) -> None:
-    """Loads along one axis, stores along the other: whole tiles, ragged edges, thin matrices."""
-    rows, columns = shape
+def transpose_and_add(rows: Size, columns: Size, values: dict[str, int], isa: Isa, folder: Path) -> None:
+    """x.T + y in a kernel of these sizes, x of shape (rows, columns); values: of the symbols in them."""
     ops = Recorder()
     (i, j) = loop_vars("i", (columns, rows))
     value = ops.op("add", ops.load("x", (j, i), f32), ops.load("y", (i, j), f32))
@@ -168,12 +165,21 @@ def test_transpose_and_add(isa: Isa, shape: tuple[int, int], tmp_path: Path) -> 
         strided("y", f32, (columns, rows)),
         strided("z", f32, (columns, rows)),
     )
-    kernel = Kernel("t", (i, j), (), (Store("z", (i, j), value, True),), buffers, ("z",), ())
+    sizes = tuple(symbol(s, 0, 1 << 20) for s in values)
+    kernel = Kernel("t", (i, j), (), (Store("z", (i, j), value, True),), buffers, ("z",), sizes)
+    m, n = evaluate(rows, values), evaluate(columns, values)
     rng = np.random.default_rng(0)
-    x, y = (rng.normal(size=shape).astype(np.float32), rng.normal(size=(columns, rows)).astype(np.float32))
-    z = np.zeros((columns, rows), np.float32)
-    Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y, "z": z}, threads=3)
+    x, y = rng.normal(size=(m, n)).astype(np.float32), rng.normal(size=(n, m)).astype(np.float32)
+    z = np.zeros((n, m), np.float32)
+    Loaded([kernel], isa, folder)(kernel, {"x": x, "y": y, "z": z}, values, threads=3)
     np.testing.assert_array_equal(z, x.T + y)
+
+
+@all_isas
+@pytest.mark.parametrize("shape", [(16, 16), (33, 50), (5, 129), (64, 3)])
+def test_transpose_and_add(isa: Isa, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Loads along one axis, stores along the other: whole tiles, ragged edges, thin matrices."""
+    transpose_and_add(*shape, {}, isa, tmp_path)
 
 
 @all_isas
@@ -181,22 +187,7 @@ def test_transpose_and_add(isa: Isa, shape: tuple[int, int], tmp_path: Path) -> 
 def test_transpose_of_sizes_that_are_computed(isa: Isa, n: int, tmp_path: Path) -> None:
     """Sizes that are variables of the kernel must not be confused with the tile's own."""
     rows = floordiv(symbol("s0", 0, 1 << 20), 4)
-    columns = rows * rows
-    ops = Recorder()
-    (i, j) = loop_vars("i", (columns, rows))
-    value = ops.op("add", ops.load("x", (j, i), f32), ops.load("y", (i, j), f32))
-    buffers = (
-        strided("x", f32, (rows, columns)),
-        strided("y", f32, (columns, rows)),
-        strided("z", f32, (columns, rows)),
-    )
-    s0 = symbol("s0", 0, 1 << 20)
-    kernel = Kernel("t", (i, j), (), (Store("z", (i, j), value, True),), buffers, ("z",), (s0,))
-    rng, r = np.random.default_rng(0), n // 4
-    x, y = rng.normal(size=(r, r * r)).astype(np.float32), rng.normal(size=(r * r, r)).astype(np.float32)
-    z = np.zeros((r * r, r), np.float32)
-    Loaded([kernel], isa, tmp_path)(kernel, {"x": x, "y": y, "z": z}, {"s0": n}, threads=3)
-    np.testing.assert_array_equal(z, x.T + y)
+    transpose_and_add(rows, rows * rows, {"s0": n}, isa, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- reductions

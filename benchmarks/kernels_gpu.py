@@ -8,7 +8,6 @@ Usage: kernels_gpu.py [CASE ...] [--json FILE]
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from plait.graph.clean import clean_graph
 from plait.ir.loops import TensorArg
 from plait.kernel.triton import emit_kernel
 from plait.lower.graph import load_rules, lower_graph
+from plait.runtime.triton_worker import load_module
 from plait.schedule import schedule
 from plait.schedule.plan import Alias, Kernel, Plan
 
@@ -135,13 +135,8 @@ class Runner:
 
     def _add(self, kernel: Kernel, tensors: list[Tensor], folder: Path) -> None:
         made = emit_kernel(kernel, kernel.name)
-        path = folder / f"{made.name}.py"
-        path.write_text(made.text)
-        spec = importlib.util.spec_from_file_location(made.name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        fn, grid, warps = getattr(module, made.name), (made.grid,), made.num_warps
+        fn = getattr(load_module(made.name, made.text, folder), made.name)
+        grid, warps = (made.grid,), made.num_warps
         self.calls.append(lambda: fn[grid](*tensors, num_warps=warps))
 
     def __call__(self) -> None:

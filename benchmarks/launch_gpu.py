@@ -5,7 +5,6 @@ Kernels with 1, 4 and 19 pointer arguments; the least mean of batches that take 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from table import render
 
 from plait.config import Config
 from plait.runtime.cubin import CubinPool, Job
+from plait.runtime.triton_worker import load_module
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,13 +33,8 @@ def source(n: int) -> str:
 
 def python_ns(n: int, folder: Path) -> float:
     """A launch through Triton's Python launcher."""
-    path = folder / f"touch{n}.py"
-    path.write_text(source(n))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    bound = getattr(module, path.stem)[(1,)]
+    name = f"touch{n}"
+    bound = getattr(load_module(name, source(n), folder), name)[(1,)]
     args = [torch.zeros(4, device="cuda") for _ in range(n)]
     best = float("inf")
     for _ in range(100):

@@ -13,13 +13,13 @@ from triton.compiler import ASTSource
 
 from plait.errors import Unsupported
 from plait.kernel.triton import TritonKernel, emit_kernel
+from plait.runtime.triton_worker import load_module
 from tests.fuzz_kernels import Maker
-from tests.triton_tools import load_module
 
 
 def compiled(kernel: TritonKernel, capability: int, folder: Path) -> bytes:
     """The cubin of a kernel."""
-    fn = getattr(load_module(kernel, folder), kernel.name)
+    fn = getattr(load_module(kernel.name, kernel.text, folder), kernel.name)
     source = ASTSource(fn, dict(kernel.signature), {}, {})
     options = {
         "num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "debug": kernel.checks,

@@ -6,7 +6,6 @@ Triton is imported to use `Runner`.
 
 from __future__ import annotations
 
-import importlib.util
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,8 @@ from triton.runtime.interpreter import TensorHandle
 
 from plait.ir.dtypes import DType
 from plait.ir.sizes import evaluate
-from plait.kernel.triton import TritonKernel, emit_kernel
+from plait.kernel.triton import emit_kernel
+from plait.runtime.triton_worker import load_module
 from plait.schedule.plan import Kernel
 
 TORCH = {
@@ -100,17 +100,6 @@ interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
 
 
-def load_module(kernel: TritonKernel, folder: Path) -> types.ModuleType:
-    """The kernel's module, imported."""
-    path = folder / f"{kernel.name}.py"
-    path.write_text(kernel.text)
-    spec = importlib.util.spec_from_file_location(kernel.name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def as_tensor(array: np.ndarray, dtype: DType) -> torch.Tensor:
     """A flat array as a tensor on the same memory, of the buffer's dtype."""
     return torch.from_numpy(array.reshape(-1)).view(TORCH[dtype.name])
@@ -128,7 +117,7 @@ class Runner:
         self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
     ) -> int:
         made = self.made[kernel.name]
-        module = load_module(made, self.folder)
+        module = load_module(made.name, made.text, self.folder)
         if self.device == "cpu":
             module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
         host = [as_tensor(arrays[b.name], b.dtype) for b in kernel.args]

@@ -16,9 +16,21 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 PARENT_CHECK_S = 2.0
+
+
+def load_module(name: str, text: str, folder: Path) -> ModuleType:
+    """The module of that text, imported from a file in `folder`, from which Triton reads a function's source."""
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -27,12 +39,7 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    path = folder / f"{job['name']}.py"  # Triton reads a function's source from its file
-    path.write_text(job["text"])
-    spec = importlib.util.spec_from_file_location(job["name"], path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(job["name"], job["text"], folder)
     aligned = {(k,): [["tt.divisibility", 16]] for k in job["aligned"]}
     source = ASTSource(getattr(module, job["name"]), job["signature"], {}, aligned)
     target = GPUTarget("cuda", job["capability"], 32)

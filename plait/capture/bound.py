@@ -7,6 +7,7 @@ With a native program the result is the native `Bound` object itself. A program 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,24 +61,19 @@ def bind(
     return PythonBound(program, specs, names, single, results, changed)
 
 
+@dataclass
 class PythonBound:
-    """`_native.Bound` for programs that are Python functions."""
+    """`_native.Bound` for programs that are Python functions; the fields are the arguments of `bind`."""
 
-    def __init__(
-        self,
-        program: Callable[..., Any],
-        specs: Sequence[InputSpec],
-        names: Sequence[str],
-        single: bool,
-        results: Sequence[Result],
-        changed: Sequence[int],
-    ) -> None:
-        self.program = program
-        self.views = [(k, *r[1:]) for k, r in enumerate(results) if r[0] == "view"]
-        self.changed = tuple(changed)
-        self.specs = tuple(specs)
-        self.names = tuple(names)
-        self.single = single
+    program: Callable[..., Any]
+    specs: Sequence[InputSpec]
+    names: Sequence[str]
+    single: bool
+    results: Sequence[Result]
+    changed: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self.views = [(k, *r[1:]) for k, r in enumerate(self.results) if r[0] == "view"]
         self.bound = [
             (k, spec, _layout(spec))
             for k, spec in enumerate(self.specs)

@@ -408,6 +408,12 @@ def test_wrong_uses_of_compile() -> None:
 def test_what_cannot_be_traced() -> None:
     with pytest.raises(Unsupported, match=r"plait\.compile cannot trace"):
         plait.compile(lambda x: x if x.sum() > 0 else -x, (X,))
+    with pytest.raises(Unsupported, match="argument 0, a torch"):
+        plait.compile(lambda x: x * 2, (X.to_sparse(),))
+
+
+def test_sparse_results() -> None:
+    assert torch.equal(plait.compile(lambda x: (x + 1).to_sparse(), (X,))(X).to_dense(), X + 1)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

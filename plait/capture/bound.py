@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from plait import _native
-from plait.errors import InputError
+from plait.errors import InputError, Unsupported
 from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH, from_torch
 
@@ -21,7 +21,12 @@ InputSpec = Any  # a Tensor that is bound for good, or ("tensor", arg, dtype, sh
 
 
 def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, tuple[int, int | None]]) -> tuple[Any, ...]:
-    """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere."""
+    """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere. Raises
+    Unsupported for a sparse tensor."""
+    if fake.layout != torch.strided:
+        raise Unsupported(
+            f"plait.compile of argument {arg}, a {fake.layout} tensor", hint='torch.compile(fn, backend="plait")'
+        )
     shape = tuple(_entry(s, bounds) for s in fake.shape)
     strides: Any = tuple(_entry(s, {}) for s in fake.stride())
     if fake.is_contiguous() and any(not isinstance(s, int) for s in fake.stride()):

@@ -86,13 +86,13 @@ def _bound(traced: Traced, cfg: Config) -> Callable[..., Any]:
 def _results(graph: GraphModule) -> list[Result]:
     """Which of the graph's results are views of inputs, in eager too, and where they begin."""
     inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-    storages = {x.untyped_storage()._cdata: k for k, x in enumerate(inputs)}
+    storages = {x.untyped_storage()._cdata: k for k, x in enumerate(inputs) if x.layout == torch.strided}
     outputs: Any = output_of(graph.graph).args[0]
     results: list[Result] = []
     for node in outputs:
         val = node.meta.get("val") if isinstance(node, Node) else None
         result: Result = ("program",)
-        if isinstance(val, torch.Tensor) and node.op != "placeholder":
+        if isinstance(val, torch.Tensor) and val.layout == torch.strided and node.op != "placeholder":
             base = storages.get(val.untyped_storage()._cdata)
             if base is not None and is_plain_view(inputs[base], val):
                 offset = val.storage_offset() - inputs[base].storage_offset()

@@ -121,7 +121,10 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
         graph, mutated = compat.export_graph(env, Flat(), inputs)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
+        # The user's own code ran on tensors without values: what asks for one fails with whatever the code around it
+        # raises (`x.numpy()` RuntimeError, `f"{x:.1f}"` TypeError, `float(f"{x}")` ValueError). torch has no class of
+        # error for that.
         raise Unsupported(
             f"plait.compile cannot trace {_name_of(module)}: {_first_line(error)}",
             hint='torch.compile(fn, backend="plait"), which can break graphs',

@@ -23,6 +23,7 @@ from plait.config import Config
 from plait.errors import PlaitError
 from plait.graph.captured import Captured, GraphKind
 from plait.graph.partition import partition
+from plait.log import KERNELS, PassLog
 
 _serial = itertools.count()  # makes graph names unique within the process
 
@@ -48,6 +49,8 @@ class _OneGraph:
     def __init__(self, cfg: Config, n_inputs: int) -> None:
         self.cfg = cfg
         self.n_inputs = n_inputs
+        # A program that is timed kernel by kernel is Python too.
+        self.native = cfg.wrapper == "native" and not PassLog(cfg, "").shows(KERNELS)
         self.serial = next(_serial)
         self.program: Program | None = None  # of the inference or forward graph
         self.direct = DirectGraph()
@@ -88,7 +91,7 @@ class _OneGraph:
         """Compiles what a call runs first, the inference or the forward graph."""
         meta = compat.forward_metadata()
         same = len(inputs) == self.n_inputs
-        made.learn(gm, meta, "" if same else "inputs were deduplicated or got a synthetic base")
+        made.learn(gm, meta, "" if same else "inputs were deduplicated or got a synthetic base", self.native)
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.bumped_input_indices(meta)
         static = compat.static_input_indices(meta)

@@ -30,8 +30,9 @@ class DirectGraph:
     def __init__(self) -> None:
         self.reason = "no graph"
 
-    def learn(self, gm: GraphModule, meta: Any, reason: str) -> None:
-        """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the caller knows."""
+    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool) -> None:
+        """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the caller knows.
+        native: its program will be a native one."""
         self.reason = reason or compat.wrapper_reason(meta)
         if self.reason:
             return
@@ -41,17 +42,17 @@ class DirectGraph:
             return
         self._epilogue = todo
         self._wrapper_first = calls_custom_ops(gm)
+        self._bare = todo.trivial and not self._wrapper_first
+        if not (native or self._bare):
+            self.reason = "the program runs as Python"
 
     def around(self, program: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         """The callable for Dynamo; wrapped: AOTAutograd's callable."""
         call: Any = program.call
         if self.reason:
             return wrapped
-        if self._epilogue.trivial and not self._wrapper_first:
+        if self._bare:
             return program.call
-        if not isinstance(call, _native.Program):
-            self.reason = "the program runs as Python"
-            return wrapped
         todo = self._epilogue
         return _native.Direct(call, wrapped, todo.results, todo.marks, self._wrapper_first)
 

@@ -37,10 +37,11 @@ class TrainingGraph:
         self._programs: dict[tuple[int, ...], Program] = {}  # by donated inputs
         self._lock = threading.Lock()
 
-    def learn(self, gm: GraphModule, meta: Any, reason: str) -> None:
+    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool) -> None:
         """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's callable, as far
-        as the caller knows, or ""."""
+        as the caller knows, or "". native: its program will be a native one."""
         self.reason = reason or compat.training_reason(meta) or _graph_reason(gm, meta)
+        self.reason = self.reason or ("" if native else "the program runs as Python")
         if self.reason:
             return
         has_gradient = [v is not None for v in _outputs(self._backward_graph)]
@@ -60,14 +61,12 @@ class TrainingGraph:
 
     def around(self, forward: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         """The callable for Dynamo. forward: the forward program; wrapped: AOTAutograd's callable."""
-        program: Any = forward.call
-        if not self.reason and not isinstance(program, _native.Program):
-            self.reason = "the program runs as Python"
         if self.reason:
             return wrapped
         facts = self._facts
+        call: Any = forward.call
         return _native.Training(
-            program,
+            call,
             wrapped,
             compat.untraced(self._at_first_use),
             facts.differentiable,

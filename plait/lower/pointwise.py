@@ -494,10 +494,12 @@ def _copy(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View
     return convert(ctx, src, x.dtype, ctx.out_shape())
 
 
-@lower(aten.copy_.default)
+@lower(aten.copy_.default, any_dtype=True)
 def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View:
     if not (x.is_whole and ctx.is_input(x.buf)):
         raise NoRule("a copy into something that is no input")
+    if (x.dtype, x.shape) != (src.dtype, src.shape) and not {x.dtype, src.dtype} <= LOOP_DTYPES:
+        raise NoRule(f"{src.dtype} to {x.dtype}")
     value = convert(ctx, src, x.dtype, x.shape)
     ctx.mutate(x.buf, value)
     assert ctx.node is not None

@@ -40,17 +40,25 @@ class Kernel:
         self.watch: Watch | None = None  # who times every run, each on one core
 
     def __call__(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int] = (), work_ns: int = 0, parallel: bool = True
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int] = (),
+        work_ns: int = 0,
+        parallel: bool = True,
+        writes: Sequence[int] = (),
     ) -> None:
         """Runs all of it. work_ns: the estimate that decides whether it is split over torch's number of threads.
+        writes: positions of tensors that it writes and that the caller may hold.
 
         Raises what the first of the kernel's run-time checks that failed says."""
         if torch.autograd.profiler._is_profiler_enabled:
             with torch.profiler.record_function(self.name):
-                return self.run(tensors, sizes, work_ns, parallel)
-        return self.run(tensors, sizes, work_ns, parallel)
+                return self.run(tensors, sizes, work_ns, parallel, writes)
+        return self.run(tensors, sizes, work_ns, parallel, writes)
 
-    def run(self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool) -> None:
+    def run(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool, writes: Sequence[int]
+    ) -> None:
         """The same, unseen by a profiler."""
         plain = [_without_lazy_bits(t) for t in tensors]
         bufs = (ctypes.c_void_p * len(plain))(*(t.data_ptr() for t in plain))
@@ -69,6 +77,9 @@ class Kernel:
             known = failed <= len(self.checks)
             error, message = self.checks[failed - 1] if known else (RuntimeError, f"check {failed}")
             raise error(f"{message} (in kernel {self.name})")
+        for k in writes:
+            if plain[k] is not tensors[k]:
+                tensors[k].copy_(plain[k])
 
 
 def _without_lazy_bits(t: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ class _Module:
         self.p, self.library, self.constants = p, library, constants
         self.names = _Names()
         self.setup: list[str] = []
+        self.views: set[str] = set()
         self.body: list[str] = []
 
     def text(self) -> str:
@@ -215,6 +216,7 @@ class _Module:
             case ins.Free():
                 add(f"del {name(i.name)}")
             case ins.View():
+                self.views.add(i.name)
                 relative = "" if i.relative else ", relative=False"
                 add(f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, {size(i.offset)}{relative})")
             case ins.Constant():
@@ -259,6 +261,8 @@ class _Module:
     def launch(self, i: ins.Launch) -> None:
         args = tuple_text([self.names.variable(a) for a in i.args])
         more = "" if i.parallel else ", parallel=False"
+        writes = tuple(k for k, a in enumerate(i.args) if a in i.outs and a in self.views)
+        more += f", writes={writes}" if writes else ""
         sizes = self.names.sizes(i.sizes)
         self.body.append(
             f"{self.names.variable(i.kernel)}({args}, {sizes}, work_ns={self.names.size(i.work_ns)}{more})"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from plait.ir import interp
 from plait.ir.dtypes import DTYPES, LOOP_DTYPES, DType, b1, f32, i64
@@ -16,6 +17,7 @@ from plait.ir.ops import OPS, SPECIAL
 from plait.ir.record import Recorder
 from plait.kernel.cpp import CppTarget
 from plait.kernel.null import NullTarget
+from plait.runtime.philox import philox_words
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Store
 from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas
@@ -228,9 +230,6 @@ def test_bitcasts_and_half_arithmetic(isa: Isa, tmp_path: Path) -> None:
 
 
 def test_philox_is_the_documented_one() -> None:
-    torch = pytest.importorskip("torch")
-    from plait.runtime.philox import philox_words
-
     index = torch.arange(50, dtype=torch.int64) + (1 << 33)
     words = philox_words(torch.tensor(0x1234567812345678), index, 5)
     for k in range(4):

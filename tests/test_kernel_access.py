@@ -163,6 +163,13 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+def test_indices_that_memory_holds_are_not_spilled() -> None:
+    """Lanes that a loop reads one by one come from where they were loaded."""
+    source = emit_library([take_kernel(f32, 32, 41, False)], ISAS["avx512"]).text
+    assert "in_memory" not in source
+    assert "gather_f32" not in source
+
+
 @all_isas
 @pytest.mark.parametrize("wrap", [False, True])
 def test_indices(isa: Isa, wrap: bool, tmp_path: Path) -> None:

@@ -157,12 +157,12 @@ class Access:
 
     def _lane_load(self, n: Node, buf: str, offset: Size, mask: Node | None) -> Parts:
         v, t, depth = self.v, memory(n.dtype), self.v.depth(n)
-        p, index = self._lane_address(buf, offset)
         half = v.lanes // n_parts(n.dtype)
-        if n.dtype.nbytes == 4 and mask is None:
+        if n.dtype.nbytes == 4 and mask is None and not self._is_loaded(offset):
             at = self._short_lanes(offset)
             if at is not None:
-                return self._loaded(n, [f"gather_{t}({p}, {at})"])
+                return self._loaded(n, [f"gather_{t}({self.pointer(buf, self._parted(offset)[0])}, {at})"])
+        p, index = self._lane_address(buf, offset)
         whole = [
             ", ".join(f"{p}[{index.replace('LANE', str(k * half + j))}]" for j in range(half))
             for k in range(n_parts(n.dtype))
@@ -175,11 +175,14 @@ class Access:
         v.line(f"{self._lane_loop()}{guard}{array}[k] = {p}[{index.replace('LANE', 'k')}];", depth)
         return self._loaded(n, [f"ld_{t}({array} + {k * half})" for k in range(n_parts(n.dtype))])
 
+    def _is_loaded(self, offset: Size) -> bool:
+        """Whether memory holds the indices in an offset: then an element at a time is faster than a gather."""
+        nodes = (self.v.nest.space.indirect.get(a) for a in free_symbols(self._parted(offset)[1]))
+        return any(n is not None and self._as_loaded(n) for n in nodes)
+
     def _short_lanes(self, offset: Size) -> str | None:
         """The part of an offset that differs between lanes, as a vi32; None where that is not known to be enough."""
-        if not isinstance(offset, Expr):
-            return None
-        moving = total(t for mono, c in offset.terms if self._moves(t := Expr(0, ((mono, c),))))
+        moving = self._parted(offset)[1]
         low, high = bounds(moving)
         if not isinstance(moving, Expr) or low < -(1 << 31) or high >= 1 << 31:
             return None
@@ -244,11 +247,13 @@ class Access:
         return f"if ({self._lane_array(mask, depth)}[k]) "
 
     def _lane_array(self, n: Node, depth: int) -> str:
-        """A vector value spilled into an array, to be read lane by lane."""
+        """A vector value in memory, to be read lane by lane: spilled into an array, unless it was loaded as it is."""
         v = self.v
         memo = v.chain[depth].memo
         key = ("lanes", n, v.rep)
-        if key not in memo:
+        if key not in memo and (found := self._as_loaded(n)):
+            memo[key] = (found,)
+        elif key not in memo:
             parts = v.vector(n)
             t = "i32" if n.dtype == b1 else memory(n.dtype)
             array = v.name("g")
@@ -259,21 +264,30 @@ class Access:
             memo[key] = (array,)
         return memo[key][0]
 
+    def _as_loaded(self, n: Node) -> str | None:
+        """Where memory holds the lanes of a value: lanes leave a register slower than they come from there."""
+        v = self.v
+        x = n.args[0] if n.op == "bounded" and len(n.args) == 1 else n
+        if x.op != "load" or x.dtype == b1 or x in v.nest.tiled or not v.is_vector(x):
+            return None
+        assert isinstance(x.attr, Load)
+        if x.attr.masked or self.step(offset_of(x)) != 1:
+            return None
+        v.get(n)  # its check comes first
+        return f"({self.pointer(x.attr.buf, offset_of(x))}{v.rep_offset(1)})"
+
     def _lane_address(self, buf: str, offset: Size) -> tuple[str, str]:
         """A pointer and the index from it of lane LANE."""
-        fixed: Size = 0
-        moving: Size = 0
-        if isinstance(offset, int):
-            fixed = offset
-        else:
-            fixed = offset.const
-            for mono, c in offset.terms:
-                term = Expr(0, ((mono, c),))
-                if self._moves(term):
-                    moving = add(moving, term)
-                else:
-                    fixed = add(fixed, term)
+        fixed, moving = self._parted(offset)
         return self.pointer(buf, fixed), self._lane_text(moving)
+
+    def _parted(self, offset: Size) -> tuple[Size, Size]:
+        """What of an offset is the same for all lanes, and the rest."""
+        if isinstance(offset, int):
+            return offset, 0
+        terms = [Expr(0, ((mono, c),)) for mono, c in offset.terms]
+        moving = total(t for t in terms if self._moves(t))
+        return add(offset.const, total(t for t in terms if not self._moves(t))), moving
 
     def _moves(self, e: Size) -> bool:
         """Whether e differs between lanes."""

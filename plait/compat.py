@@ -131,6 +131,14 @@ def min_cut_partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> t
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
+# ---------------------------------------------------------------------------------------------- sizes
+def size_hints(shape_env: Any) -> dict[str, int]:
+    """The sizes that symbols have in the example inputs, or that the user gave as hints."""
+    named = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # the older name
+    known = {**getattr(shape_env, named), **getattr(shape_env, "var_to_hint_override", {})}
+    return {s.name: int(v) for s, v in known.items() if isinstance(v, int | sympy.Integer)}
+
+
 # ---------------------------------------------------------------------------------------------- metadata
 def forward_metadata() -> Any:
     """AOTAutograd's facts about the graph being compiled (ViewAndMutationMeta), or None outside AOTAutograd."""

@@ -50,6 +50,7 @@ class Builder:
         self.ops: list[L.Op] = []
         self.outputs: list[L.TensorArg | L.Scalar | Size] = []
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
+        self.hints: dict[str, int] = {}
         self.donated: list[str] = []
 
     def buffer(
@@ -65,10 +66,12 @@ class Builder:
         self.inputs.append(name)
         return name
 
-    def size(self, name: str, lo: int = 2) -> Expr:
+    def size(self, name: str, lo: int = 2, hint: int | None = None) -> Expr:
         from plait.ir.sizes import symbol
 
         self.symbols[name] = None
+        if hint is not None:
+            self.hints[name] = hint
         self.inputs.append(("sym", name))
         return symbol(name, lo=lo)
 
@@ -131,6 +134,7 @@ class Builder:
             tuple(self.outputs),
             dict(self.symbols),
             tuple(self.donated),
+            dict(self.hints),
         )
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.wrapper.program import CompileRecord, observers
 from tests.against_eager import same
 
 
@@ -110,6 +111,18 @@ def test_mark_dynamic() -> None:
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(run(x), x.sin().sum(0))
     assert counter.frame_count == 1
+
+
+def test_sizes_of_the_first_call_are_hints() -> None:
+    found: list[CompileRecord] = []
+    token = observers.set((found.append,))
+    x = rand(3, 40).requires_grad_()
+    torch._dynamo.mark_dynamic(x, 0, hint_override=500)
+    torch._dynamo.mark_dynamic(x, 1)
+    torch.compile(lambda x: x.exp().softmax(-1).sin(), backend="plait")(x).sum().backward()
+    observers.reset(token)
+    assert [r.kind for r in found] == ["forward", "backward"]
+    assert all(sorted(r.plan.program.hints.values()) == [40, 500] for r in found)
 
 
 def test_sizes_zero_and_one_recompile_and_agree() -> None:

@@ -75,6 +75,7 @@ def test_a_program() -> None:
         outputs=(TensorArg("z", (s0,), (1,), 0), s0 * 2, Scalar("none")),
         symbols={"s0": None, "s1": ("x", "stride", 0)},
         donated=("rows",),
+        hints={"s0": 24, "s1": 8},
     )
     assert program_text(program) == (
         """\
@@ -82,8 +83,8 @@ s0 = symbol(lo=2)
 k0 = symbol('$0', extent=s0)
 
 inputs(int('s0'), x, None, rows)
-given('s0')
-given('s1', read(x, 'stride', 0))
+given('s0', hint=24)
+given('s1', read(x, 'stride', 0), hint=8)
 x: f32[s0, 8] @ (8, 1) = fixed
 rows: i64[s0] @ (1,)
 y: f32[s0, 8] @ (8, 1)
@@ -173,6 +174,7 @@ def test_a_plan() -> None:
     kernel = Kernel(
         "plait_softmax", I[:1], R, (Reduce("m", "max", value), Store("y", (I[0], R[0]), ops.op("sub", value, m), True)),
         (X, Y), ("y",), (s0,), work_ns=s0 * 4, origin=("model.py:3 aten.softmax",),
+        hints=(24,),
     )  # fmt: skip
     call = Extern(("z",), "aten::mm", (), fallback=False)
     program = LoopProgram((), {}, (), (), (), {})
@@ -190,7 +192,7 @@ arena(64)
 place(y, 0)
 reuse(w, y)
 
-@kernel(x, y, writes=(y,), sizes=(s0,), work_ns=4*s0)
+@kernel(x, y, writes=(y,), sizes=(s0,), hints=(24,), work_ns=4*s0)
 def plait_softmax(i0: s0, *, r0: 8):
     'model.py:3 aten.softmax'
     t0: f32 = x[i0, r0]
@@ -208,7 +210,7 @@ refused('y', 'z', 'one is a call')
     )
     assert read_plan(plan_text(plan), program) == plan
     assert read_kernel(kernel_text(kernel)) == kernel
-    assert step_summary(kernel) == "kernel plait_softmax: x -> y; s0 over 8 points, about 4*s0 ns on one core"
+    assert step_summary(kernel) == "kernel plait_softmax: x -> y; s0 over 8 points, about 96 ns on one core"
     assert step_summary(call) == "extern aten::mm: by choice"
 
 

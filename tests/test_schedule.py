@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from plait.config import Config
 from plait.ir.sizes import Size
 from plait.schedule import schedule
@@ -84,6 +86,19 @@ def test_dynamic_softmax() -> None:
     b.output(softmax(b, x, n, m))
     (k,) = kernels(plan_of(b, s0=5, s1=7))
     assert [str(s) for s in k.sizes] == ["s0", "s1"]
+
+
+@pytest.mark.parametrize(("n", "n_kernels"), [(2, 1), (1000, 2)])
+def test_a_hint_decides_what_is_computed_again(n: int, n_kernels: int) -> None:
+    """A row that every one of n rows needs: computed n times, or put into memory."""
+    b = Builder()
+    rows, cols = b.size("s0", hint=n), b.size("s1", hint=50)
+    x, w = b.input(cols), b.input(rows)
+    row = b.map("sqrt", x)
+    b.output(b.pointwise((rows, cols), lambda o, i, j: o.mul(o.load(row, j), o.load(w, i))))
+    found = kernels(plan_of(b, s0=5, s1=7))
+    assert len(found) == n_kernels
+    assert dict(zip(map(str, found[-1].sizes), found[-1].hints, strict=True)) == {"s0": n, "s1": 50}
 
 
 def test_reductions_in_different_axes_stay_apart() -> None:

@@ -164,11 +164,11 @@ def test_the_peak_stays_near_that_of_coming_and_going() -> None:
     b.output(*outs)
     plan = plan_of(b)
     alive = lives(plan)
-    free = peak_nbytes(list(alive.values()), len(plan.steps))
+    free = peak_nbytes(list(alive.values()), len(plan.steps), {})
     outside = [x for n, x in alive.items() if n not in plan.memory.offsets and n not in plan.memory.in_place]
     arena = plan.memory.arena_nbytes
     assert isinstance(arena, int)
-    assert arena + peak_nbytes(outside, len(plan.steps)) <= free * 1.02 + (1 << 20)
+    assert arena + peak_nbytes(outside, len(plan.steps), {}) <= free * 1.02 + (1 << 20)
 
 
 def test_big_results_are_made_late() -> None:
@@ -179,7 +179,7 @@ def test_big_results_are_made_late() -> None:
     small = [b.reduce((), (512, 1024), "sum", lambda o, i, j, y=y: o.load(y, i, j)) for y in big]
     b.output(*small)
     plan = plan_of(b)
-    free = peak_nbytes(list(lives(plan).values()), len(plan.steps))
+    free = peak_nbytes(list(lives(plan).values()), len(plan.steps), {})
     assert free < 1.1 * 512 * 1024 * 4
 
 

@@ -10,7 +10,7 @@ is fused by `plait/schedule`, printed by `plait/ir/text.py`, run slowly by `plai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, b1
@@ -389,7 +389,8 @@ class LoopProgram:
     symbols: every size symbol that appears, in an order of definition, and where its value comes from: (buffer,
     'size'|'stride'|'offset', dim), an
     expression over symbols before it, or None for an int input or an Item.
-    donated: inputs whose memory nobody reads after the call."""
+    donated: inputs whose memory nobody reads after the call. hints: what symbols were in the call that is compiled for:
+    decisions may be made for these sizes, and are right for all others."""
 
     inputs: tuple[str | tuple[str, str] | None, ...]
     buffers: Mapping[str, Buffer]
@@ -398,6 +399,7 @@ class LoopProgram:
     outputs: tuple[TensorArg | Scalar | Size, ...]
     symbols: Mapping[str, tuple[str, str, int] | Size | None]
     donated: tuple[str, ...] = ()
+    hints: Mapping[str, int] = field(default_factory=dict)
 
 
 IDENTITY: dict[str, str] = {

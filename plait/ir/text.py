@@ -68,7 +68,7 @@ def program_text(p: LoopProgram) -> str:
     """A whole loop program: its inputs, symbols and buffers, then every op in order, then what it returns."""
     scope = program_scope(p)
     lines = [f"inputs({', '.join(_input(i) for i in p.inputs)})"]
-    lines += [f"given({name!r}{_source(source, scope)})" for name, source in p.symbols.items()]
+    lines += [f"given({name!r}{_source(source, scope)}{_hint(p, name)})" for name, source in p.symbols.items()]
     lines += [buffer_line(b, scope) for b in p.buffers.values()]
     for what, names in (("constants", p.constants), ("donated", p.donated)):
         lines += [f"{what}({', '.join(map(name_text, names))})"] if names else []
@@ -88,6 +88,7 @@ def read_program(text: str) -> LoopProgram:
     inputs: tuple[str | tuple[str, str] | None, ...] = ()
     named: dict[str, tuple[str, ...]] = {"constants": (), "donated": ()}
     symbols: dict[str, tuple[str, str, int] | Size | None] = {}
+    hints: dict[str, int] = {}
     ops: list[Op] = []
     outputs: tuple[Any, ...] = ()
     for s in ast.parse(text).body:
@@ -99,12 +100,16 @@ def read_program(text: str) -> LoopProgram:
         elif call is not None and word(call) in named:
             named[word(call) or ""] = tuple(name_of(e) for e in call.args)
         elif call is not None and word(call) == "given":
-            symbols[text_of(positional(call, 0))] = _read_source(call, reader)
+            name = text_of(positional(call, 0))
+            symbols[name] = _read_source(call, reader)
+            if (value := keywords(call, ("hint",)).get("hint")) is not None:
+                hints[name] = _int(value)
         elif isinstance(s, ast.Return) and s.value is not None:
             outputs = tuple(reader.operand(e) for e in items(s.value))
         else:
             ops.append(reader.op(s))
-    return LoopProgram(inputs, reader.buffers, named["constants"], tuple(ops), outputs, symbols, named["donated"])
+    constants, donated = named["constants"], named["donated"]
+    return LoopProgram(inputs, reader.buffers, constants, tuple(ops), outputs, symbols, donated, hints)
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -124,6 +129,10 @@ def _source(source: tuple[str, str, int] | Size | None, scope: Scope) -> str:
     if isinstance(source, tuple):
         return f", read({name_text(source[0])}, {source[1]!r}, {source[2]})"
     return f", {scope.size(source)}"
+
+
+def _hint(p: LoopProgram, name: str) -> str:
+    return f", hint={p.hints[name]}" if name in p.hints else ""
 
 
 def buffer_line(b: Buffer, scope: Scope) -> str:

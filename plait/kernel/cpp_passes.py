@@ -23,6 +23,7 @@ from plait.kernel.space import (
     stmt_nodes,
     trip_count,
 )
+from plait.schedule.cost import hint
 from plait.schedule.plan import Reduce, Stmt, Store
 
 ROW_BUFFER_BYTES = 131072
@@ -90,7 +91,7 @@ def _kept(
     points = trip_count(space.rvars)
     if len(passes) < 2 or points == 0:
         return {}
-    known = points if isinstance(points, int) else 1024
+    known = hint(points, space.hints)
     inner = frozenset(space.rvars)
     seen: dict[Node, int] = {}
     kept: dict[Node, int] = {}

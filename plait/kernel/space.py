@@ -22,13 +22,14 @@ from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 class Space:
     """vars, rvars: loop variables, outermost first. stmts: as in Kernel, with one-element (linear) indices.
     indirect: symbol `@k` in an offset -> the i64 node whose value it is. buffers: by name, position in the
-    argument list."""
+    argument list. hints: plausible values of size symbols."""
 
     vars: tuple[Atom, ...]
     rvars: tuple[Atom, ...]
     stmts: tuple[Stmt, ...]
     indirect: Mapping[Atom, Node]
     buffers: Mapping[str, Buffer]
+    hints: Mapping[str, int]
 
     def roots(self) -> list[Node]:
         """Every node that a statement holds."""
@@ -168,7 +169,7 @@ def _linearise(kernel: Kernel) -> Space:
         stmts.append(replace(s, value=value, index_args=args, mask=mask, index=(offset,)))
     return Space(
         tuple(_atom(v) for v in kernel.vars), tuple(_atom(v) for v in kernel.rvars),
-        tuple(stmts), indirect, buffers,
+        tuple(stmts), indirect, buffers, kernel.hint_of,
     )  # fmt: skip
 
 

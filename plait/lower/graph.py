@@ -31,7 +31,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
-from plait.lower.symbols import bindings, is_symbolic, to_scalar_node, to_size
+from plait.lower.symbols import bindings, is_symbolic, size_hints, to_scalar_node, to_size
 
 aten = torch.ops.aten
 
@@ -112,9 +112,11 @@ class _Walk:
             else:
                 raise Unsupported(f"a graph node of kind {node.op}", where=_where(node))
         donated = tuple(name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str))
+        given = (n.meta.get("val") for n in self.module.graph.nodes if n.op == "placeholder")
         program = LoopProgram(
-            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated
-        )
+            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated,
+            size_hints(given, ctx.symbols),
+        )  # fmt: skip
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
         return Lowered(

@@ -7,7 +7,7 @@ Comes in: ints, SymInts, SymBools and SymFloats from `meta["val"]`. Goes out: ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacke
 from torch.utils._pytree import SequenceKey
 from torch.utils._sympy import functions as sf
 
+from plait import compat
 from plait.errors import Unsupported
 from plait.ir import sizes as sz
 from plait.ir.dtypes import f64
@@ -252,6 +253,13 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
     sympy.Or: lambda e, sub: reduce(sz.smax, map(sub, e.args)),
     sympy.Not: _bool_not,
 }
+
+
+def size_hints(vals: Iterable[Any], names: Iterable[str]) -> dict[str, int]:
+    """What the symbols of these names are in the example inputs, as far as that is known. vals: fake inputs."""
+    env = next((e for v in vals if (e := _shape_env(v)) is not None), None)
+    known = {} if env is None else compat.size_hints(env)
+    return {name: known[name] for name in names if name in known}
 
 
 # ---------------------------------------------------------------------------------------------- unbacked symbols

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.ir.sizes import Atom, Expr, Size, add, coefficient, floordiv, free_symbols, mod, mul, substitute, symbol
-from plait.schedule.cost import hint, hint_numel
+from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import extent
 
 Env = dict[Atom, Size]
@@ -44,7 +44,8 @@ def _atom(v: Expr) -> Atom:
 class _Table:
     """Accesses and how they depend on the current variables."""
 
-    def __init__(self, vars_: Sequence[Expr], accesses: Sequence[Access]) -> None:
+    def __init__(self, vars_: Sequence[Expr], accesses: Sequence[Access], hints: Hints) -> None:
+        self.hints = hints
         unique = dict.fromkeys(accesses)
         self.flats = [a.flat for a in unique]
         self.weights: list[int] = []
@@ -53,7 +54,7 @@ class _Table:
         for a in unique:
             used = [x for x in free_symbols(a.flat) if x in atoms] if not isinstance(a.flat, int) else []
             self.strides.append({x: coefficient(a.flat, x) for x in used})
-            self.weights.append(a.nbytes * hint_numel(extent(atoms[x]) for x in used))
+            self.weights.append(a.nbytes * hint_numel((extent(atoms[x]) for x in used), hints))
 
     def before(self, a: Atom, b: Atom) -> int:
         """> 0 if a belongs outside of b: bytes for which a has the larger stride less those for which b has."""
@@ -62,7 +63,7 @@ class _Table:
             x, y = strides.get(a), strides.get(b)
             if x is None or y is None or not weight:
                 continue
-            m, n = abs(hint(x)), abs(hint(y))
+            m, n = abs(hint(x, self.hints)), abs(hint(y, self.hints))
             votes += weight * ((m > n) - (m < n))
         return votes
 
@@ -117,9 +118,11 @@ def _sorted(table: _Table, vars_: Sequence[Expr]) -> list[Expr]:
     return out
 
 
-def choose_axes(vars_: Sequence[Expr], rvars: Sequence[Expr], accesses: Sequence[Access], ordered: bool) -> Axes:
+def choose_axes(
+    vars_: Sequence[Expr], rvars: Sequence[Expr], accesses: Sequence[Access], ordered: bool, hints: Hints
+) -> Axes:
     """The axes of a kernel. ordered: reduced axes must keep their order."""
-    table = _Table((*vars_, *rvars), accesses)
+    table = _Table((*vars_, *rvars), accesses, hints)
     env: Env = {}
     groups: list[list[Expr]] = []
     for prefix, level, fixed in (("i", vars_, False), ("r", rvars, ordered)):

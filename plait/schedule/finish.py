@@ -68,7 +68,7 @@ class _Finisher:
     def __init__(self, unit: Unit, draft: Draft, buffers: dict[str, Buffer], settled: set[str]) -> None:
         assert isinstance(unit.item, Group)
         self.unit, self.group, self.buffers = unit, unit.item, buffers
-        self.settled = settled
+        self.settled, self.hints = settled, draft.program.hints
         self.facts = [draft.bodies.of(roots(m.loop)) for m in self.group.members]
         made = {o for m in self.group.members for o in loop_outs(m.loop)}
         self.loads = [
@@ -86,13 +86,13 @@ class _Finisher:
         """The kernel, on the best axes."""
         g = self.group
         self._choose_layouts()
-        axes = choose_axes(g.vars, g.rvars, self._accesses(), any(map(is_ordered, g.members)))
+        axes = choose_axes(g.vars, g.rvars, self._accesses(), any(map(is_ordered, g.members)), self.hints)
         members = [moved(m, axes.env, False) for m in g.members]
         final = Group(g.name, axes.vars, axes.rvars, members)
         stmts = [s for s in statements(final) if isinstance(s, Reduce) or s.buf in self.unit.writes]
         origins = [m.loop.origin for m in members]
         origin = tuple(dict.fromkeys(text for o in origins for text in o))
-        draft = make_kernel("", final.vars, final.rvars, stmts, self.buffers, origin)
+        draft = make_kernel("", final.vars, final.rvars, stmts, self.buffers, origin, self.hints)
         words = origin_words(origins) or _kinds(draft)
         content = content_text(final.vars, final.rvars, stmts, draft.args)
         return replace(draft, name=names.new(words, content))
@@ -102,7 +102,7 @@ class _Finisher:
         for name, index in self.stores:
             if name not in self.settled:
                 self.settled.add(name)
-                self.buffers[name] = follow(self.buffers[name], index, sources)
+                self.buffers[name] = follow(self.buffers[name], index, sources, self.hints)
 
     def _accesses(self) -> list[Access]:
         out = []

@@ -84,7 +84,7 @@ def _writes(m: Member) -> dict[str, _Write]:
 class _Fuser:
     def __init__(self, draft: Draft, cfg: Config) -> None:
         self.draft, self.cfg = draft, cfg
-        self.buffers = draft.program.buffers
+        self.buffers, self.hints = draft.program.buffers, draft.program.hints
         n = len(draft.program.ops)
         self.leader = list(range(n))
         self.nodes = {g.members[0].op: _Node(draft, g) for g in draft.groups}
@@ -99,7 +99,7 @@ class _Fuser:
         self.alive = list(range(n))
         self.readers: dict[str, list[int]] = {}
         self.writers: dict[str, list[int]] = {}
-        self.nbytes = {n: buffer_nbytes(b) for n, b in self.buffers.items()}
+        self.nbytes = {n: buffer_nbytes(b, self.hints) for n, b in self.buffers.items()}
         self.n_fresh = 0
         self.refusals: dict[tuple[str, str], Refusal] = {}
 
@@ -249,9 +249,9 @@ class _Fuser:
         gs = Space(guest.group.vars, guest.group.rvars)
         if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
             return Reason("an axis is empty")
-        outer = hint_numel(extent(v) for v in hs.vars)
+        outer = hint_numel(map(extent, hs.vars), self.hints)
         if hs.rvars and not gs.rvars and outer < MIN_OUTER:
-            points = hint_numel(extent(v) for v in gs.vars)
+            points = hint_numel(map(extent, gs.vars), self.hints)
             if points > LARGE_NUMEL and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")
         found = align(hs, gs, list(self._ties(host, guest)), self.fresh)

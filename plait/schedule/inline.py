@@ -148,17 +148,20 @@ class _Inliner:
         """Whether reading around a buffer that exists anyway is no worse than reading it."""
         if facts.cost > COPY_COST or len(facts.loads) > 1 or len(reader.sites) > 1:
             return False
-        return self._read_nbytes(facts) <= buffer_nbytes(self.program.buffers[loop.out])
+        return self._read_nbytes(facts) <= self._nbytes(loop.out)
 
     def _read_nbytes(self, facts: Facts, without: frozenset[str] = frozenset()) -> int:
         names = {load_of(n).buf for n in facts.loads} - without
-        return sum(buffer_nbytes(self.program.buffers[n]) for n in names)
+        return sum(map(self._nbytes, names))
+
+    def _nbytes(self, name: str) -> int:
+        return buffer_nbytes(self.program.buffers[name], self.program.hints)
 
     def _pays(self, k: int, loop: Pointwise, facts: Facts, readers: list[_Reader]) -> bool:
         """Whether a loop that nobody needs in memory is better off inside all of its readers."""
-        points = hint_numel(extent(v) for v in loop.vars)
+        points = hint_numel(map(extent, loop.vars), self.program.hints)
         evaluated = sum(self._evaluations(r) for r in readers)
-        nbytes = buffer_nbytes(self.program.buffers[loop.out])
+        nbytes = self._nbytes(loop.out)
         if len(readers) == 1 and evaluated <= points:
             # Far from its reader, a result is put into memory if it is smaller than what it is made of.
             return readers[0].op - k <= FAR or self._read_nbytes(facts, self.given) <= nbytes
@@ -184,7 +187,7 @@ class _Inliner:
     def _evaluations(self, reader: _Reader) -> int:
         loop = as_loop(self.ops[reader.op])
         assert loop is not None
-        return sum(evaluations(space(loop), n) for n in reader.sites)
+        return sum(evaluations(space(loop), n, self.program.hints) for n in reader.sites)
 
 
 def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies) -> LoopProgram:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from plait.ir.checks import Bound
 from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol, total
-from plait.schedule.cost import kernel_work_ns
+from plait.schedule.cost import Hints, hint, kernel_work_ns
 from plait.schedule.deps import extent, load_of
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
 
@@ -29,6 +29,7 @@ def make_kernel(
     stmts: Sequence[Stmt],
     buffers: Mapping[str, Buffer],
     origin: tuple[str, ...],
+    hints: Hints,
 ) -> Kernel:
     """A Kernel with its arguments and size symbols found in the statements: loaded buffers first,
     then stored ones."""
@@ -40,15 +41,17 @@ def make_kernel(
     sequential = any(isinstance(s, Store) and _collides(s) for s in stmts)
     sizes = size_symbols(vars_ + rvars, stmts, nodes, args)
     inner = inner_nodes(nodes, rvars, stmts)
-    work_ns = kernel_work_ns(vars_, rvars, nodes, inner, args)
-    return Kernel(name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin)
+    work_ns = kernel_work_ns(vars_, rvars, nodes, inner, args, hints)
+    values = tuple(hint(s, hints) for s in sizes)
+    return Kernel(name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin, (), values)
 
 
 def packed(parts: Sequence[Kernel], names: Names) -> Kernel:
     """One kernel of several that need nothing of each other."""
     args = tuple({b.name: b for p in parts for b in p.args}.values())
     outs = tuple(dict.fromkeys(o for p in parts for o in p.outs))
-    sizes = {str(s): s for p in parts for s in p.sizes}
+    sizes = {str(s): (s, h) for p in parts for s, h in zip(p.sizes, p.hints, strict=True)}
+    ordered = [both for _, both in sorted(sizes.items())]
     origin = tuple(dict.fromkeys(o for p in parts for o in p.origin))
     content = "\n".join(content_text(p.vars, p.rvars, p.stmts, p.args) for p in parts)
     work_ns = total(p.work_ns for p in parts)
@@ -59,11 +62,12 @@ def packed(parts: Sequence[Kernel], names: Names) -> Kernel:
         (),
         args,
         outs,
-        tuple(s for _, s in sorted(sizes.items())),
+        tuple(s for s, _ in ordered),
         all(p.sequential for p in parts),
         work_ns,
         origin,
         tuple(parts),
+        tuple(h for _, h in ordered),
     )
 
 

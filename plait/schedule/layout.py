@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from plait.ir.loops import Buffer
 from plait.ir.sizes import Atom, Expr, Size, coefficient, mul, smax, total
-from plait.schedule.cost import hint, hint_numel
+from plait.schedule.cost import Hints, buffer_nbytes, hint
 
 Index = tuple[Size, ...]
 
@@ -32,7 +32,7 @@ def dense_strides(shape: Sequence[Size], order: Iterable[int]) -> tuple[Size, ..
     return tuple(strides)
 
 
-def follow(out: Buffer, index: Index, sources: Sequence[tuple[Buffer, Index]]) -> Buffer:
+def follow(out: Buffer, index: Index, sources: Sequence[tuple[Buffer, Index]], hints: Hints) -> Buffer:
     """out with the memory order of the largest source that is read at every point of out's index, if there is one.
 
     index, sources: where out is stored and sources are loaded, over the same variables."""
@@ -43,10 +43,10 @@ def follow(out: Buffer, index: Index, sources: Sequence[tuple[Buffer, Index]]) -
         return out
     best: tuple[int, list[int]] | None = None
     for b, at in sources:
-        strides = _strides_of(vars_, flat_index(b, at))
+        strides = _strides_of(vars_, flat_index(b, at), hints)
         if strides is None:
             continue
-        size = hint_numel(b.shape) * b.dtype.nbytes
+        size = buffer_nbytes(b, hints)
         if best is None or size > best[0]:
             best = size, strides
     if best is None:
@@ -63,7 +63,7 @@ def _only_var(e: Size) -> Atom | None:
     return None
 
 
-def _strides_of(vars_: Sequence[Atom | None], flat: Size) -> list[int] | None:
+def _strides_of(vars_: Sequence[Atom | None], flat: Size, hints: Hints) -> list[int] | None:
     """The strides of variables in an address; None where one of them (of more than one value) does not count."""
     out = []
     for v in vars_:
@@ -73,5 +73,5 @@ def _strides_of(vars_: Sequence[Atom | None], flat: Size) -> list[int] | None:
         s = coefficient(flat, v)
         if s is None or s == 0:
             return None
-        out.append(abs(hint(s)))
+        out.append(abs(hint(s, hints)))
     return out

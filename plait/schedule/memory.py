@@ -15,7 +15,7 @@ from plait.config import Config
 from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate
 from plait.ir.sizes import Size, add, ceildiv, free_symbols, known_le, known_nonneg, mul, smax, total
 from plait.schedule.align import divided
-from plait.schedule.cost import buffer_nbytes, hint
+from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
@@ -86,7 +86,9 @@ def donated(plan: Plan) -> list[Life]:
     for k, step in enumerate(plan.steps):
         last.update(dict.fromkeys(touched(step)[0], k))
     return [
-        Life(n, buffer_nbytes(plan.buffers[n]), 0, last.get(n, 0)) for n in plan.program.donated if n in plan.buffers
+        Life(n, buffer_nbytes(plan.buffers[n], plan.program.hints), 0, last.get(n, 0))
+        for n in plan.program.donated
+        if n in plan.buffers
     ]
 
 
@@ -204,13 +206,13 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
     return [Block(tuple(x.name for x in c), c[0].nbytes, c[0].start, max(x.end for x in c)) for c in chains.values()]
 
 
-def place(all_blocks: Sequence[Block]) -> tuple[dict[str, Size], Size]:
+def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], Size]:
     """Offsets of the first name of every block, and the arena's size. Blocks whose sizes are
     multiples of one unit (1, or a product of symbols) share a region; others have slots."""
     offsets: dict[str, Size] = {}
     regions: dict[Size, list[tuple[int, Block]]] = {}
     others: list[Block] = []
-    for b in sorted(all_blocks, key=lambda b: (-hint(b.nbytes), b.start, b.names)):
+    for b in sorted(all_blocks, key=lambda b: (-hint(b.nbytes, hints), b.start, b.names)):
         count, unit = _in_units(b.nbytes)
         if count is None:
             others.append(b)
@@ -277,12 +279,12 @@ def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- peaks
-def peak_nbytes(all_lives: Sequence[Life], n_steps: int, scratch: Mapping[int, int] | None = None) -> int:
+def peak_nbytes(all_lives: Sequence[Life], n_steps: int, hints: Hints, scratch: Mapping[int, int] | None = None) -> int:
     """The most bytes alive at any step when each buffer is allocated and freed by itself (with
     hints for unknown sizes). scratch: bytes that a step holds besides."""
     change = [0] * (n_steps + 2)
     for life in all_lives:
-        size = max(hint(life.nbytes), 0)
+        size = max(hint(life.nbytes, hints), 0)
         change[life.start] += size
         change[life.end + 1] -= size
     best = now = 0
@@ -299,7 +301,7 @@ def convolution_scratch(plan: Plan) -> dict[int, int]:
     for k, step in enumerate(plan.steps):
         if isinstance(step, Extern) and "convolution" in step.op:
             names = (*extern_reads(step), *(o for o in step.outs if o is not None))
-            out[k] = sum(buffer_nbytes(plan.buffers[n]) for n in names)
+            out[k] = sum(buffer_nbytes(plan.buffers[n], plan.program.hints) for n in names)
     return out
 
 
@@ -310,10 +312,10 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
         return replace(plan, memory=MemoryPlan(in_place=inputs))
     alive = {n: life for n, life in lives(plan).items() if n not in inputs}
     given = donated(plan)  # a backward pass frees what was saved for it as it goes
-    n_steps = len(plan.steps)
+    n_steps, hints = len(plan.steps), plan.program.hints
     # Whether convolutions need their scratch is not known: the arena must be right either way.
     cases: tuple[dict[int, int], ...] = (convolution_scratch(plan), {})
-    free = [peak_nbytes([*alive.values(), *given], n_steps, c) for c in cases]
+    free = [peak_nbytes([*alive.values(), *given], n_steps, hints, c) for c in cases]
     limits = [most * SLACK + SLACK_NBYTES for most in free]
     # The pool keeps the arena of a backward pass while other parts of a training step may peak.
     idle_limit = limits[-1] - free[-1] if given else limits[-1]
@@ -322,14 +324,14 @@ def plan_memory(plan: Plan, cfg: Config) -> Plan:
     while True:
         names = {life.name for life in inside}
         over = takeovers(plan, alive, names)
-        offsets, nbytes = place(blocks(inside, over))
+        offsets, nbytes = place(blocks(inside, over), hints)
         outside = [*_merged([x for n, x in alive.items() if n not in names], over), *given]
-        peaks = [hint(nbytes) + peak_nbytes(outside, n_steps, c) for c in cases]
+        peaks = [hint(nbytes, hints) + peak_nbytes(outside, n_steps, hints, c) for c in cases]
         fits = all(p <= most for p, most in zip(peaks, limits, strict=True))
-        if not inside or (fits and hint(nbytes) <= idle_limit):
+        if not inside or (fits and hint(nbytes, hints) <= idle_limit):
             break
-        largest = max(hint(x.nbytes) for x in inside)
-        inside = [x for x in inside if hint(x.nbytes) * 2 <= largest]
+        largest = max(hint(x.nbytes, hints) for x in inside)
+        inside = [x for x in inside if hint(x.nbytes, hints) * 2 <= largest]
     memory = MemoryPlan(nbytes, offsets, {**over, **inputs})
     return replace(plan, memory=memory)
 

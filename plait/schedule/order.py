@@ -91,14 +91,14 @@ def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
     read_by_others = {b for u in all_units for b in u.reads} | set(output_buffers(program))
     t = Traffic([], [], {}, {}, 0)
     for name in program.donated:
-        t.nbytes[name] = buffer_nbytes(program.buffers[name])
+        t.nbytes[name] = buffer_nbytes(program.buffers[name], program.hints)
         t.at_start += t.nbytes[name]
     for u in all_units:
         made, used = [], []
         for name in u.writes:
             root = memory.get(name, name)
             if name in read_by_others and root not in inputs and root not in t.nbytes:
-                t.nbytes[root] = buffer_nbytes(program.buffers[root])
+                t.nbytes[root] = buffer_nbytes(program.buffers[root], program.hints)
                 made.append(root)
         for name in dict.fromkeys((*u.reads, *(w for w in u.writes if w in read_by_others))):
             root = memory.get(name, name)

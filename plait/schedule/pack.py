@@ -144,8 +144,9 @@ class _Packer:
         return all(self.slot[u] > to for k in moving for u in self.users[k])
 
     def _touched(self, moving: Sequence[int]) -> int:
+        program = self.draft.program
         names = {b for k in moving for b in (*self.units[k].reads, *self.units[k].writes)}
-        return sum(buffer_nbytes(self.draft.program.buffers[b]) for b in names)
+        return sum(buffer_nbytes(program.buffers[b], program.hints) for b in names)
 
     def _move(self, moving: list[int], to: int, i: int, k: int) -> Reason | None:
         """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to

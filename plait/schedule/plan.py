@@ -73,7 +73,8 @@ class Kernel:
     vectorise any axis.
     name: telling and unique in the program. args: buffers in the order of the pointer arguments
     (each once; an in-place pair is two args). outs: those written.
-    sizes: the size symbols used, in the order of the integer arguments. sequential: points must
+    sizes: the size symbols used, in the order of the integer arguments; hints: plausible values of
+    them. sequential: points must
     run in row-major order on one thread (scatters that collide, ordered).
     work_ns: estimate on one core. origin: source lines and ATen ops.
     parts: nests that one launch runs one after the other with nothing in between, since none needs
@@ -91,6 +92,12 @@ class Kernel:
     work_ns: Size = 0
     origin: tuple[str, ...] = ()
     parts: tuple[Kernel, ...] = ()
+    hints: tuple[int, ...] = ()
+
+    @property
+    def hint_of(self) -> dict[str, int]:
+        """The hints by symbol."""
+        return dict(zip(map(str, self.sizes), self.hints, strict=False))
 
     @property
     def nests(self) -> tuple[Kernel, ...]:

@@ -28,7 +28,7 @@ from plait.ir.loops import (
 )
 from plait.ir.record import inline
 from plait.ir.sizes import Size, add, coefficient, contiguous_strides, mul, numel
-from plait.schedule.cost import hint, hint_numel
+from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
 from plait.schedule.layout import flat_index
 
@@ -44,7 +44,7 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     buffers = dict(program.buffers)
     ops: list[Op] = []
     for op in program.ops:
-        parts = _chunks(op, program.buffers, bodies) if isinstance(op, Reduction) else None
+        parts = _chunks(op, program.buffers, bodies, program.hints) if isinstance(op, Reduction) else None
         if parts is None:
             ops.append(op)
         else:
@@ -53,11 +53,11 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
-def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies) -> tuple[Size, Size] | None:
+def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints) -> tuple[Size, Size] | None:
     """(chunks, rest) with chunks * rest >= the extent of the outermost reduced axis, or None where
     it stays whole."""
-    outer = hint_numel(extent(v) for v in op.vars)
-    points = outer * hint_numel(extent(v) for v in op.rvars)
+    outer = hint_numel(map(extent, op.vars), hints)
+    points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
     if not op.rvars or not found:
         return None
@@ -69,8 +69,8 @@ def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies) -> tup
     size = extent(op.rvars[0])
     if want < 2:
         return None
-    inner = hint_numel(extent(v) for v in op.rvars[1:])
-    if inner > 1 and want <= hint(size) <= 4 * want:
+    inner = hint_numel(map(extent, op.rvars[1:]), hints)
+    if inner > 1 and want <= hint(size, hints) <= 4 * want:
         return size, 1
     if not isinstance(size, int):
         return None

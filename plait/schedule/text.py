@@ -27,6 +27,7 @@ from plait.ir.text import (
     params_text,
     py_word,
 )
+from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reason, Reduce, Refusal, Step, Stmt, Store
 
 
@@ -97,6 +98,7 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
         *map(name_text, (b.name for b in k.args)),
         f"writes={tuple_text(list(map(name_text, k.outs)))}",
         *([f"sizes={scope.sizes(k.sizes)}"] if k.sizes else []),
+        *([f"hints={scope.sizes(k.hints)}"] if k.hints else []),
         *([f"work_ns={scope.size(k.work_ns)}"] if k.work_ns != 0 else []),
         *(["sequential=True"] if k.sequential else []),
     ]
@@ -175,13 +177,14 @@ class _PlanReader:
             raise wrong(s, "@kernel(...)")
         head = s.decorator_list[0]
         assert isinstance(head, ast.Call)
-        facts = keywords(head, ("writes", "sizes", "work_ns", "sequential"))
+        facts = keywords(head, ("writes", "sizes", "hints", "work_ns", "sequential"))
         body = BodyReader(self.ops.symbols, s.args)
         origin, lines = body.split_origin(s.body)
         parts = tuple(self.kernel(line) for line in lines if isinstance(line, ast.FunctionDef))
         lines = lines if not parts else []
         stmts = [made for line in lines if (made := _statement(line, body)) is not None]
         sizes = self.ops.symbols.sizes(facts["sizes"]) if "sizes" in facts else ()
+        hints = self.ops.symbols.sizes(facts["hints"]) if "hints" in facts else ()
         work_ns = self.ops.symbols.size(facts["work_ns"]) if "work_ns" in facts else 0
         args = tuple(self.buffer(e) for e in head.args)
         outs = _names_of(facts["writes"]) if "writes" in facts else ()
@@ -189,6 +192,7 @@ class _PlanReader:
         return Kernel(
             s.name, body.vars, body.rvars, tuple(stmts), args, outs,
             tuple(e for e in sizes if isinstance(e, Expr)), sequential, work_ns, origin, parts,
+            tuple(h for h in hints if isinstance(h, int)),
         )  # fmt: skip
 
     def buffer(self, e: ast.expr) -> Buffer:
@@ -240,7 +244,8 @@ def step_summary(step: Step) -> str:
     flow = f"{', '.join(reads) or 'nothing'} -> {', '.join(step.outs)}"
     if step.parts:
         flow += f" by {' and '.join(n.name for n in step.parts)}"
-    return f"kernel {step.name}: {flow}; {spaces} points, about {time_text(step.work_ns)} on one core"
+    time = time_text(hint(step.work_ns, step.hint_of))
+    return f"kernel {step.name}: {flow}; {spaces} points, about {time} on one core"
 
 
 def _over(k: Kernel) -> str:
@@ -251,9 +256,9 @@ def _space(vars_: Sequence[Expr]) -> str:
     return "x".join(str(v.symbol.extent) for v in vars_ if v.symbol is not None) or "1"
 
 
-def time_text(work_ns: Size) -> str:
-    """A time in words: `3.2 us`, or nanoseconds where it depends on sizes."""
-    return f"{work_ns / 1e3:.1f} us" if isinstance(work_ns, int) and work_ns >= 1000 else f"{work_ns} ns"
+def time_text(ns: int) -> str:
+    """A time in words: `3.2 us`."""
+    return f"{ns / 1e3:.1f} us" if ns >= 1000 else f"{ns} ns"
 
 
 def refused_pairs(plan: Plan) -> list[tuple[str, str]]:

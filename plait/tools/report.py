@@ -173,15 +173,13 @@ def _kernels(graphs: Sequence[CompileRecord]) -> list[str]:
 
 
 def _work(same: Sequence[Kernel]) -> int:
-    return sum(hint(k.work_ns) for k in same)
+    return sum(hint(k.work_ns, k.hint_of) for k in same)
 
 
 def _kernel(stem: str, ops: str, same: list[Kernel]) -> str:
     sources = {k.name for k in same}
     name = same[0].name if len(sources) == 1 else f"{stem} ({len(sources)} different)"
-    fixed = all(isinstance(k.work_ns, int) for k in same)
-    time = time_text(_work(same) if fixed else same[0].work_ns)
-    return f"{len(same)} x {name}: {ops}; about {time}{'' if fixed else ' each'} on one core"
+    return f"{len(same)} x {name}: {ops}; about {time_text(_work(same))} on one core"
 
 
 def _ops(k: Kernel) -> str:

@@ -17,6 +17,7 @@ from itertools import repeat
 from typing import Any, TextIO
 
 import torch
+from memory import peak
 from models import CASES, Case, Sum8
 from peers import PEERS, Peer
 from torch import Tensor
@@ -74,24 +75,9 @@ class Worker:
         return {"us": best * 1e6}
 
     def memory(self) -> dict[str, Any]:
-        """Peak of the memory that one call holds, in bytes: what PyTorch allocates, and plait's pooled arenas once."""
-        self.call()
-        gc.collect()
-        arenas = 0
-        if self.peer.name.startswith("plait"):
-            from plait import _native
-
-            arenas = int(_native.arena_stats()["held_bytes"])
-        kept = []
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
-            kept.append(self.call())
-        events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
-        moves = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        held = peak = 0
-        for _, nbytes in moves:
-            held += nbytes
-            peak = max(peak, held)
-        return {"peak_bytes": peak + arenas, "arena_bytes": arenas}
+        """Peak of the memory that one call holds, in bytes, and what of it is plait's arenas."""
+        most, arena = peak(self.call)
+        return {"peak_bytes": most, "arena_bytes": arena}
 
     def _bind(self, run: Call) -> Call:
         """A call without arguments; of a training step, forward and backward with fresh gradients."""

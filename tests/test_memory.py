@@ -1,8 +1,4 @@
-"""Memory of whole calls: the peak against eager's, and nothing left behind by thousands of calls.
-
-A peak is the most bytes that PyTorch's CPU allocator handed out during one call and had not got back, plus the
-blocks that plait's arena pool keeps for that call, counted for the whole call.
-"""
+"""Memory of whole calls: the peak against eager's, and nothing left behind by thousands of calls."""
 
 from __future__ import annotations
 
@@ -15,18 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    RecordScope,
-    _EventType,
-    _ExperimentalConfig,
-)
 from torch.nn import functional as F
 
+from benchmarks.memory import allocator_peak, peak
 from plait.config import Config
-from plait.runtime.load import arena_stats, trim_arenas
+from plait.runtime.load import arena_stats
 from plait.schedule import schedule
 from tests.models import MODELS, images, tokens
 from tests.schedule_tools import Builder
@@ -68,50 +57,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tf6": (lambda: nn.Sequential(*(Block(256) for _ in range(6))), lambda: torch.randn(8, 64, 256)),
     "pw": (Pointwise, lambda: torch.randn(1024, 1024)),
 }
-
-
-def allocator_peak(call: Callable[[], object]) -> int:
-    """The most bytes that one call had from the CPU allocator at once. What was there before does not count, even if
-    the call frees it; what it returns counts to the end."""
-    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
-    activities = {ProfilerActivity.CPU}
-    torch.autograd._prepare_profiler(config, activities)
-    torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
-    try:
-        kept = call()
-    finally:
-        result = torch.autograd._disable_profiler()
-    del kept
-    found, todo = [], list(result.experimental_event_tree())
-    while todo:
-        event = todo.pop()
-        todo += event.children
-        tag, fields = event.typed
-        if tag == _EventType.Allocation:
-            found.append((event.start_time_ns, len(found), fields.ptr, fields.alloc_size))
-    assert found, "the profiler saw no allocations"
-    sizes: dict[int, int] = {}
-    held = peak = 0
-    # The tree holds events of one moment in the order in which they came; the stack reversed it.
-    for _, _, ptr, nbytes in sorted(found, key=lambda e: (e[0], -e[1])):
-        held -= sizes.pop(ptr, 0)
-        if nbytes > 0:
-            sizes[ptr] = nbytes
-            held += nbytes
-            peak = max(peak, held)
-    return peak
-
-
-def peak(call: Callable[[], object]) -> tuple[int, int]:
-    """Peak of a call that has been made before, and how much of it is arenas; in bytes."""
-    for _ in range(2):
-        call()
-    gc.collect()
-    trim_arenas()
-    idle = arena_stats()["held_bytes"]
-    call()
-    arena = arena_stats()["held_bytes"] - idle
-    return allocator_peak(call) + arena, arena
 
 
 def step(f: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from plait.config import Config
+from plait.errors import InternalError
 from plait.ir.dtypes import f32, i64
 from plait.ir.loops import Mutate, Scatter, arg_symbol, loop_vars
 from plait.ir.sizes import Size
 from plait.schedule import schedule
 from plait.schedule.memory import lives, peak_nbytes, storage_nbytes
-from plait.schedule.plan import Plan
+from plait.schedule.plan import Kernel, Plan
+from plait.schedule.verify import verify_plan
 from tests.schedule_tools import Builder, Record, check, kernels
 
 CFG = Config()
@@ -135,6 +141,32 @@ def test_neighbours_are_not_overwritten() -> None:
     b.ops.append(Mutate(x, new))
     plan = plan_of(b)
     assert not plan.memory.in_place and any(isinstance(s, Mutate) for s in plan.steps)
+
+
+def relaid(plan: Plan, name: str) -> Plan:
+    """The plan with a buffer transposed wherever kernels see it, and nowhere else."""
+    buffers = {n: replace(b, strides=b.strides[::-1]) if n == name else b for n, b in plan.buffers.items()}
+    steps = (
+        replace(s, args=tuple(buffers[b.name] for b in s.args)) if isinstance(s, Kernel) else s for s in plan.steps
+    )
+    return replace(plan, buffers=buffers, steps=tuple(steps))
+
+
+def test_kernels_and_calls_must_see_one_layout() -> None:
+    b = Builder()
+    x, running = b.input(64, 64), b.input(64, 64)
+    inner = b.map("tanh", x)
+    b.output(out := b.map("exp", b.extern((64, 64), inner)))
+    b.ops.append(Mutate(running, new := b.map("add", running, x)))
+    plan = plan_of(b)
+    assert plan.memory.in_place[new] == running
+    for name, words in (
+        (inner, f"sees {inner} as"),
+        (out, "the result sees"),
+        (new, f"{new} is computed in {running}"),
+    ):
+        with pytest.raises(InternalError, match=words):
+            verify_plan(relaid(plan, name))
 
 
 def test_scatter_into_a_mutated_input_needs_no_copy() -> None:

@@ -7,8 +7,10 @@ debugging. Overlaps in memory are checked on instructions, by `wrapper/verify.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from plait.errors import InternalError
-from plait.ir.loops import Load, Node, index_exprs, is_arg, walk
+from plait.ir.loops import Load, Mutate, Node, index_exprs, is_arg, walk
 from plait.ir.ops import REDUCTIONS
 from plait.ir.sizes import Atom, Size, free_symbols
 from plait.schedule.deps import extent, output_buffers
@@ -42,10 +44,32 @@ def verify_plan(plan: Plan) -> None:
                 raise InternalError(f"step {k} reads {name}, which nothing has made yet")
             if name not in plan.buffers:
                 raise InternalError(f"step {k} uses {name}, which the plan does not describe")
+        if isinstance(step, Mutate):
+            _check_taken_over(step, plan)
+        elif not isinstance(step, Kernel):
+            _check_layouts((*read, *made), plan, f"step {k}")
         gone.update((name, k) for name in dying)
     for name in output_buffers(program):
         if name not in known or name in gone:
             raise InternalError(f"output {name} does not exist at the end")
+    _check_layouts(output_buffers(program), plan, "the result")
+
+
+def _check_layouts(names: Iterable[str], plan: Plan, where: str) -> None:
+    """What anything but a kernel sees of a buffer was settled before the schedule, which may choose no other layout;
+    kernels see what the plan says (see _Kernel.run)."""
+    for name in names:
+        new, old = plan.buffers[name], plan.program.buffers[name]
+        if (new.dtype, new.shape, new.strides, new.device) != (old.dtype, old.shape, old.strides, old.device):
+            raise InternalError(f"{where} sees {name} as {old}, kernels as {new}")
+
+
+def _check_taken_over(step: Mutate, plan: Plan) -> None:
+    """A buffer that is computed in the memory of the input that it replaces lies there as the input does."""
+    new, old = plan.buffers[step.source], plan.buffers[step.target]
+    taken = plan.memory.in_place.get(step.source) == step.target
+    if taken and (new.dtype, new.shape, new.strides) != (old.dtype, old.shape, old.strides):
+        raise InternalError(f"{step.source} is computed in {step.target} and lies otherwise")
 
 
 def _check_parts(kernel: Kernel) -> None:

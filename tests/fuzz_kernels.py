@@ -1,10 +1,9 @@
 """Random kernels against the slow reference.
 
 `python -m tests.fuzz_kernels SEED [ISA]` prints and runs the kernel of one seed, and if it is wrong prints a program
-that runs it again; `python -m tests.fuzz_kernels --many FIRST COUNT` looks for failures.
-Every value knows whether the reference must be met bit by bit (only correctly rounded operations below it) or
-up to rounding; operations with
-jumps (comparisons, rounding, positions) are only applied to the former.
+that runs it again; `python -m tests.fuzz_kernels --many FIRST COUNT` looks for failures. Every value knows whether the
+reference must be met bit by bit (only correctly rounded operations below it) or up to rounding; operations with jumps
+(comparisons, rounding, positions) are only applied to the former.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Builds LoopPrograms by hand and runs LoopPrograms and Plans with numpy, slowly but independently
-of any kernel target.
+"""Builds LoopPrograms by hand and runs LoopPrograms and Plans with numpy, slowly but independently of any kernel
+target.
 
-Values are whole arrays: a loop variable is an array along its own axis, so that every node is
-evaluated at all points at once.
+Values are whole arrays: a loop variable is an array along its own axis, so that every node is evaluated at all points
+at once.
 """
 
 from __future__ import annotations
@@ -342,8 +342,8 @@ def run_loop(op: L.Loop, arrays: Arrays, buffers: Mapping[str, L.Buffer], syms: 
 
 
 def run_other(step: object, arrays: Arrays, syms: dict[str, int], seen: Mapping[str, L.Buffer]) -> None:
-    """Steps that are no loops. An unknown extern gives something that depends on all of its
-    operands and their order."""
+    """Steps that are no loops. An unknown extern gives something that depends on all of its operands and their
+    order."""
     if isinstance(step, L.Extern):
         total = np.float32(len(step.op))
         for k, a in enumerate(step.args):

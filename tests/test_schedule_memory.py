@@ -223,8 +223,8 @@ def test_storage_counts_gaps() -> None:
 
 
 def test_an_old_value_outlives_the_fill_before_a_scatter() -> None:
-    """The new value of an input is made by two kernels; the first must not run over what is read
-    later, by an op behind the scatter."""
+    """The new value of an input is made by two kernels; the first must not run over what is read later, by an op behind
+    the scatter."""
     b = Builder()
     x, at, g = b.input(4, 6), b.input(5, dtype=i64), b.input(5, 6)
     zeros = b.pointwise((4, 6), lambda o, i, j: o.f(0.0))

@@ -1,10 +1,8 @@
 """The slow reference: what loops and kernels mean, in numpy.
 
-Comes in: nodes, loops or kernels, and the memory of each buffer as a flat array of its elements (bf16: the bits
-as uint16). Every value is an
-array over the whole iteration space. With wide=True floating values are float64 throughout, the truth that
-errors are measured against.
-Tests and fuzzers trust this file; nothing in the compiler calls it.
+Comes in: nodes, loops or kernels, and the memory of each buffer as a flat array of its elements (bf16: the bits as
+uint16). Every value is an array over the whole iteration space. With wide=True floating values are float64 throughout,
+the truth that errors are measured against. Tests and fuzzers trust this file; nothing in the compiler calls it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Loop bodies and loops: what each buffer's elements are, as immutable interned data.
 
 A body is a DAG of `Node`s over loop variables; a loop says which buffer the body defines. Loads carry LOGICAL
-multi-dimensional indices,
-so a producer is inlined by substituting its variables; strides enter only in the emitters. Comes from
-`plait/ir/record.py`,
-is fused by `plait/schedule`, printed by `plait/ir/text.py`, run slowly by `plait/ir/interp.py`.
+multi-dimensional indices, so a producer is inlined by substituting its variables; strides enter only in the emitters.
+Comes from `plait/ir/record.py`, is fused by `plait/schedule`, printed by `plait/ir/text.py`, run slowly by
+`plait/ir/interp.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ class Load:
     """Element index[0], index[1], ... of buffer `buf`.
 
     index: over loop variables, size symbols and positional Arg symbols `$0, $1, ...`: `$k` is the value of the load's
-    k-th argument node (i64,
-    promised to lie in range wherever the mask holds). masked: the last argument node is a b1 mask; where it is false
-    nothing is read and the value is 0 (False)."""
+    k-th argument node (i64, promised to lie in range wherever the mask holds). masked: the last argument node is a b1
+    mask; where it is false nothing is read and the value is 0 (False)."""
 
     buf: str
     index: tuple[Size, ...]
@@ -205,9 +203,8 @@ class Pointwise:
     """out[index] = body for every point of vars. index None: out[i0, i1, ...], vars have the extents of out's shape,
     in order.
 
-    Otherwise the loop writes a part of out only (one piece of a concatenation, a slice): several Pointwise of one
-    `out` with disjoint
-    indices define it together, and it cannot be inlined."""
+    Otherwise the loop writes a part of out only (one piece of a concatenation, a slice): several Pointwise of one `out`
+    with disjoint indices define it together, and it cannot be inlined."""
 
     out: str
     vars: tuple[Expr, ...]
@@ -221,8 +218,8 @@ class Reduction:
     """outs[m][vars] = (m-th result of) kind over all rvars of body. vars are i0.., rvars r0...
 
     One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced axes are NOT kept in
-    outs; a keepdim result is a view.
-    body's dtype is the accumulation dtype; outs have that dtype (i64 for arg reductions, b1 for any/all)."""
+    outs; a keepdim result is a view. body's dtype is the accumulation dtype; outs have that dtype (i64 for arg
+    reductions, b1 for any/all)."""
 
     outs: tuple[str | None, ...]
     vars: tuple[Expr, ...]
@@ -238,8 +235,8 @@ class Scatter:
 
     out starts as a copy of buffer `base` (same shape; the scheduler copies or, when base dies, reuses its memory);
     where base is out (made by the scheduler only), it updates that buffer in place.
-    index: over vars and Arg symbols, whose
-    values are `index_args`. mode: 'store', 'add', 'mul', 'min', 'max'. mask: a b1 node or None: points to leave out."""
+    index: over vars and Arg symbols, whose values are `index_args`. mode: 'store', 'add', 'mul', 'min', 'max'. mask: a
+    b1 node or None: points to leave out."""
 
     out: str
     base: str
@@ -341,8 +338,7 @@ class Extern:
 @dataclass(frozen=True, slots=True)
 class Alias:
     """Buffer `out` is memory of buffer `base`, seen with out's shape, strides, dtype and this element offset
-    (as_strided, view as another dtype).
-    relative=False: offset counts from the start of base's storage."""
+    (as_strided, view as another dtype). relative=False: offset counts from the start of base's storage."""
 
     out: str
     base: str

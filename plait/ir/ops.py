@@ -1,11 +1,10 @@
 """The op table: every scalar operation a loop body may hold, with its arity, dtype rule and reference meaning.
 
-One row an op. All interpreters (recorder, reference evaluator, value ranges, emitters) are tables over these names,
-and a test proves
-that no table has a hole. Arguments of arithmetic have one dtype: lowering rules insert `cast`s, the IR never promotes.
-Arithmetic on f16/bf16 is never recorded: rules cast to f32, compute, and cast back (as eager does), which lets fusion
-drop
-the rounding between two ops only where eager would not round either (it always rounds: a cast down then up is kept).
+One row an op. All interpreters (recorder, reference evaluator, value ranges, emitters) are tables over these names, and
+a test proves that no table has a hole. Arguments of arithmetic have one dtype: lowering rules insert `cast`s, the IR
+never promotes. Arithmetic on f16/bf16 is never recorded: rules cast to f32, compute, and cast back (as eager does),
+which lets fusion drop the rounding between two ops only where eager would not round either (it always rounds: a cast
+down then up is kept).
 
 Reference meanings work on numpy scalars of the argument dtype and are what tests trust.
 """

@@ -1,8 +1,8 @@
 """Define-by-run recording: a lowering rule runs once on a Recorder and leaves an interned body behind.
 
 A rule writes `def body(ops, i): return ops.exp(ops.load(x, i)) + ...`; `ops` is a Recorder, values are Nodes. The
-recorder checks dtypes
-against the op table, folds constants that are exact, and turns data-dependent indices into positional Arg symbols.
+recorder checks dtypes against the op table, folds constants that are exact, and turns data-dependent indices into
+positional Arg symbols.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def inline(root: Node, producers: dict[str, tuple[tuple[Expr, ...], Node]]) -> N
     """root with every load of a producer buffer replaced by the producer's body at that index.
 
     producers: buffer -> (its loop variables, its body). The producer's own loads inherit the mask of the load they
-    replace, and
-    its indices may meet data-dependent ones (Arg symbols), which are renumbered.
+    replace, and its indices may meet data-dependent ones (Arg symbols), which are renumbered.
     """
     memo: dict[Node, Node] = {}
 

@@ -1,9 +1,9 @@
-"""Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads
-aside) wherever the old one has one.
+"""Named rewrites of bodies, all exact: the new node has the same value bit for bit (NaN payloads aside) wherever the
+old one has one.
 
-A rule takes a node whose arguments are simplified already and returns its replacement, or None
-where it does not match. `Simplifier` applies the rules to a fixed point, bottom-up, and remembers
-what it has done. On floats x + 0 is not x (for -0.0), so no such rule is here.
+A rule takes a node whose arguments are simplified already and returns its replacement, or None where it does not match.
+`Simplifier` applies the rules to a fixed point, bottom-up, and remembers what it has done. On floats x + 0 is not x
+(for -0.0), so no such rule is here.
 """
 
 from __future__ import annotations

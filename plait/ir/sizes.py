@@ -1,11 +1,9 @@
 """Integer expressions for sizes, strides and indices: interned, immutable, in an affine normal form.
 
 An expression is a constant plus a sum of coefficient * monomial; a monomial is a product of atoms: symbols, floor
-divisions,
-remainders, minima, maxima and comparisons. A constant expression is always a plain `int`, so `Size = int | Expr` and
-every function here
-takes and returns Sizes. Building an expression simplifies it at once, from the ranges that symbols carry with them.
-Division and remainder are Python's (towards minus infinity); divisors are positive.
+divisions, remainders, minima, maxima and comparisons. A constant expression is always a plain `int`, so `Size = int |
+Expr` and every function here takes and returns Sizes. Building an expression simplifies it at once, from the ranges
+that symbols carry with them. Division and remainder are Python's (towards minus infinity); divisors are positive.
 
 Nothing here knows SymPy or torch: the border to ShapeEnv is `plait/lower/symbols.py`.
 """

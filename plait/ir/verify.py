@@ -1,8 +1,7 @@
 """The legality of LoopPrograms: what every pass may rely on and must keep.
 
 Comes in: a program and the name of the pass that made it. Raises InternalError with that name and the object that
-breaks a rule;
-gives back nothing. Costs one walk over all nodes, so the pipeline runs it in tests and when debugging.
+breaks a rule; gives back nothing. Costs one walk over all nodes, so the pipeline runs it in tests and when debugging.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The C++ target: kernels -> one translation unit without headers, and the symbols of its functions.
 
-Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t*
-syms)`. Kernels that differ only in
-names are written once. The text depends on the kernels and the instruction set alone.
+Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms)`.
+Kernels that differ only in names are written once. The text depends on the kernels and the instruction set alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Loads and stores of one kernel: addresses, contiguous vectors, lanes one by one, masks, tails, updates in place.
 
-The offset of an access is split by nesting level: the part that an outer block knows moves the pointer there.
-Along the vector axis an access is
-contiguous (coefficient 1), the same for all lanes (0), or goes lane by lane.
+The offset of an access is split by nesting level: the part that an outer block knows moves the pointer there. Along the
+vector axis an access is contiguous (coefficient 1), the same for all lanes (0), or goes lane by lane.
 """
 
 from __future__ import annotations
@@ -211,8 +210,8 @@ class Access:
         return f"{a.kind}_lanes({first}, {step}, {a.b})"
 
     def fill_tile(self, n: Node, along: Atom, block: Atom) -> None:
-        """Loads a tile of a load that is contiguous along `along` and leaves it turned around,
-        contiguous along the axis."""
+        """Loads a tile of a load that is contiguous along `along` and leaves it turned around, contiguous along the
+        axis."""
         v, t = self.v, memory(n.dtype)
         assert isinstance(n.attr, Load)
         offset = offset_of(n)

@@ -1,10 +1,9 @@
 """The fixed text that kernels build on: types, loads and stores, conversions, and functions that are no C++ operator.
 
-A prelude is a table name -> C++ text for one instruction set. `prelude_for(text, isa)` returns the entries that
-a text names, with what these
-name in turn, in table order: a library holds only what it uses. No header is included and nothing is linked:
-functions of
-SLEEF and libm are pointers that `plait_init` takes from the table of `plait/runtime/mathtable.py`.
+A prelude is a table name -> C++ text for one instruction set. `prelude_for(text, isa)` returns the entries that a text
+names, with what these name in turn, in table order: a library holds only what it uses. No header is included and
+nothing is linked: functions of SLEEF and libm are pointers that `plait_init` takes from the table of
+`plait/runtime/mathtable.py`.
 """
 
 from __future__ import annotations

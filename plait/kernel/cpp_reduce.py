@@ -1,8 +1,8 @@
 """Accumulators of one kernel: declaration, update, combination over vectors and lanes.
 
-One accumulator (one a vector in flight) for each Reduce; argmax and argmin have a value and a position. Long
-f32 sums have two levels: a
-chunk is summed on its own and then added, so that the error grows with the square root of the length at most.
+One accumulator (one a vector in flight) for each Reduce; argmax and argmin have a value and a position. Long f32 sums
+have two levels: a chunk is summed on its own and then added, so that the error grows with the square root of the length
+at most.
 """
 
 from __future__ import annotations

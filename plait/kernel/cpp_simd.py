@@ -1,8 +1,8 @@
 """Vector functions of the prelude, one table an instruction set.
 
-Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow code of it and
-an instruction exists,
-an instruction's builtin is used under g++. vT is one register of T (see cpp_prelude). m: a mask, lanes 0 or -1.
+Everything has a version in plain vector extensions that any compiler takes; where g++ makes slow code of it and an
+instruction exists, an instruction's builtin is used under g++. vT is one register of T (see cpp_prelude). m: a mask,
+lanes 0 or -1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Values and integer expressions of one kernel as C++ variables, each defined once in the outermost block that can.
 
-A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting level; a
-node's block is the deepest one that
-binds something that the node depends on. `rep` numbers the vectors that are in flight at once: a vector value
-has one copy for each.
+A value is a tuple of C++ names, one a register (see cpp_expr). Blocks form a chain, one a nesting level; a node's block
+is the deepest one that binds something that the node depends on. `rep` numbers the vectors that are in flight at once:
+a vector value has one copy for each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A kernel in linear form: what the emitters work on.
 
-Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element offset, data-
-dependent indices
-have symbols that are unique in the kernel, axes of size 1 are gone, adjacent axes that every access walks
-through as one are
-merged, and Welford reductions and scans of f32 are rewritten into plain sums. Nothing here knows a language.
+Comes in: a `Kernel`. Goes out: a `Space`, in which every load and store has one linear element offset, data-dependent
+indices have symbols that are unique in the kernel, axes of size 1 are gone, adjacent axes that every access walks
+through as one are merged, and Welford reductions and scans of f32 are rewritten into plain sums. Nothing here knows a
+language.
 """
 
 from __future__ import annotations

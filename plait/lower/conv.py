@@ -1,5 +1,4 @@
-"""Rules for convolution and attention: calls of ATen with eager's memory formats, and what they
-cost."""
+"""Rules for convolution and attention: calls of ATen with eager's memory formats, and what they cost."""
 
 from __future__ import annotations
 

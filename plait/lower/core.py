@@ -1,10 +1,8 @@
 """The lowering machine: walks an ATen graph and calls one rule per op; rules record loops or extern calls.
 
 Comes in: `graph/captured.Captured` after clean-up passes. Goes out: `ir/loops.LoopProgram`, nothing fused. A tensor
-value is a `View`: a buffer and
-a map from its logical indices to the buffer's; view ops build new Views and record nothing. A rule that raises, and
-an op without a
-rule, becomes a counted extern call (`lower/extern.py`).
+value is a `View`: a buffer and a map from its logical indices to the buffer's; view ops build new Views and record
+nothing. A rule that raises, and an op without a rule, becomes a counted extern call (`lower/extern.py`).
 """
 
 from __future__ import annotations

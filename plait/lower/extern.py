@@ -44,10 +44,9 @@ _READS_STORAGE = frozenset(("aten::as_strided_scatter", "aten::as_strided_copy")
 class OpFacts:
     """What an operator may do, read off its schema and tags.
 
-    effectful: it must run even if unused. aliases: argument names that a result may share memory
-    with. mutates: argument names that it writes. may_keep: it may hold on to (or hand back) an
-    argument. exact: arguments must have eager's strides. out_op, out_names: an overload that
-    computes straight into given memory, or ''."""
+    effectful: it must run even if unused. aliases: argument names that a result may share memory with. mutates:
+    argument names that it writes. may_keep: it may hold on to (or hand back) an argument. exact: arguments must have
+    eager's strides. out_op, out_names: an overload that computes straight into given memory, or ''."""
 
     effectful: bool
     aliases: tuple[str, ...]
@@ -132,8 +131,8 @@ def call_extern(
 ) -> Any:
     """Records the call of node's own op on these arguments and returns its results as a rule would.
 
-    fallback: no rule exists or it declined, for `reason`: counted. exact: whether operands must
-    have the strides of the fake tensors (default: for fallbacks and for ops that ask for it).
+    fallback: no rule exists or it declined, for `reason`: counted. exact: whether operands must have the strides of the
+    fake tensors (default: for fallbacks and for ops that ask for it).
     flops: its cost. Raises Unsupported for results that no program can hold (Python floats and bools).
     """
     op = node.target
@@ -173,8 +172,8 @@ def call_op(
 ) -> Any:
     """Records a call of any op whose result has the fake value `val`.
 
-    given: the FX arguments, whose fake strides the operands must have. used: positions of results
-    that somebody reads (None: all).
+    given: the FX arguments, whose fake strides the operands must have. used: positions of results that somebody reads
+    (None: all).
     effectful: it must run, in program order, whatever its schema says."""
     facts = op_facts(op)
     fake_args, fake_kwargs = given if given is not None else ((), {})

@@ -1,8 +1,8 @@
-"""Rules that read at computed positions: index, gather, index_select, embedding, take, and the
-slice and diagonal scatters.
+"""Rules that read at computed positions: index, gather, index_select, embedding, take, and the slice and diagonal
+scatters.
 
-An index tensor becomes part of the load's index, checked at run time as eager checks it. Boolean
-masks, whose number of hits nobody knows beforehand, stay extern calls.
+An index tensor becomes part of the load's index, checked at run time as eager checks it. Boolean masks, whose number of
+hits nobody knows beforehand, stay extern calls.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 # j]
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """What x[indices] means: `tensors` by dimension of x, all seen with shape `common`, whose
-    dimensions start at position `at` of the result; `shape` is the shape of the result."""
+    """What x[indices] means: `tensors` by dimension of x, all seen with shape `common`, whose dimensions start at
+    position `at` of the result; `shape` is the shape of the result."""
 
     tensors: dict[int, View]
     common: tuple[Size, ...]
@@ -249,7 +249,6 @@ def masked_fill(ctx: Lowering, x: View, mask: View, value: Any) -> View:
        aten.unique_dim.default, aten.nonzero_static.default, aten.repeat_interleave.Tensor, aten.bincount.default,
        any_dtype=True)  # fmt: skip
 def data_dependent(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """Results whose size depends on values: ATen makes them, plait reads the size off the
-    result."""
+    """Results whose size depends on values: ATen makes them, plait reads the size off the result."""
     assert ctx.node is not None
     return call_extern(ctx, ctx.node, args, kwargs, fallback=False)

@@ -1,8 +1,8 @@
-"""Rules for matrix products: calls of ATen, which writes straight into given memory, or loops where
-the call itself would dominate.
+"""Rules for matrix products: calls of ATen, which writes straight into given memory, or loops where the call itself
+would dominate.
 
-Small products are reductions over k with the products accumulated in f32 (f64 for f64), so that
-bias and activation fuse with them.
+Small products are reductions over k with the products accumulated in f32 (f64 for f64), so that bias and activation
+fuse with them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
 
 
 def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha: Any) -> View:
-    """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the
-    bias, NaNs included."""
+    """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the bias, NaNs
+    included."""
     out, shape, compute = ctx.out_dtype(), product.shape, product.dtype
     added = None if bias is None or beta == 0 else broadcast(bias, shape)
 

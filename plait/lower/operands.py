@@ -37,8 +37,7 @@ def is_plain(values: Any) -> bool:
 def operand(
     ctx: Lowering, value: Any, fake: Any = None, *, is_float: bool = False, in_place: bool = False
 ) -> ExternArg:
-    """A rule's value as an operand. fake: the FX argument whose fake strides it must have (None:
-    any strides will do).
+    """A rule's value as an operand. fake: the FX argument whose fake strides it must have (None: any strides will do).
 
     Raises Unsupported for a value that no instruction can carry, such as a generator."""
     if isinstance(value, View):
@@ -101,8 +100,8 @@ def _tensor_operand(ctx: Lowering, x: View, strides: tuple[Size, ...] | None, in
 def results(
     ctx: Lowering, val: Any, used: frozenset[int] | None = None
 ) -> tuple[tuple[str | None, ...], tuple[tuple[int, str], ...], Any]:
-    """Buffers and symbols for the results of a call with fake value `val`: (Extern.outs,
-    Extern.symbols, what a rule returns).
+    """Buffers and symbols for the results of a call with fake value `val`: (Extern.outs, Extern.symbols, what a rule
+    returns).
 
     Results are numbered from left to right with lists laid open."""
     outs: list[str | None] = []
@@ -136,8 +135,7 @@ def results(
 
 
 def _result_buffer(ctx: Lowering, val: torch.Tensor) -> View:
-    """A buffer with exactly the strides of a fake result; symbols that first appear in its sizes
-    are read from it."""
+    """A buffer with exactly the strides of a fake result; symbols that first appear in its sizes are read from it."""
     dtype = from_torch(val.dtype)
     if val.layout != torch.strided:
         return ctx.whole(ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), fixed=True))

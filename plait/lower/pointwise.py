@@ -1,8 +1,7 @@
 """Elementwise ATen ops: type promotion, broadcasting, and the rules of arithmetic, comparison and logic.
 
 Each op is a row: what it computes on nodes of one compute dtype, and how its inputs are promoted. Half types are
-computed in
-f32 and rounded where eager rounds: at the result of every op. Activations and special functions are in
+computed in f32 and rounded where eager rounds: at the result of every op. Activations and special functions are in
 pointwise_nn.py and pointwise_special.py.
 """
 

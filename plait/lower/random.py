@@ -1,8 +1,8 @@
 """Rules for plait's own random operators; plait/runtime/philox.py says which bits belong to which
 element.
 
-`plait::seed` stays a call (it draws from torch's generator); the philox operators are pointwise
-functions of seed and position.
+`plait::seed` stays a call (it draws from torch's generator); the philox operators are pointwise functions of seed and
+position.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def _draw(ctx: Lowering, key: View, offset: int, formula: Formula) -> View:
         drawn = key.load(ops, ())
 
         def word(k: int) -> Node:
-            # The op's third argument holds the word number in its low two bits and the counter's
-            # third word above them.
+            # The op's third argument holds the word number in its low two bits and the counter's third word above them.
             return ops.op("philox", drawn, linear, ops.const(k | (offset & _M32) << 2, i64))
 
         return ops.cast(formula(ops, word), dtype)

@@ -1,8 +1,7 @@
 """Reductions: sums, products, extrema, tests, positions, variances and norms over any set of dimensions.
 
 Half types accumulate in f32, integers and bools in i64 (sum, prod); results are rounded once at the end. A keepdim
-result is a
-view of the reduced one.
+result is a view of the reduced one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Rules for running combinations (cumsum and its kin), as Scan loops, and for sorting and
-searching, which ATen does.
+"""Rules for running combinations (cumsum and its kin), as Scan loops, and for sorting and searching, which ATen does.
 
 Sums and products run in ATen's accumulation type (f64 for f32) and are rounded once an element.
 """

@@ -1,8 +1,8 @@
 """Rules that write at computed positions: scatter in its kinds, index_put, index_add, index_copy,
 index_fill, index_reduce.
 
-Goes out: `Scatter` loops over the points of the source, in row-major order, so that results do not
-depend on the number of threads. Indices are checked at run time as eager checks them.
+Goes out: `Scatter` loops over the points of the source, in row-major order, so that results do not depend on the number
+of threads. Indices are checked at run time as eager checks them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def _along(x: View, d: int, index: View, i: tuple[Expr, ...], ops: Recorder) -> 
 
 
 def _scatter(ctx: Lowering, x: View, dim: int, index: View, src: Any, mode: str) -> View:
-    """x with src (a View or a number) put at index along dim. Results of rank 0 come back as
-    such."""
+    """x with src (a View or a number) put at index along dim. Results of rank 0 come back as such."""
     flat, index = at_least_1d(x), at_least_1d(index)
     src = at_least_1d(src) if isinstance(src, View) else src
     d = wrap_dim(dim, len(flat.shape))
@@ -156,8 +155,7 @@ def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: Vi
 
 
 def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: View) -> View | None:
-    """x[mask] = v as a choice between v and x, where v does not depend on how many elements were
-    hit; else None."""
+    """x[mask] = v as a choice between v and x, where v does not depend on how many elements were hit; else None."""
     first = next(d for d, t in enumerate(indices) if t is not None)
     mask = indices[first]
     assert mask is not None

@@ -1,8 +1,8 @@
-"""Rules for tensors made from nothing and for tensors put together: fill, arange, eye, cat, stack,
-pad, flip, roll, tril, repeat.
+"""Rules for tensors made from nothing and for tensors put together: fill, arange, eye, cat, stack, pad, flip, roll,
+tril, repeat.
 
-Comes in: Views and Sizes. Goes out: Pointwise loops (several with one `out` for a long cat). Also
-the small helpers that the rules of index, scatter and pooling share.
+Comes in: Views and Sizes. Goes out: Pointwise loops (several with one `out` for a long cat). Also the small helpers
+that the rules of index, scatter and pooling share.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def all_of(ops: Recorder, conditions: Sequence[Node]) -> Node:
 
 
 def compare(ops: Recorder, op: str, a: Size, b: Size) -> Node:
-    """An integer comparison of index expressions as a b1 node: 'lt', 'le', 'eq', 'ge'. Decided at
-    once where ranges allow."""
+    """An integer comparison of index expressions as a b1 node: 'lt', 'le', 'eq', 'ge'. Decided at once where ranges
+    allow."""
     if op == "ge":
         return compare(ops, "le", b, a)
     known = sz.compare(op, a, b)
@@ -91,8 +91,7 @@ def full(ctx: Lowering, *args: Any, **kwargs: Any) -> View:
        aten.empty_like.default, aten.empty_strided.default, aten.empty_permuted.default, aten.new_empty.default,
        aten.new_empty_strided.default, aten._efficientzerotensor.default)  # fmt: skip
 def zeros(ctx: Lowering, *_: Any, **__: Any) -> View:
-    """Zeros; uninitialised tensors are zeros too, which costs nothing once a reader inlines
-    them."""
+    """Zeros; uninitialised tensors are zeros too, which costs nothing once a reader inlines them."""
     return _fill(ctx, 0)
 
 
@@ -397,8 +396,8 @@ def cat(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
 
 
 def join(ctx: Lowering, tensors: Sequence[View], dim: int) -> View:
-    """A chain of masked loads where few pieces are read by loops (which then inline it), else one
-    loop a piece, all writing one buffer."""
+    """A chain of masked loads where few pieces are read by loops (which then inline it), else one loop a piece, all
+    writing one buffer."""
     rank = len(ctx.out_shape())
     parts = [t for t in tensors if len(t.shape) == rank and t.shape[wrap_dim(dim, rank)] != 0]
     dim = wrap_dim(dim, rank)
@@ -417,8 +416,7 @@ def stack(ctx: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
 
 
 def _read_by_loops(node: torch.fx.Node) -> bool:
-    """Whether some reader of node is probably a loop (and neither an extern call nor the
-    caller)."""
+    """Whether some reader of node is probably a loop (and neither an extern call nor the caller)."""
     for user in node.users:
         name = getattr(getattr(user.target, "overloadpacket", None), "__name__", "output")
         if user.op == "output" or name in _EXTERN_READERS:

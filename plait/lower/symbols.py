@@ -1,8 +1,8 @@
 """The border to ShapeEnv and the only file of plait that meets SymPy.
 
-Comes in: ints, SymInts, SymBools and SymFloats from `meta["val"]`. Goes out: our own integer expressions
-(`to_size`), with the ranges that the ShapeEnv knows, or a float64 node of a loop body
-(`to_scalar_node`). An expression that has no counterpart raises `Unsupported`.
+Comes in: ints, SymInts, SymBools and SymFloats from `meta["val"]`. Goes out: our own integer expressions (`to_size`),
+with the ranges that the ShapeEnv knows, or a float64 node of a loop body (`to_scalar_node`). An expression that has no
+counterpart raises `Unsupported`.
 """
 
 from __future__ import annotations

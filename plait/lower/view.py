@@ -1,9 +1,8 @@
 """Views: every rule here only rewrites an index and records no loop.
 
-A view op in ATen shares memory; here it is a map from the view's logical index to its buffer's. Reshapes of any
-tensor are views
-too (eager may copy there): the index is cut into groups of dimensions of equal size, and only within a group is it
-taken apart by division and remainder.
+A view op in ATen shares memory; here it is a map from the view's logical index to its buffer's. Reshapes of any tensor
+are views too (eager may copy there): the index is cut into groups of dimensions of equal size, and only within a group
+is it taken apart by division and remainder.
 """
 
 from __future__ import annotations

@@ -229,8 +229,8 @@ def require(holds: int, message: str) -> None:
 def require_layout(
     t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int]
 ) -> None:
-    """Raises RuntimeError unless t has this dtype (None: any), these sizes and strides (these free
-    in dimensions of size 1 and in empty tensors)."""
+    """Raises RuntimeError unless t has this dtype (None: any), these sizes and strides (these free in dimensions of
+    size 1 and in empty tensors)."""
     if dtype is not None and t.dtype != dtype:
         raise RuntimeError(f"'{name}' has dtype {str(t.dtype)[6:]}, expected {str(dtype)[6:]}")
     same = t.dim() == len(shape) and all(

@@ -1,9 +1,8 @@
 """The machine's C++ compiler and vector instructions, and the way from kernel source to a shared object.
 
-`find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs nothing but
-libc. Raises ToolchainMissing
-where no compiler works, which the pipeline turns into one warning and a fallback, and ToolchainError where it
-refuses a source.
+`find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs nothing but libc. Raises
+ToolchainMissing where no compiler works, which the pipeline turns into one warning and a fallback, and ToolchainError
+where it refuses a source.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class ToolchainMissing(ToolchainError):
 
 @dataclass(frozen=True)
 class Isa:
-    """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler. sleef:
-    whose SLEEF
+    """A set of vector instructions. lanes: of a vector of 32-bit elements. flags: for the compiler. sleef: whose SLEEF
     functions it calls ('' for none). cpu: flags that /proc/cpuinfo must show. libraries: linked last."""
 
     name: str

@@ -1,7 +1,7 @@
 """From loops to kernels: dependences, inlining, fusion, order, memory.
 
-Comes in: a LoopProgram. Goes out: a Plan. `schedule` is the list of steps; each step takes and
-gives data that can be looked at.
+Comes in: a LoopProgram. Goes out: a Plan. `schedule` is the list of steps; each step takes and gives data that can be
+looked at.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Making two iteration spaces one: which axis of the one is which axis of the other.
 
-Two loops that touch one buffer say through their indices how their axes belong together. Axes are
-split where their cuts differ (an axis of 64*16 against axes of 64 and of 16): a variable becomes an
-affine combination of finer ones, so no division appears. Axes that no buffer ties are matched in
-order where their sizes agree. What comes out is a proposal: the caller checks every dependence.
+Two loops that touch one buffer say through their indices how their axes belong together. Axes are split where their
+cuts differ (an axis of 64*16 against axes of 64 and of 16): a variable becomes an affine combination of finer ones, so
+no division appears. Axes that no buffer ties are matched in order where their sizes agree. What comes out is a
+proposal: the caller checks every dependence.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """One space for a host and a guest. host, guest: their variables in terms of the new ones
-    (those that stay are left out). full: a guest without reduced axes runs at every point of vars x
-    rvars."""
+    """One space for a host and a guest. host, guest: their variables in terms of the new ones (those that stay are left
+    out). full: a guest without reduced axes runs at every point of vars x rvars."""
 
     space: Space
     host: Env
@@ -208,8 +207,8 @@ def _var(a: Atom) -> Expr:
 
 
 def radix(e: Size) -> list[Atom] | None:
-    """The variables of an index that counts through a range without gaps (8*a + b with b < 8),
-    innermost first; None for any other."""
+    """The variables of an index that counts through a range without gaps (8*a + b with b < 8), innermost first; None
+    for any other."""
     if isinstance(e, int):
         return [] if e == 0 else None
     if e.const != 0:

@@ -1,9 +1,8 @@
-"""The axes of a finished kernel: in memory order, as few and as long as can be, under canonical
-names.
+"""The axes of a finished kernel: in memory order, as few and as long as can be, under canonical names.
 
-Two axes that lie side by side become one where every access, linearised with its buffer's strides,
-sees them as one range; so a contiguous pointwise loop of any rank ends in one axis. The last axis
-is the one with the smallest strides for most bytes.
+Two axes that lie side by side become one where every access, linearised with its buffer's strides, sees them as one
+range; so a contiguous pointwise loop of any rank ends in one axis. The last axis is the one with the smallest strides
+for most bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ Env = dict[Atom, Size]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Something that depends on the variables: the linear address of a load or store, or an integer
-    that a body computes (nbytes 0). nbytes: of an element; a store counts twice."""
+    """Something that depends on the variables: the linear address of a load or store, or an integer that a body
+    computes (nbytes 0). nbytes: of an element; a store counts twice."""
 
     flat: Size
     nbytes: int

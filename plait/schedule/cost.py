@@ -1,5 +1,4 @@
-"""What things cost: bytes and cycles from loop bodies, as numbers to decide with and as estimates
-of a kernel's time.
+"""What things cost: bytes and cycles from loop bodies, as numbers to decide with and as estimates of a kernel's time.
 
 Sizes may be symbolic: decisions use `hint`, which puts what the program's hints say, or else a plausible
 number, in place of every symbol; work_ns stays symbolic.
@@ -56,8 +55,8 @@ def moved_ns(nbytes: float) -> float:
 
 
 def evaluations(vars_: Sequence[Expr], load: Node, hints: Hints) -> int:
-    """How often the value behind a load is needed in a loop over vars: values that do not depend on
-    inner variables are made once outside."""
+    """How often the value behind a load is needed in a loop over vars: values that do not depend on inner variables are
+    made once outside."""
     if load.args:
         return hint_numel(map(extent, vars_), hints)
     used = {a for e in index_exprs(load) if not isinstance(e, int) for a in free_symbols(e)}
@@ -73,8 +72,8 @@ def kernel_work_ns(
     args: Sequence[Buffer],
     hints: Hints,
 ) -> Size:
-    """An estimate of a kernel's time on one core: the larger of moving its bytes and of its
-    arithmetic. inner: nodes at full level."""
+    """An estimate of a kernel's time on one core: the larger of moving its bytes and of its arithmetic. inner: nodes at
+    full level."""
     outer = numel(extent(v) for v in vars_)
     full = mul(outer, numel(extent(v) for v in rvars))
     full_cycles = sum(node_cost(n) for n in nodes if n in inner or not rvars)

@@ -1,9 +1,9 @@
 """Who reads and writes what: the dependences between the ops of a LoopProgram.
 
-Comes in: ops in program order, which gives meaning to buffers that are written more than once
-(pieces, updates in place, mutated inputs). Goes out: for every op the ops that must run before it.
-Buffers that share memory (Alias, results of view-like externs) count as one. `Bodies` remembers
-what was found out about loop bodies; it is made once a program and handed around.
+Comes in: ops in program order, which gives meaning to buffers that are written more than once (pieces, updates in
+place, mutated inputs). Goes out: for every op the ops that must run before it. Buffers that share memory (Alias,
+results of view-like externs) count as one. `Bodies` remembers what was found out about loop bodies; it is made once a
+program and handed around.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def node_cost(n: Node) -> float:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a body does at one point. loads: its load nodes, each once; indices: its index nodes.
-    cost: cycles of its arithmetic, loads left out. checks: it holds a run-time check. size:
-    number of nodes."""
+    cost: cycles of its arithmetic, loads left out. checks: it holds a run-time check. size: number of nodes."""
 
     loads: tuple[Node, ...]
     indices: tuple[Node, ...]
@@ -290,8 +289,8 @@ def _add_symbol_preds(program: LoopProgram, bodies: Bodies, out: list[set[int]])
 
 
 def drop_dead(program: LoopProgram, bodies: Bodies) -> LoopProgram:
-    """The program without loops, views and effect-free calls whose results nobody uses; unused
-    results of other ops become None."""
+    """The program without loops, views and effect-free calls whose results nobody uses; unused results of other ops
+    become None."""
     needed = set(output_buffers(program))
     kept: list[Op] = []
     for op in reversed(program.ops):

@@ -1,10 +1,9 @@
 """Fusion: groups that share data become one kernel.
 
-Each group, in program order, is offered to the groups that made what it reads and to those that
-read the same; the pair that saves most bytes goes first. Two groups fuse when `align` finds one
-space for both, every dependence between them is at the same point (or on a reduction's result at
-its outer point), no step outside lies between them, and the kernel stays within limits. Each
-refusal is a Reason.
+Each group, in program order, is offered to the groups that made what it reads and to those that read the same; the pair
+that saves most bytes goes first. Two groups fuse when `align` finds one space for both, every dependence between them
+is at the same point (or on a reduction's result at its outer point), no step outside lies between them, and the kernel
+stays within limits. Each refusal is a Reason.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ LARGE_NUMEL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece' or
-    'update'. full: at full level."""
+    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece' or 'update'. full: at full
+    level."""
 
     kind: str
     index: Index
@@ -44,8 +43,8 @@ class _Write:
 
 
 class _Node:
-    """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run
-    before it (bit k is op k)."""
+    """A group and what fusion needs to know of it. bits: its ops; before: all ops that must run before it (bit k is op
+    k)."""
 
     def __init__(self, draft: Draft, group: Group) -> None:
         self.group = group
@@ -129,8 +128,8 @@ class _Fuser:
         return replace(self.draft, groups=groups, refusals=refusals)
 
     def _join_tiny(self) -> None:
-        """Fuses groups of one shape that are not worth a launch each, whatever they read
-        (also where one reduces and the other runs at its outer points)."""
+        """Fuses groups of one shape that are not worth a launch each, whatever they read (also where one reduces and
+        the other runs at its outer points)."""
         last: dict[tuple[Size, ...], int] = {}
         for k in sorted(self.nodes):
             node = self.nodes[k]
@@ -151,8 +150,8 @@ class _Fuser:
         self._rebase(node, unit, False)
 
     def _grow(self, k: int, sharing: bool) -> None:
-        """Fuses group k with the best of its candidates until none is left. sharing: also with
-        those that only read the same."""
+        """Fuses group k with the best of its candidates until none is left. sharing: also with those that only read the
+        same."""
         tried: set[int] = set()
         while True:
             best = next((c for c in self._candidates(k, sharing) if c not in tried), None)

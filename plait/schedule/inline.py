@@ -1,11 +1,10 @@
 """Inlining: a pointwise loop vanishes into the loops that read it.
 
-Always where it is evaluated no more often than before (one reader, no broadcast); otherwise only
-where recomputing is cheaper than writing the result to memory and reading it back, within
-Config.max_recompute, and where no reader has more memory to keep alive than before. A buffer that
-must exist anyway (output, operand of an extern) may still be read around, where its loop hardly
-does more than move data. Interning makes common subexpressions of what meets in one body the same
-node.
+Always where it is evaluated no more often than before (one reader, no broadcast); otherwise only where recomputing is
+cheaper than writing the result to memory and reading it back, within Config.max_recompute, and where no reader has more
+memory to keep alive than before. A buffer that must exist anyway (output, operand of an extern) may still be read
+around, where its loop hardly does more than move data. Interning makes common subexpressions of what meets in one body
+the same node.
 """
 
 from __future__ import annotations
@@ -191,6 +190,5 @@ class _Inliner:
 
 
 def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies) -> LoopProgram:
-    """The program with pointwise loops inlined where that pays; those that nobody reads any more
-    are still there."""
+    """The program with pointwise loops inlined where that pays; those that nobody reads any more are still there."""
     return _Inliner(program, cfg, bodies).run() if cfg.fusion else program

@@ -31,8 +31,7 @@ def make_kernel(
     origin: tuple[str, ...],
     hints: Hints,
 ) -> Kernel:
-    """A Kernel with its arguments and size symbols found in the statements: loaded buffers first,
-    then stored ones."""
+    """A Kernel with its arguments and size symbols found in the statements: loaded buffers first, then stored ones."""
     nodes = all_nodes(stmts)
     loaded = [load_of(n).buf for n in nodes if n.op == "load"]
     stored = [s.buf for s in stmts if isinstance(s, Store)]

@@ -1,8 +1,8 @@
 """Layouts of intermediates: a buffer whose strides are free follows the memory order of what it is
 computed from.
 
-So a chain on a channels-last tensor stays channels-last. Buffers that leave the program or go to
-extern calls are fixed before.
+So a chain on a channels-last tensor stays channels-last. Buffers that leave the program or go to extern calls are fixed
+before.
 """
 
 from __future__ import annotations

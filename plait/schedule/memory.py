@@ -1,9 +1,9 @@
-"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory,
-allocations of their own for the rest.
+"""Where buffers live: one arena for what never leaves the call, takeovers of dying memory, allocations of their own for
+the rest.
 
-An arena is held for a whole call, so it can cost more than allocations that come and go: the peak
-of both is computed, and where the arena is worse its largest buffers are taken out of it. A kernel
-may write over a buffer that it reads for the last time, element by element.
+An arena is held for a whole call, so it can cost more than allocations that come and go: the peak of both is computed,
+and where the arena is worse its largest buffers are taken out of it. A kernel may write over a buffer that it reads for
+the last time, element by element.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def touched(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def lives(plan: Plan) -> dict[str, Life]:
-    """The lives of all buffers that the program makes; those that share memory with others end with
-    the last of them."""
+    """The lives of all buffers that the program makes; those that share memory with others end with the last of
+    them."""
     memory = memory_roots(plan.program.ops)
     start: dict[str, int] = {}
     end: dict[str, int] = {}
@@ -93,8 +93,8 @@ def donated(plan: Plan) -> list[Life]:
 
 
 def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
-    """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what
-    may keep them, no outputs, nothing that shares memory."""
+    """The buffers that may live in an arena: made by kernels or `out=` calls, never handed to what may keep them, no
+    outputs, nothing that shares memory."""
     memory = memory_roots(plan.program.ops)
     barred = {*output_buffers(plan.program), *memory, *memory.values()}
     known = _known_at_start(plan.program)
@@ -128,8 +128,8 @@ def _known_at_start(program: LoopProgram) -> set[str]:
 
 # ------------------------------------------------------------------------------------------- takeovers
 def takeovers(plan: Plan, alive: Mapping[str, Life], inside: set[str]) -> dict[str, str]:
-    """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers
-    meant for the arena.
+    """New buffer -> dying buffer whose memory the kernel that makes it writes over. inside: buffers meant for the
+    arena.
 
     Both are in the arena, or both are allocations; a call's own result is not handed on to an output."""
     memory = memory_roots(plan.program.ops)
@@ -185,8 +185,7 @@ def _held(e: Extern) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------- the arena
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Memory for one buffer, or for several that take it over from each other. names: the first one
-    gets the offset."""
+    """Memory for one buffer, or for several that take it over from each other. names: the first one gets the offset."""
 
     names: tuple[str, ...]
     nbytes: Size
@@ -207,8 +206,8 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
 
 
 def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], Size]:
-    """Offsets of the first name of every block, and the arena's size. Blocks whose sizes are
-    multiples of one unit (1, or a product of symbols) share a region; others have slots."""
+    """Offsets of the first name of every block, and the arena's size. Blocks whose sizes are multiples of one unit (1,
+    or a product of symbols) share a region; others have slots."""
     offsets: dict[str, Size] = {}
     regions: dict[Size, list[tuple[int, Block]]] = {}
     others: list[Block] = []
@@ -280,8 +279,8 @@ def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:
 
 # ------------------------------------------------------------------------------------------- peaks
 def peak_nbytes(all_lives: Sequence[Life], n_steps: int, hints: Hints, scratch: Mapping[int, int] | None = None) -> int:
-    """The most bytes alive at any step when each buffer is allocated and freed by itself (with
-    hints for unknown sizes). scratch: bytes that a step holds besides."""
+    """The most bytes alive at any step when each buffer is allocated and freed by itself (with hints for unknown
+    sizes). scratch: bytes that a step holds besides."""
     change = [0] * (n_steps + 2)
     for life in all_lives:
         size = max(hint(life.nbytes, hints), 0)
@@ -295,8 +294,8 @@ def peak_nbytes(all_lives: Sequence[Life], n_steps: int, hints: Hints, scratch: 
 
 
 def convolution_scratch(plan: Plan) -> dict[int, int]:
-    """Step -> the bytes that a convolution may hold while it runs: its operands and results once
-    more, in the layout of the library that computes it."""
+    """Step -> the bytes that a convolution may hold while it runs: its operands and results once more, in the layout of
+    the library that computes it."""
     out = {}
     for k, step in enumerate(plan.steps):
         if isinstance(step, Extern) and "convolution" in step.op:

@@ -1,7 +1,7 @@
 """Loops in normal form: scatters update in place, and reductions over nothing are pointwise.
 
-A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its
-base becomes a Pointwise of its own, which can be inlined into and fused like any other.
+A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its base becomes a
+Pointwise of its own, which can be inlined into and fused like any other.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class _Takeovers:
                 self.last_read.update(dict.fromkeys(reads(op, bodies), k))
 
     def may(self, k: int, op: Scatter) -> bool:
-        """Whether a scatter may write over its base. What a pointwise loop fills is better filled
-        under the new name, by inlining."""
+        """Whether a scatter may write over its base. What a pointwise loop fills is better filled under the new name,
+        by inlining."""
         base = op.base
         old, new = self.program.buffers[base], self.program.buffers[op.out]
         if base in self.plain or base in self.held or base in self.shared or base in self.shared.values():

@@ -38,8 +38,8 @@ def program_order(all_units: Sequence[Unit]) -> list[int]:
 
 
 def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
-    """The units with the readers of an input's old value before the group that makes its new one,
-    where that is possible: then the new value can be written over the old one."""
+    """The units with the readers of an input's old value before the group that makes its new one, where that is
+    possible: then the new value can be written over the old one."""
     out = list(all_units)
     maker: dict[str, int] = {}  # the first group that writes
     for k, made in enumerate(out):
@@ -111,8 +111,8 @@ def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
 
 
 def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]) -> int:
-    """The most bytes alive at once when units run in a sequence and memory is freed after its last
-    use. Inputs count only if donated."""
+    """The most bytes alive at once when units run in a sequence and memory is freed after its last use. Inputs count
+    only if donated."""
     t = traffic(draft, all_units)
     left = dict(t.users)
     best = now = t.at_start
@@ -162,8 +162,8 @@ def _users(all_units: Sequence[Unit]) -> list[list[int]]:
 
 
 def order(draft: Draft) -> list[Unit]:
-    """The units in the order in which they will run: the program's own, unless a greedy one needs
-    clearly less memory. Their preds are places in that order."""
+    """The units in the order in which they will run: the program's own, unless a greedy one needs clearly less memory.
+    Their preds are places in that order."""
     all_units = readers_first(units(draft))
     best = program_order(all_units)
     if len(all_units) <= MAX_GREEDY:

@@ -1,9 +1,8 @@
 """Packing: loops that need nothing of each other run in one launch, one nest after the other.
 
-Comes in: units in the order in which they will run. Goes out: the same units, some groups joined to
-Packs. A group moves up to an earlier one, or an earlier one down to it, where every dependence and
-the peak of memory allow it; past a call only if what it touches stays in a cache. Each answer is
-Fused or a Reason.
+Comes in: units in the order in which they will run. Goes out: the same units, some groups joined to Packs. A group
+moves up to an earlier one, or an earlier one down to it, where every dependence and the peak of memory allow it; past a
+call only if what it touches stays in a cache. Each answer is Fused or a Reason.
 """
 
 from __future__ import annotations
@@ -149,8 +148,8 @@ class _Packer:
         return sum(buffer_nbytes(program.buffers[b], program.hints) for b in names)
 
     def _move(self, moving: list[int], to: int, i: int, k: int) -> Reason | None:
-        """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to
-        k are all that can change."""
+        """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to k are all that can
+        change."""
         slot = list(self.slot)
         for m in moving:
             slot[m] = to

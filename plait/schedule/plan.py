@@ -1,8 +1,7 @@
 """What the scheduler hands on: kernels to emit, calls to make, in order, with the memory each buffer gets.
 
-A `Kernel` is one iteration space with a straight list of statements; kernel targets turn it into
-source, `wrapper/build.py` turns the whole
-`Plan` into instructions. Nothing here knows a target.
+A `Kernel` is one iteration space with a straight list of statements; kernel targets turn it into source,
+`wrapper/build.py` turns the whole `Plan` into instructions. Nothing here knows a target.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ class Reduce:
 class Store:
     """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min', 'max'.
 
-    full: executed at every point of vars x rvars; otherwise once per point of vars. index is
-    LOGICAL, over vars, rvars and Arg symbols $k, which mean
-    index_args[k]. mask: nothing is stored where it is false. atomic: points of different threads
-    may collide."""
+    full: executed at every point of vars x rvars; otherwise once per point of vars. index is LOGICAL, over vars, rvars
+    and Arg symbols $k, which mean index_args[k]. mask: nothing is stored where it is false. atomic: points of different
+    threads may collide."""
 
     buf: str
     index: tuple[Size, ...]
@@ -62,24 +60,19 @@ def stmt_roots(s: Stmt) -> tuple[Node, ...]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One loop nest: for every point of vars (independent of each other, any order, may be split
-    over threads), run stmts; those at full level and
-    the Reduces run over all points of rvars (row-major).
+    """One loop nest: for every point of vars (independent of each other, any order, may be split over threads), run
+    stmts; those at full level and the Reduces run over all points of rvars (row-major).
 
-    A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier
-    statement of the kernel is never loaded again: later statements hold its
-    node. vars are in the memory order the scheduler chose: the last of (vars, rvars) is meant to
-    be innermost, but an emitter may
-    vectorise any axis.
-    name: telling and unique in the program. args: buffers in the order of the pointer arguments
-    (each once; an in-place pair is two args). outs: those written.
-    sizes: the size symbols used, in the order of the integer arguments; hints: plausible values of
-    them. sequential: points must
-    run in row-major order on one thread (scatters that collide, ordered).
+    A node is at outer level if it holds no rvar and no running acc. A value stored by an earlier statement of the
+    kernel is never loaded again: later statements hold its node. vars are in the memory order the scheduler chose: the
+    last of (vars, rvars) is meant to be innermost, but an emitter may vectorise any axis.
+    name: telling and unique in the program. args: buffers in the order of the pointer arguments (each once; an in-place
+    pair is two args). outs: those written.
+    sizes: the size symbols used, in the order of the integer arguments; hints: plausible values of them. sequential:
+    points must run in row-major order on one thread (scatters that collide, ordered).
     work_ns: estimate on one core. origin: source lines and ATen ops.
-    parts: nests that one launch runs one after the other with nothing in between, since none needs
-    what another makes; such a kernel has no axes and statements of its own, and its args, outs and
-    sizes are those of all."""
+    parts: nests that one launch runs one after the other with nothing in between, since none needs what another makes;
+    such a kernel has no axes and statements of its own, and its args, outs and sizes are those of all."""
 
     name: str
     vars: tuple[Expr, ...]
@@ -141,9 +134,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """arena_nbytes: size of the block. offsets: buffer -> byte offset in it. in_place: output or
-    intermediate -> the dying buffer whose memory it takes over
-    (Reuse). Buffers in none of these are allocated by themselves (outputs, extern results)."""
+    """arena_nbytes: size of the block. offsets: buffer -> byte offset in it. in_place: output or intermediate -> the
+    dying buffer whose memory it takes over (Reuse). Buffers in none of these are allocated by themselves (outputs,
+    extern results)."""
 
     arena_nbytes: Size = 0
     offsets: Mapping[str, Size] = field(default_factory=dict)

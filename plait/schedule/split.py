@@ -1,8 +1,7 @@
 """Long reductions to few results are cut in two stages, so that several threads share them.
 
-The outermost reduced axis (or a part of it) becomes an outer axis of a first reduction, whose
-partial results a second, short one combines. Worth it from SPLIT_NBYTES on, where a second kernel
-costs less than idle threads.
+The outermost reduced axis (or a part of it) becomes an outer axis of a first reduction, whose partial results a second,
+short one combines. Worth it from SPLIT_NBYTES on, where a second kernel costs less than idle threads.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
 
 
 def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints) -> tuple[Size, Size] | None:
-    """(chunks, rest) with chunks * rest >= the extent of the outermost reduced axis, or None where
-    it stays whole."""
+    """(chunks, rest) with chunks * rest >= the extent of the outermost reduced axis, or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
@@ -83,8 +81,8 @@ def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints:
 
 
 def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> bool:
-    """Whether neighbours in memory are reduced together (and not neighbouring results). What is
-    read once a result (a mean, a scale) says nothing of it."""
+    """Whether neighbours in memory are reduced together (and not neighbouring results). What is read once a result (a
+    mean, a scale) says nothing of it."""
     inner = [v.symbol for v in op.rvars]
     for n in loads:
         flat = flat_index(buffers[load_of(n).buf], load_of(n).index)

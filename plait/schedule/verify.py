@@ -1,8 +1,8 @@
 """The legality of Plans: what kernel targets and the wrapper may rely on.
 
-Comes in: a Plan. Raises InternalError that names the kernel or step and the rule that it breaks;
-gives back nothing. Costs one walk over all nodes, so the pipeline runs it in tests and when
-debugging. Overlaps in memory are checked on instructions, by `wrapper/verify.py`.
+Comes in: a Plan. Raises InternalError that names the kernel or step and the rule that it breaks; gives back nothing.
+Costs one walk over all nodes, so the pipeline runs it in tests and when debugging. Overlaps in memory are checked on
+instructions, by `wrapper/verify.py`.
 """
 
 from __future__ import annotations

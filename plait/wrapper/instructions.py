@@ -148,8 +148,8 @@ class CheckFinite:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Checks a block of nbytes bytes, aligned to 64, out of the process-wide pool until the call ends.
-    A program has at most one arena per device; two threads in one program hold two blocks."""
+    """Checks a block of nbytes bytes, aligned to 64, out of the process-wide pool until the call ends. A program has at
+    most one arena per device; two threads in one program hold two blocks."""
 
     name: str
     nbytes: Size

@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import UserError as TorchUserError
+from torch._dynamo.utils import GmWrapper, flatten_graph_inputs
 from torch._export import non_strict_utils
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_export_module, aot_module_simplified
@@ -103,8 +104,19 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+DynamoGraph = GraphModule | GmWrapper
+"""What `flatten_inputs` makes of a graph is a GmWrapper."""
+
+
+def flatten_inputs(
+    gm: GraphModule, inputs: Sequence[Any], compile_flat: Callable[[DynamoGraph, Sequence[Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A callable of nested inputs. compile_flat gets a graph of flat ones and gives a callable of one list of them."""
+    return flatten_graph_inputs(gm, inputs, compile_flat)
+
+
 def aot_compile(
-    gm: GraphModule,
+    gm: DynamoGraph,
     example_inputs: Sequence[Any],
     *,
     forward: Compiler,

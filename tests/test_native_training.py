@@ -8,11 +8,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
 
 from plait import _native
@@ -617,8 +619,6 @@ def test_compiled_autograd_takes_the_wrapper() -> None:
     fn = Compiled(saving)
     fn(x).sum().backward()
     once, x.grad = x.grad, None
-    from torch._dynamo import compiled_autograd
-
     (made,) = fn.made
     with compiled_autograd._enable(torch.compile(backend="eager")):
         out = made(x)[0]
@@ -660,3 +660,59 @@ def test_a_description_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises((_native.LoadError, TypeError), match=text):
             make(*rest)
+
+
+# ---------------------------------------------------------------------------------------------- compiled autograd
+TRACED: dict[str, tuple[Callable[..., Any], Callable[[int], list[Tensor]]]] = {
+    "product": (lambda x, w: (x @ w).relu(), lambda k: [torch.randn(4, 4), leaf(4, 4)]),
+    "one of two results": (lambda x, w: ((x @ w).relu(), x * w), lambda k: [leaf(4, 4), leaf(4, 4)]),
+    "another size": (lambda x, w: (x @ w).relu() * x.shape[0], lambda k: [torch.randn(4 + k, 4), leaf(4, 4)]),
+}
+
+
+def traced_by(compiler: str) -> AbstractContextManager[None]:
+    """Backward passes inside are traced and compiled by a back end."""
+    return compiled_autograd._enable(lambda gm: torch.compile(gm, backend=compiler))
+
+
+def restrided(t: Tensor) -> Tensor:
+    return t.t().contiguous().t() if t.dim() == 2 else t
+
+
+@pytest.mark.parametrize("around", ["backward", "both"])
+@pytest.mark.parametrize("compiler", ["eager", "plait"])
+@pytest.mark.parametrize("name", list(TRACED))
+@pytest.mark.parametrize("hooked", [False, True])
+def test_compiled_autograd_runs_the_backward_program(name: str, compiler: str, around: str, hooked: bool) -> None:
+    fn, make = TRACED[name]
+    compiled = Compiled(fn)
+    hooks = torch.autograd.graph.saved_tensors_hooks(restrided, torch.clone)
+    for k in range(3):
+        inputs = make(k)
+        wants = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+        with hooks if hooked else nullcontext(), traced_by(compiler) if around == "both" else nullcontext():
+            result = compiled(*inputs)
+        with traced_by(compiler):
+            (result[0] if isinstance(result, tuple) else result).sin().sum().backward()
+        want = fn(*wants)
+        (want[0] if isinstance(want, tuple) else want).sin().sum().backward()
+        torch.testing.assert_close([t.grad for t in inputs], [t.grad for t in wants])
+    assert around == "both" or compiled.native
+
+
+def test_compiled_autograd_keeps_the_errors_of_saved_tensors() -> None:
+    x = leaf(4)
+    loss = Compiled(lambda x: x.exp().sin())(x).sum()
+    with traced_by("plait"):
+        loss.backward(retain_graph=True)
+        assert x.grad is not None
+        first = x.grad.clone()
+        loss.backward()
+        torch.testing.assert_close(x.grad, 2 * first)
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+    changed = x * 1
+    loss = Compiled(torch.sin)(changed).sum()
+    changed.add_(1)
+    with traced_by("plait"), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

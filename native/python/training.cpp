@@ -111,6 +111,10 @@ constexpr NodeHost kNodeHost{
       }
     },
     [](void* owner) {
+      const Gil gil;
+      Py_INCREF(static_cast<PyObject*>(owner));
+    },
+    [](void* owner) {
       if (!Py_IsInitialized()) return;
       const Gil gil;
       Py_DECREF(static_cast<PyObject*>(owner));

@@ -36,6 +36,15 @@ bool same_strides(const at::Tensor& t, c10::IntArrayRef strides) {
   return true;
 }
 
+at::Tensor tangent(at::Tensor grad, const Tangent& want, const ag::InputMetadata& result) {
+  if (!grad.defined()) grad = result.zeros_like();
+  if (grad.dtype() != result.options().dtype()) grad = grad.to(result.options().dtype());
+  if (want.format)
+    return grad.is_contiguous(*want.format) ? std::move(grad) : grad.contiguous(*want.format);
+  if (grad.sizes() == want.sizes && grad.strides() == want.strides) return grad;
+  return restrided(grad, want.sizes, want.strides);
+}
+
 // The gradients, as results of a node that refuses to be applied. Its edges lead where the
 // backward pass went, so that whoever differentiates them comes upon it.
 void forbid_second(ag::variable_list& grads, const ag::Node& first,
@@ -61,12 +70,17 @@ PlaitBackward::~PlaitBackward() { host_.release(owner_); }
 
 void PlaitBackward::save(const at::Tensor& t, bool is_output) {
   saved_.emplace_back(t, is_output);
-  if (saved_.back().has_hooks()) packed_strides_.emplace_back(t.strides());
+  if (saved_.back().has_hooks()) packed_strides_.emplace_back(saved_.size() - 1, t.strides());
 }
 
 void PlaitBackward::release_variables() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (ag::SavedVariable& s : saved_) s.reset_data();
+}
+
+void PlaitBackward::restore_strides(ag::variable_list& saved, const PackedStrides& packed) {
+  for (const auto& [k, strides] : packed)
+    if (!same_strides(saved[k], strides)) saved[k] = restrided(saved[k], saved[k].sizes(), strides);
 }
 
 // Taken before the GIL is: hooks of saved tensors take it themselves.
@@ -75,44 +89,33 @@ void PlaitBackward::unpack(BackwardRun& run) {
   const bool once = !ag::get_current_graph_task_keep_graph();
   run.may_overwrite = once && packed_strides_.empty();
   run.saved.reserve(saved_.size());
-  size_t packed = 0;
-  for (const ag::SavedVariable& s : saved_) {
-    const bool hooked = s.has_hooks();
-    at::Tensor t = s.unpack(getptr());
-    // What a hook gives back has the values, but not always the strides that kernels read by.
-    if (hooked && !same_strides(t, packed_strides_[packed]))
-      t = restrided(t, t.sizes(), packed_strides_[packed]);
-    packed += hooked;
-    run.saved.push_back(std::move(t));
-  }
+  for (const ag::SavedVariable& s : saved_) run.saved.push_back(s.unpack(getptr()));
+  restore_strides(run.saved, packed_strides_);
   if (!once) return;
   for (ag::SavedVariable& s : saved_) s.reset_data();  // they die during the run
 }
 
-at::Tensor PlaitBackward::tangent(at::Tensor grad, size_t index) const {
-  const Tangent& want = facts_.tangents[index];
-  const ag::InputMetadata& result = input_metadata(index);
-  if (!grad.defined()) grad = result.zeros_like();
-  if (grad.dtype() != result.options().dtype()) grad = grad.to(result.options().dtype());
-  if (want.format)
-    return grad.is_contiguous(*want.format) ? std::move(grad) : grad.contiguous(*want.format);
-  if (grad.sizes() == want.sizes && grad.strides() == want.strides) return grad;
-  return restrided(grad, want.sizes, want.strides);
+ag::variable_list PlaitBackward::run_backward(const BackwardFacts& facts, const NodeHost& host,
+                                              void* owner, BackwardRun& run,
+                                              ag::variable_list grads,
+                                              c10::ArrayRef<ag::InputMetadata> results) {
+  TORCH_CHECK(!facts.nondeterministic || !at::globalContext().deterministicAlgorithms(),
+              "this backward pass was compiled while torch.use_deterministic_algorithms was off "
+              "and is run while it is on");
+  run.tangents.reserve(grads.size());
+  for (size_t i = 0; i < grads.size(); ++i)
+    run.tangents.push_back(tangent(std::move(grads[i]), facts.tangents[i], results[i]));
+  return host.run(owner, run);
 }
 
 ag::variable_list PlaitBackward::apply(ag::variable_list&& grads) {
-  TORCH_CHECK(!facts_.nondeterministic || !at::globalContext().deterministicAlgorithms(),
-              "this backward pass was compiled while torch.use_deterministic_algorithms was off "
-              "and is run while it is on");
   const bool create_graph = c10::GradMode::is_enabled();
   const at::NoGradGuard no_grad;
   BackwardRun run{&sizes_};
   unpack(run);
-  run.tangents.reserve(grads.size());
   const ag::variable_list given = create_graph ? grads : ag::variable_list();
-  for (size_t i = 0; i < grads.size(); ++i)
-    run.tangents.push_back(tangent(std::move(grads[i]), i));
-  ag::variable_list results = host_.run(owner_, run);
+  ag::variable_list results = run_backward(facts_, host_, owner_, run, std::move(grads),
+                                           {&input_metadata(0), num_inputs()});
   if (create_graph) forbid_second(results, *this, given);
   return results;
 }

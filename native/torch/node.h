@@ -35,7 +35,8 @@ struct BackwardRun {
 struct NodeHost {
   // One gradient an edge; undefined where there is none. Takes the GIL.
   torch::autograd::variable_list (*run)(void* owner, BackwardRun& run);
-  void (*release)(void* owner);  // takes the GIL
+  void (*retain)(void* owner);   // takes the GIL, as release does
+  void (*release)(void* owner);
 };
 
 // What all nodes of one graph share; the owner keeps it.
@@ -55,19 +56,32 @@ class PlaitBackward final : public torch::autograd::Node {
   std::vector<int64_t>& sizes() { return sizes_; }
   std::string name() const override { return "PlaitBackward"; }
   void release_variables() override;
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
+  torch::autograd::variable_list apply_with_saved(
+      const torch::autograd::variable_list& grads,
+      torch::dynamo::autograd::SwapSavedVariables& saved) override;
 
  protected:
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
 
  private:
+  struct Traced;
+  using PackedStrides = std::vector<std::pair<size_t, c10::DimVector>>;
+
   void unpack(BackwardRun& run);
-  at::Tensor tangent(at::Tensor grad, size_t index) const;
+  // What a hook gives back has the values, but not always the strides that kernels read by.
+  static void restore_strides(torch::autograd::variable_list& saved, const PackedStrides& strides);
+  // results: metadata of the results that have gradients.
+  static torch::autograd::variable_list run_backward(
+      const BackwardFacts& facts, const NodeHost& host, void* owner, BackwardRun& run,
+      torch::autograd::variable_list grads,
+      c10::ArrayRef<torch::autograd::InputMetadata> results);
 
   const BackwardFacts& facts_;
   const NodeHost& host_;
   void* owner_;
   std::vector<torch::autograd::SavedVariable> saved_;
-  std::vector<c10::DimVector> packed_strides_;  // of the saved tensors that hooks took, in order
+  PackedStrides packed_strides_;  // of the saved tensors that hooks took
   std::vector<int64_t> sizes_;
 };
 

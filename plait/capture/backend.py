@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
@@ -37,10 +38,16 @@ def plait_backend(
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
-        with collector_paused():
-            return _OneGraph(cfg, len(example_inputs)).compile(gm, example_inputs)
+        if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):  # compiled autograd's graphs
+            return compat.flatten_inputs(gm, example_inputs, partial(_compile, cfg))
+        return _compile(cfg, gm, example_inputs)
     except PlaitError as error:
         raise compat.through_dynamo(error) from error.__cause__
+
+
+def _compile(cfg: Config, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    with collector_paused():
+        return _OneGraph(cfg, len(example_inputs)).compile(gm, example_inputs)
 
 
 class _OneGraph:
@@ -51,12 +58,14 @@ class _OneGraph:
         self.n_inputs = n_inputs
         # A program that is timed kernel by kernel is Python too.
         self.native = cfg.wrapper == "native" and not PassLog(cfg, "").shows(KERNELS)
+        self.nested = False  # the callable takes one list of inputs
         self.serial = next(_serial)
         self.program: Program | None = None  # of the inference or forward graph
         self.direct = DirectGraph()
         self.training: TrainingGraph | None = None
 
-    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.nested = not isinstance(gm, GraphModule)
         wrapped = compat.aot_compile(
             gm,
             example_inputs,
@@ -91,7 +100,8 @@ class _OneGraph:
         """Compiles what a call runs first, the inference or the forward graph."""
         meta = compat.forward_metadata()
         same = len(inputs) == self.n_inputs
-        made.learn(gm, meta, "" if same else "inputs were deduplicated or got a synthetic base", self.native)
+        reason = "" if same else "inputs were deduplicated or got a synthetic base"
+        made.learn(gm, meta, "inputs come in a list" if self.nested else reason, self.native)
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.bumped_input_indices(meta)
         static = compat.static_input_indices(meta)

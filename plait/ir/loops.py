@@ -383,8 +383,7 @@ class LoopProgram:
     tensors.
     ops: in an order that respects the program. outputs: what the program returns, in order.
     symbols: every size symbol that appears, in an order of definition, and where its value comes from: (buffer,
-    'size'|'stride'|'offset', dim), an
-    expression over symbols before it, or None for an int input or an Item.
+    'size'|'stride'|'offset', dim), an expression over symbols before it, or None for an int input or an Item.
     donated: inputs whose memory nobody reads after the call. hints: what symbols were in the call that is compiled for:
     decisions may be made for these sizes, and are right for all others."""
 

@@ -34,9 +34,8 @@ _LOG_ERFC = (
 )  # fmt: skip
 
 
-# erf(t) = t * (c0 + u * p(u)) with u = t * 3.8125 - k, |u| <= 0.5, for t < 4.06: row j holds the coefficients
-# of u^j for k = 0..15,
-# the last row what rounding c0 lost.
+# erf(t) = t * (c0 + u * p(u)) with u = t * 3.8125 - k, |u| <= 0.5, for t < 4.06: row j holds the coefficients of u^j
+# for k = 0..15, the last row what rounding c0 lost.
 _ERF_ROWS = (
     (
         "0x1.20dd76p+0f", "0x1.1a6004p+0f", "0x1.086b2cp+0f", "0x1.ddbad4p-1f",

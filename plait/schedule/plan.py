@@ -18,10 +18,9 @@ from plait.ir.sizes import Expr, Size
 class Reduce:
     """Combines `value` over all rvars into the result `name`, one value per point of vars.
 
-    kind: a row of ops.REDUCTIONS. Later statements read it as node acc[name] (welford: acc[name
-    + '.mean'], '.m2', '.count').
-    running=True (kinds sum, prod, max, min; one rvar): a scan: acc[name] at full level is the
-    combination of values up to and including this point."""
+    kind: a row of ops.REDUCTIONS. Later statements read it as node acc[name] (welford: acc[name + '.mean'], '.m2',
+    '.count'). running=True (kinds sum, prod, max, min; one rvar): a scan: acc[name] at full level is the combination
+    of values up to and including this point."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""Rules that replaced calls of ATen: masked_scatter, distances and fake quantisation, with gradients."""
+"""Rules that replaced calls of ATen: masked_scatter, chains of scatters, distances, fake quantisation, with gradients."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def test_a_mask_of_tokens_is_counted_once() -> None:
     low = lowered(fn, args)
     (counts,) = [low.program.buffers[o.outs[0]] for o in low.program.ops if hasattr(o, "axis")]
     assert counts.shape == (15,)
+
+
+def test_a_scatter_does_not_write_over_one_that_is_read_later() -> None:
+    """The second runs in place of the first, whose memory the third may not take then."""
+
+    def fn(x: torch.Tensor, i: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        second = x.scatter(1, i, s).scatter(1, i.flip(0), s * 2)
+        return second.exp() + second.scatter(1, i.flip(1), s * 3).sin()
+
+    same(fn, given(r(8, 8), torch.randint(8, (8, 2)), r(8, 2)))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf])

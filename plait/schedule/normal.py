@@ -46,7 +46,7 @@ def normalise(program: LoopProgram, bodies: Bodies) -> LoopProgram:
         op = taken.renamed(op)
         if isinstance(op, Scatter) and op.base != op.out:
             if taken.may(k, op):
-                taken.names[op.out] = op.base
+                taken.take(op)
                 ops.append(replace(op, out=op.base))
             else:
                 ops += _split(op, program)
@@ -94,6 +94,11 @@ class _Takeovers:
         if base in self.inputs:
             return (base, op.out) in self.mutated and op.out not in self.outputs
         return op.out not in self.outputs
+
+    def take(self, op: Scatter) -> None:
+        """Lets a scatter write over its base: who reads the result reads the base from now on."""
+        self.names[op.out] = op.base
+        self.last_read[op.base] = max(self.last_read[op.base], self.last_read.get(op.out, -1))
 
     def renamed(self, op: Op) -> Op:
         """op, reading what was renamed by its new name."""

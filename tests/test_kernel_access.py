@@ -139,6 +139,25 @@ def test_masks_of_positions(isa: Isa, op: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(out.reshape(on.shape), np.where(on, x.reshape(on.shape), -1))
 
 
+def test_masks_of_short_rows_are_constants() -> None:
+    """A padded row of a few vectors is one unit of work, its loop unrolled; a long one is shared by threads."""
+
+    def text(n: int) -> str:
+        i, j = loop_vars("i", (100, n + 2))
+        ops = Recorder()
+        inside = ops.op("and", ops.op("ge", ops.index(j), ops.index(1)), ops.op("le", ops.index(j), ops.index(n)))
+        value = ops.masked(inside, lambda: ops.load("x", (i, j - 1), f32), 0)
+        buffers = (strided("x", f32, (100, n)), strided("out", f32, (100, n + 2)))
+        kernel = Kernel("pad", (i, j), (), (Store("out", (i, j), value, True),), buffers, ("out",), ())
+        return emit_library([kernel], ISAS["avx512"]).text
+
+    short, long = text(56), text(300)
+    assert "units = 100;" in short
+    assert "GCC unroll" in short
+    assert "units = 1900;" in long
+    assert "GCC unroll" not in long
+
+
 def take_kernel(d: DType, n: int, size: int, wrap: bool) -> Kernel:
     """out[i, j] = table[i, where[i, j]]; wrap: negative ones count from the end."""
     ops = Recorder()

@@ -1,4 +1,4 @@
-"""Rules that replaced calls of ATen: masked_scatter, chains of scatters, distances, fake quantisation, with gradients."""
+"""Rules that replaced calls of ATen: masked_scatter, distances, fake quantisation, with gradients; chains of scatters."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Writes one kernel's loop nest as C++: the body of a function (tid, nthreads, bufs, syms).
 
-Comes in: a `Nest`. The nest is a chain of blocks: function, row (outer loop variables), vector, inner loops. A
-value is written
-once, in the outermost block where all that it depends on is known; that is all the hoisting there is. Addresses
-are split the same way.
-Vector values run over `lanes` consecutive values of the nest's axis; the last, partial vector uses lanes < n
-only (`tail`).
+Comes in: a `Nest`. The nest is a chain of blocks: function, row (outer loop variables), vector, inner loops. A value is
+written once, in the outermost block where all that it depends on is known; that is all the hoisting there is. Addresses
+are split the same way. Vector values run over `lanes` consecutive values of the nest's axis; the last, partial vector
+uses lanes < n only (`tail`).
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from plait.ir.loops import walk
 from plait.ir.sizes import Atom, Size, product, symbol
 from plait.kernel.cpp_access import Access
 from plait.kernel.cpp_expr import memory
@@ -22,6 +21,13 @@ from plait.kernel.cpp_values import Values
 from plait.kernel.space import blocks, extent
 from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt
+
+SHORT = 8
+"""The most vectors in a row that threads do not share."""
+MANY = 64
+"""Rows that are enough for all threads."""
+UNROLLED = 100
+"""The most nodes, times vectors, in a loop over a short row that is unrolled: then its masks are constants."""
 
 
 def kernel_body(kernel: Kernel, nest: Nest, isa: Isa, instead: str = "") -> str:
@@ -39,6 +45,10 @@ class NestWriter:
         self.v.loader = self.access
         self.accs = Accumulators(self.v)
         self.outer = tuple(a for a in nest.space.vars if nest.inner or a != nest.axis)
+        n_vectors = _short_row(nest)
+        self.whole_rows = n_vectors is not None
+        unrolled = n_vectors and not nest.passes and n_vectors * len(list(walk(nest.space.roots()))) <= UNROLLED
+        self.unroll = f"#pragma GCC unroll {SHORT}\n" if unrolled else ""
         self.tile_block: Atom | None = None  # number of the tile along nest.tile
         if nest.tile is not None:
             block = symbol(f"{nest.tile.name}'", extent=blocks(extent(nest.tile), nest.lanes))
@@ -80,7 +90,7 @@ class NestWriter:
         """lo, hi: this thread's share of the units (a unit: an outer point, or a group of vectors of one)."""
         v, nest = self.v, self.nest
         units: Size = product(extent(a) for a in self.outer)
-        if nest.axis is not None and not nest.inner:
+        if nest.axis is not None and not nest.inner and not self.whole_rows:
             units = units * blocks(extent(nest.axis), nest.lanes * nest.unroll)
         if isinstance(units, int) and (units == 1 or nest.sequential):
             v.line("if (tid != 0) return 0;")
@@ -98,7 +108,7 @@ class NestWriter:
 
     def _rows(self) -> None:
         v, nest = self.v, self.nest
-        vector = nest.axis is not None and not nest.inner
+        vector = nest.axis is not None and not nest.inner and not self.whole_rows
         if self.outer or vector:
             v.line("i64 u = lo;")
         per_row = v.integer(blocks(extent(nest.axis), nest.lanes * nest.unroll)) if vector and nest.axis else "1"
@@ -119,6 +129,11 @@ class NestWriter:
                 v.line(f"const i64 end = {end};")
                 v.line(f"i64 {v.names[nest.axis]} = blk * {step};")
                 for _ in self.segments("end"):
+                    self._points()
+            elif self.whole_rows:
+                assert nest.axis is not None
+                v.line(f"i64 {v.names[nest.axis]} = 0;")
+                for _ in self.segments(v.integer(extent(nest.axis))):
                     self._points()
             else:
                 self._points()
@@ -163,7 +178,7 @@ class NestWriter:
             step = lanes * reps
             if isinstance(n, int) and (n < step or (reps < nest.unroll and n % (lanes * nest.unroll) < lanes)):
                 continue
-            with self._segment(f"for (; {x} + {step} <= {end}; {x} += {step}) {{", reps, False):
+            with self._segment(f"{self.unroll}for (; {x} + {step} <= {end}; {x} += {step}) {{", reps, False):
                 yield
         if not isinstance(n, int) or n % lanes:
             with self._segment(f"if ({x} < {end}) {{", 1, True):
@@ -270,6 +285,17 @@ class NestWriter:
         for k, n in enumerate(nest.kept):
             v.keep_names[n] = f"kept{k}"
             yield f"alignas(64) {memory(n.dtype)} kept{k}[{points * width}];"
+
+
+def _short_row(nest: Nest) -> int | None:
+    """The vectors in a row so short that threads share whole rows; None for others."""
+    a = nest.axis
+    if a is None or nest.inner or nest.lanes == 1 or nest.tile is not None:
+        return None
+    n, rows = extent(a), product(extent(b) for b in nest.space.vars if b != a)
+    if nest.passes and not (isinstance(rows, int) and rows >= MANY):  # loops in a row: vectors are work to share
+        return None
+    return n // nest.lanes if isinstance(n, int) and n <= SHORT * nest.lanes * nest.unroll else None
 
 
 def v_size(v: Values, a: Atom) -> str:

@@ -1,4 +1,4 @@
-"""Rules that replaced calls of ATen: masked_scatter, distances, fake quantisation, with gradients; chains of scatters."""
+"""Rules that replaced calls of ATen: masked_scatter, distances, fake quantisation, with gradients; scatter chains."""
 
 from __future__ import annotations
 

@@ -12,6 +12,9 @@ from against_eager import compiled, same
 from lower_b import lowered
 
 from plait.ir.loops import Extern
+from plait.schedule.deps import extent
+from plait.schedule.plan import Kernel
+from plait.wrapper.program import CompileRecord, observers
 
 r = torch.randn
 MASK = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5])
@@ -62,6 +65,54 @@ def test_a_scatter_does_not_write_over_one_that_is_read_later() -> None:
         return second.exp() + second.scatter(1, i.flip(1), s * 3).sin()
 
     same(fn, given(r(8, 8), torch.randint(8, (8, 2)), r(8, 2)))
+
+
+def _slices(c: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    c[:, 3:5] = k
+    c[1:3, 6] = k[:2, 0] * 2
+    c[1:3, 1:3] = k[:2] + 1
+    c[0, ::2] = 7
+    return c.sum(1)
+
+
+def _between(c: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    c[:, 3:5] = k
+    twice = c * 2
+    c[:, 4] = k[:, 0]
+    return twice, c[:, 1:]
+
+
+def _moved_along(c: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    c[:, 1:] = c[:, :-1].clone()
+    c[:, 2:4] = k
+    return c + 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fn", [_slices, _between, _moved_along])
+def test_parts_of_an_input_are_replaced_in_place(fn: Callable[..., Any], dynamic: bool) -> None:
+    """Whatever reads the old contents, the new ones, or both."""
+    run = torch.compile(fn, backend="plait", dynamic=dynamic)
+    for n in (9, 12):
+        mine, eager, k = r(8, n, 6), torch.empty(8, n, 6), r(8, 2, 6)
+        eager.copy_(mine)
+        torch.testing.assert_close(run(mine, k), fn(eager, k))
+        assert torch.equal(mine, eager)
+
+
+def test_of_a_cache_only_what_changes_is_written() -> None:
+    def fn(c: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        c[:, 3:5] = k
+        c[:, 7] = k[:, 0]
+        return k + 1
+
+    records: list[CompileRecord] = []
+    token = observers.set((records.append,))
+    torch.compile(fn, backend="plait")(r(8, 512, 64), r(8, 2, 64))
+    observers.reset(token)
+    (record,) = records
+    kernels = [n for s in record.plan.steps if isinstance(s, Kernel) for n in s.nests]
+    assert all(math.prod(extent(v) for v in k.vars) <= 8 * 2 * 64 for k in kernels)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf])

@@ -7,7 +7,7 @@ hits nobody knows beforehand, stay extern calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import b1, u8
-from plait.ir.loops import Node
+from plait.ir.loops import Node, Scatter, loop_vars
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.extern import call_extern
+from plait.lower.inplace import may_write
 from plait.lower.shape import all_of, broadcast, compare, result, scalar
 from plait.lower.view import wrap_dim
 
@@ -175,6 +176,9 @@ def slice_scatter(
     src = broadcast(src, (*x.shape[:d], src.shape[d], *x.shape[d + 1 :]))
     if src.shape[d] == size and first == 0:
         return result(ctx, lambda ops, i: ops.cast(src.load(ops, i), x.dtype))
+    written = _written(ctx, x, src, lambda i: (*i[:d], sz.add(first, sz.mul(i[d], step)), *i[d + 1 :]))
+    if written is not None:
+        return written
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         ahead = sz.add(i[d], sz.mul(first, -1))
@@ -203,12 +207,28 @@ def _replaced(ops: Recorder, x: View, i: Index, inside: list[Node], src: View, a
     return ops.op("where", hit, new, x.load(ops, i))
 
 
+def _written(ctx: Lowering, x: View, src: View, point: Callable[[tuple[Expr, ...]], Index]) -> View | None:
+    """x with element point(i) replaced by src[i], in place: for an input that the graph overwrites in the end (of a
+    cache little changes) and what comes of it. None for others: readers inline a choice between x and src."""
+    scattered = any(isinstance(op, Scatter) and op.out == x.buf for op in ctx.ops)
+    if not (scattered or ctx.is_input(x.buf)) or src.buf == x.buf or not may_write(ctx, x, ctx.buffers[x.buf].strides):
+        return None
+    ops, vars_ = Recorder(), loop_vars("i", src.shape)
+    out = ctx.new_buffer(x.dtype, x.shape, ctx.buffers[x.buf].strides)
+    value = ops.cast(src.load(ops, vars_), x.dtype)
+    ctx.ops.append(Scatter(out, x.buf, vars_, tuple(point(vars_)), (), value, "store", origin=ctx.origin))
+    return ctx.whole(out)
+
+
 @lower(aten.select_scatter.default)
 def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> View:
     d = wrap_dim(dim, len(x.shape))
     at = sz.add(index, x.shape[d]) if sz.bounds(index)[1] < 0 else index
     if sz.bounds(at)[0] < 0:
         raise NoRule(f"position {at}, which may be negative")
+    written = _written(ctx, x, src, lambda i: (*i[:d], at, *i[d:]))
+    if written is not None:
+        return written
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         return _replaced(ops, x, i, [compare(ops, "eq", i[d], at)], src, (*i[:d], *i[d + 1 :]))

@@ -72,6 +72,10 @@ class _Takeovers:
         self.shared = memory_roots(program.ops)
         self.inputs = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
         self.mutated = {(m.target, m.source) for m in program.ops if isinstance(m, Mutate)}
+        bases = {o.out: o.base for o in program.ops if isinstance(o, Scatter)}
+        for target, source in tuple(self.mutated):  # several scatters, one after the other
+            while source := bases.get(source, ""):
+                self.mutated.add((target, source))
         self.plain = {o.out for o in program.ops if isinstance(o, Pointwise)}
         # An op that keeps its arguments may keep its results too.
         self.held = {n for o in program.ops if isinstance(o, Extern) and o.may_keep for n in o.outs}

@@ -107,13 +107,19 @@ class Worker:
         if not (self.case.train and inputs is self.inputs):
             return [run(*inputs)]
         loss = self._bind(run)()
-        return [loss, *(p.grad for p in self.module.parameters() if p.grad is not None)]
+        return [loss, *self._gradients()]
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients, a vector a module: alone, that of a bias that changes nothing (of keys, whatever their scores
+        are compared with) is all rounding, and its relative error means nothing."""
+        own = ([p.grad.flatten() for p in m.parameters(False) if p.grad is not None] for m in self.module.modules())
+        return [torch.cat(gradients) for gradients in own if gradients]
 
     def _error(self, got: Any, expected: list[Tensor]) -> float:
         """The largest distance from eager, relative to eager's largest element."""
         found = [got]
         if self.case.train:
-            found += [p.grad for p in self.module.parameters() if p.grad is not None]
+            found += self._gradients()
         worst = 0.0
         for a, b in zip(found, expected, strict=True):
             a = torch.as_tensor(a[0] if isinstance(a, list | tuple) else a)

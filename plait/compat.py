@@ -7,6 +7,7 @@ compiles anything; nothing else in plait compares versions or reads fields that 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,8 +28,13 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_export_module, aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._subclasses import fake_tensor
+from torch.export import Dim
+from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -78,6 +84,8 @@ def kept_whole() -> tuple[Any, ...]:
     return (
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten.linspace.default,
+        aten.max_unpool2d.default,
+        aten.max_unpool3d.default,
         aten.index_add.default,
         aten.index_copy.default,
         aten.index_fill.int_Scalar,
@@ -103,7 +111,21 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table = dict(torch._decomp._core_aten_decompositions_post_autograd())
     for op in kept_whole():
         table.pop(op, None)
+    table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
     return table
+
+
+def _bool_power(x: torch.Tensor, exponent: Any) -> Any:
+    """Traced, torch's own result of bool ** bool is int64; eager's is bool."""
+    if x.dtype != torch.bool or not isinstance(exponent, bool):
+        return NotImplemented
+    return x.clone() if exponent else torch.ones_like(x)
+
+
+def fused_multiply_add() -> tuple[Any, ...]:
+    """The primitive fma(a, b, c) = a * b + c that Dynamo makes of addcmul_ and addcdiv_, in versions that have it."""
+    packet = getattr(torch.ops.prims, "fma", None)
+    return () if packet is None else (packet.default,)
 
 
 DynamoGraph = GraphModule | GmWrapper
@@ -363,16 +385,19 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
 
 
 # ---------------------------------------------------------------------------------------------- export
+Check = tuple[str, Callable[..., bool]]
+"""A condition on sizes: its text for the user, and whether it holds for given tensor arguments."""
+
+
 @dataclass(frozen=True)
 class SizeFacts:
     """What a traced program assumes about sizes.
 
-    bounds: symbol -> inclusive range, None for no limit. checks: conditions that sizes must meet besides: the text for
-    the user, and a function of the tensor arguments that says whether it holds.
+    bounds: symbol -> inclusive range, None for no limit. checks: conditions that sizes must meet besides.
     """
 
     bounds: dict[str, tuple[int, int | None]]
-    checks: tuple[tuple[str, Callable[..., bool]], ...]
+    checks: tuple[Check, ...]
 
 
 class ExportEnv:
@@ -381,13 +406,17 @@ class ExportEnv:
     def __init__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
     ) -> None:
-        self.dynamic_shapes = dynamic_shapes
+        args, kwargs = _apart(args), _apart(kwargs)
         try:
+            self.dynamic_shapes, self._root_checks = _without_roots(module, args, kwargs, dynamic_shapes)
             found = non_strict_utils.make_fake_inputs(  # type: ignore[no-untyped-call]
-                module, _apart(args), _apart(kwargs), dynamic_shapes
+                module, args, kwargs, self.dynamic_shapes
             )
-        except (ConstraintViolationError, TorchUserError, ValueError) as error:
-            raise UserError(f"dynamic_shapes does not fit: {error}") from error
+        except (ConstraintViolationError, TorchUserError, AssertionError, IndexError, TypeError, ValueError) as error:
+            if dynamic_shapes is None:
+                raise
+            what = "it names a dimension that a tensor does not have" if isinstance(error, IndexError) else error
+            raise UserError(f"dynamic_shapes does not fit: {what}") from error
         self.mode, fake_args, fake_kwargs, self._equalities, self._python_signature, _ = found
         self.leaves = pytree.tree_leaves((fake_args, fake_kwargs))
         # Fake tensors are memoised by the tensors they stand for, which must live for that.
@@ -420,21 +449,69 @@ class ExportEnv:
             # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
             low = int(span.lower) if span.lower > 2 else 0
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
-        checks = [*_derived_sizes(fakes, where), *(_condition(e, where) for e in _open_guards(shape_env, bounds))]
+        conditions = [_condition(e, where) for e in _open_guards(shape_env, bounds)]
+        checks = [*self._root_checks, *_derived_sizes(fakes, where), *conditions]
         return SizeFacts({str(s): b for s, b in bounds.items()}, tuple(checks))
 
 
 def _apart(tree: Any) -> Any:
-    """The same arguments with a tensor that is given twice made two: a call may give two different ones."""
+    """The same arguments with a tensor that is given twice made two, since a call may give two different ones, and None
+    for constants that torch.export does not know (a dtype, a device)."""
     seen: set[int] = set()
 
-    def fresh(x: torch.Tensor) -> torch.Tensor:
+    def fresh(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x if isinstance(x, (int, float, str)) else None
         if id(x) in seen:
             return x.detach()
         seen.add(id(x))
         return x
 
-    return pytree.tree_map_only(torch.Tensor, fresh, tree)
+    return pytree.tree_map(fresh, tree)
+
+
+def _without_roots(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> tuple[Any, list[Check]]:
+    """dynamic_shapes in which sizes such as 2 * Dim("h") vary freely where no input has the size h, so that no program
+    takes it; and what is to be checked for them, among it that such an h is a whole number."""
+    dims = [d for d in pytree.tree_leaves(dynamic_shapes) if isinstance(d, Dim)]
+    known = {d.__name__ for d in dims if not isinstance(d, _DerivedDim)}
+    if all(d.root.__name__ in known for d in dims if isinstance(d, _DerivedDim)):
+        return dynamic_shapes, []
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    where: dict[Any, tuple[int, int]] = {}
+    conditions: list[Any] = []
+    roots: dict[str, Any] = {}
+
+    def freed(size: tuple[int, int], d: Any) -> Any:
+        if not isinstance(d, _DerivedDim) or d.root.__name__ in known:
+            return d
+        own = sympy.Symbol(f"size_{size[0]}_{size[1]}", integer=True)
+        where[own] = size
+        offset = d.fn(0)
+        scale = d.fn(1) - offset
+        conditions.append(sympy.Eq(Mod(own - offset, scale), 0))
+        root = FloorDiv(own - offset, scale)
+        if roots.setdefault(d.root.__name__, root) != root:
+            conditions.append(sympy.Eq(root, roots[d.root.__name__]))
+        conditions.extend([own >= d.min] if d.min > 2 else [])
+        conditions.extend([own <= d.max] if d.max != int_oo else [])
+        return Dim.DYNAMIC
+
+    def free(_: Any, x: Any, sizes: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not isinstance(sizes, (dict, list, tuple)):
+            return sizes
+        (arg,) = (k for k, t in enumerate(tensors) if t is x)
+        return {
+            dim: freed((arg, dim), d) for dim, d in (sizes.items() if isinstance(sizes, dict) else enumerate(sizes))
+        }
+
+    given = _combine_args(module, args, kwargs)
+    if not isinstance(dynamic_shapes, dict):
+        given = type(dynamic_shapes)(given.values())
+    shapes = _tree_map_with_path(free, given, dynamic_shapes, tree_name="inputs")
+    return shapes, [_condition(e, where) for e in conditions]
 
 
 def _open_guards(shape_env: Any, bounds: dict[Any, tuple[int, int | None]]) -> list[Any]:
@@ -448,9 +525,7 @@ def _open_guards(shape_env: Any, bounds: dict[Any, tuple[int, int | None]]) -> l
     return found
 
 
-def _derived_sizes(
-    fakes: Sequence[torch.Tensor], where: dict[Any, tuple[int, int]]
-) -> list[tuple[str, Callable[..., bool]]]:
+def _derived_sizes(fakes: Sequence[torch.Tensor], where: dict[Any, tuple[int, int]]) -> list[Check]:
     found = []
     for arg, dim, expr in _symbolic_sizes(fakes):
         if not expr.is_symbol:
@@ -471,7 +546,7 @@ def _symbolic_sizes(fakes: Sequence[torch.Tensor]) -> list[tuple[int, int, Any]]
     return found
 
 
-def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> tuple[str, Callable[..., bool]]:
+def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> Check:
     """A sympy condition as text and as a Python function of the tensor arguments."""
     missing = [s for s in expr.free_symbols if s not in where]
     if missing:
@@ -483,6 +558,28 @@ def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> tuple[str, Calla
     scope: dict[str, Any] = {"math": math, "torch": torch}
     code = f"lambda *args: (lambda {names}: {source})({values})"
     return source, eval(code, scope)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether x is strided and no tensor made of others (a wrapper subclass)."""
+    return x.layout == torch.strided and not x.is_nested and not is_traceable_wrapper_subclass(x)
+
+
+_NO_VALUES = (
+    GuardOnDataDependentSymNode,
+    NotImplementedError,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+_STAND_INS = re.compile(r"FakeTensor|FunctionalTensor|tensor subclass|data pointer|does not have storage")
+
+
+def wants_values(error: Exception) -> bool:
+    """Whether traced code failed because its tensors have no values: torch has classes of errors for some of this, for
+    the rest (`x.numpy()`, `f"{x:.1f}"`, `float(f"{x}")`) the text tells."""
+    return isinstance(error, _NO_VALUES) or _STAND_INS.search(str(error)) is not None
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +68,35 @@ def test_agrees_with_eager(name: str) -> None:
 def test_agrees_with_eager_as_python(name: str) -> None:
     fn, args = CASES[name]
     agrees(fn, args, options={"wrapper": "python"})
+
+
+class Scaled:
+    def __call__(self, x: Tensor, by: float = 2.0) -> Tensor:
+        return x * by
+
+
+BUILTINS: dict[str, Callable[..., Any]] = {
+    "function": torch.add,
+    "method": Tensor.add,
+    "operator": operator.add,
+    "overload": torch.ops.aten.add.Tensor,
+    "overloads": torch.ops.aten.add,
+    "partial": functools.partial(torch.add, alpha=2),
+}
+
+
+@pytest.mark.parametrize("name", BUILTINS)
+def test_what_is_not_written_in_python_compiles(name: str) -> None:
+    agrees(BUILTINS[name], (X, Y))
+    with pytest.raises(InputError, match="input '.*': expected size"):
+        plait.compile(BUILTINS[name], (X, Y))(X, Y[:1])
+
+
+def test_a_callable_object_keeps_its_names() -> None:
+    run = plait.compile(Scaled(), {"x": X, "by": 3.0})
+    assert torch.equal(run(x=X, by=3.0), X * 3)
+    with pytest.raises(InputError, match="input 'x'"):
+        run(x=X[:1], by=3.0)
 
 
 def test_models_know_that_they_are_traced() -> None:

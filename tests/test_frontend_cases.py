@@ -174,6 +174,7 @@ NO_GRAD: dict[str, tuple[Callable[..., Any], Make]] = {
     "conjugated view": (lambda z: z.conj().t() * 2, lambda: (torch.complex(rand(4, 6), rand(4, 6)),)),
     "conjugated argument": (lambda z: z.view(-1) * 2, lambda: (torch.complex(rand(4), rand(4)).conj(),)),
     "negated argument": (lambda x: x.sin() + 1, lambda: (torch.complex(rand(4), rand(4)).conj().imag,)),
+    "bool to the power of a bool": (lambda x: (x**True, x**False, x**2), lambda: (rand(4) > 0.5,)),
     "one_hot, which asserts": (lambda i: F.one_hot(i, 3) + 1, lambda: (torch.tensor([0, 2]),)),
     "complex result": (lambda x: torch.complex(x, x), lambda: (rand(4),)),
     "transposed input mutated": (add_in_place, lambda: (rand(6, 4).t(),)),

@@ -111,3 +111,11 @@ def test_random_floats(dtype: torch.dtype) -> None:
 def test_random_integers(dtype: torch.dtype) -> None:
     key = torch.tensor(-987654321)
     check(lambda s, x: torch.ops.plait.philox_randint(s, 7, -3, 12, x.shape, dtype), key, r(4, 9), exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm_backward(dtype: torch.dtype, dim: int) -> None:
+    v, g = r(4, 3, 5, dtype=dtype), r([4, 5][dim // 2], dtype=dtype).reshape((-1, 1, 1) if dim == 0 else (1, 1, -1))
+    w, norms = aten._weight_norm_interface(v, g, dim)
+    check(lambda *a: aten._weight_norm_interface_backward(*a, dim), torch.randn_like(w), v, g, norms)

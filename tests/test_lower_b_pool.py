@@ -80,3 +80,11 @@ def test_adaptive(size) -> None:
     if size != 1:
         grad = r(F.adaptive_avg_pool2d(x, size).shape)
         check(lambda g, a: aten._adaptive_avg_pool2d_backward(g, a), grad, x)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_max_unpool(rank: int) -> None:
+    pool, unpool = getattr(F, f"max_pool{rank}d"), getattr(F, f"max_unpool{rank}d")
+    size = (7, 6, 4)[:rank]
+    out, index = pool(r(2, 3, *size), 3, 2, return_indices=True)
+    check(lambda a, i: unpool(a, i, 3, 2, output_size=size), out, index, exact=True)

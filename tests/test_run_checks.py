@@ -49,6 +49,10 @@ INDEXED: dict[str, Case] = {
     "index_add of numbers": lambda x, i: x[:, 0].index_add(0, i, x[0, :2]),
     "index_copy": lambda x, i: x.index_copy(0, i, x[:2]),
     "index_reduce": lambda x, i: x.index_reduce(0, i, x[:2], "amax"),
+    "max_unpool2d": lambda x, i: torch.ops.aten.max_unpool2d(x[None, :2, :1], i[None, :, None], [2, 3]),
+    "max_unpool3d": lambda x, i: torch.ops.aten.max_unpool3d(
+        x[None, None, :2, :1], i[None, None, :, None], [1, 2, 3], [1, 1, 1], [0, 0, 0]
+    ),
 }
 
 

@@ -6,9 +6,14 @@ the facts about its sizes (ranges, extra conditions), and how arguments flatten 
 
 from __future__ import annotations
 
+import enum
+import functools
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +22,29 @@ from torch.fx import GraphModule
 from torch.nn.utils import stateless
 
 from plait import compat
-from plait.errors import Unsupported, UserError
+from plait.errors import PlaitError, Unsupported, UserError
 from plait.graph.edit import aten, output_of
 
 
 class FunctionModule(torch.nn.Module):
-    """A function as a module: the export machinery reads the signature of `forward`."""
+    """A function as a module: the export machinery reads the signature and the code of `forward`."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
-        self.forward = fn
+        inner = fn.func if isinstance(fn, functools.partial) else fn
+        self.forward = fn if hasattr(inner, "__code__") else _in_python(fn)
+
+
+def _in_python(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A Python function that calls fn, a builtin or a callable object, under its name and signature if it has any."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    call.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    with suppress(ValueError):
+        call.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+    return call
 
 
 class _Value:
@@ -37,6 +55,11 @@ class _Value:
 
 
 VALUE = _Value()
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum) + (
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool,
+)  # fmt: skip
+_REGISTER = "torch.export.register_dataclass, or torch.utils._pytree.register_pytree_node for other containers"
 
 
 @dataclass(frozen=True)
@@ -78,12 +101,12 @@ class Signature:
 @dataclass(frozen=True)
 class Traced:
     """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
-    inputs are written back by a trailing copy_. mutated: the positions of these. fakes: the fake tensors of the
-    VALUEs."""
+    inputs are written back by a trailing copy_. mutated: the positions of these. state: by name. fakes: the fake tensors
+    of the VALUEs."""
 
     graph: GraphModule
     mutated: tuple[int, ...]
-    state: tuple[torch.Tensor, ...]
+    state: dict[str, torch.Tensor]
     fakes: tuple[torch.Tensor, ...]
     signature: Signature
     sizes: compat.SizeFacts
@@ -92,11 +115,14 @@ class Traced:
 def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Traced:
     """Traces module(*args, **kwargs) without autograd.
 
-    Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced.
+    Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced, and what
+    the module raises, with a note of the user's line.
     """
     real_leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     is_tensor = [isinstance(x, torch.Tensor) for x in real_leaves]
     names = _leaf_names(module, args, kwargs)
+    for name, x in zip(names, real_leaves, strict=True):
+        _check_argument(name, x)
     env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     out_spec: pytree.TreeSpec | None = None
@@ -108,12 +134,20 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         def forward(self, *flat: Any) -> tuple[Any, ...]:
             nonlocal out_spec, out_leaves
             given = iter(flat[len(state) :])
-            leaves = [next(given) if tensor else fake for tensor, fake in zip(is_tensor, env.leaves, strict=True)]
+            leaves = [
+                next(given) if tensor else real if fake is None else fake
+                for tensor, real, fake in zip(is_tensor, real_leaves, env.leaves, strict=True)
+            ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
             named = dict(zip(state, flat, strict=False))
             with stateless._reparametrize_module(module, named, tie_weights=True):
                 result = module(*call_args, **call_kwargs)
-            found, out_spec = pytree.tree_flatten(result)
+            paths, out_spec = pytree.tree_flatten_with_path(result)
+            for path, x in paths:
+                if not isinstance(x, (torch.Tensor, *_CONSTANTS)):
+                    what = f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may hold tensors"
+                    raise Unsupported(f"plait.compile of {what}", hint=_REGISTER)
+            found = [x for _, x in paths]
             out_leaves = tuple(VALUE if _is_value(x) else x for x in found)
             return tuple(x for x in found if _is_value(x))
 
@@ -121,20 +155,50 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
         graph, mutated = compat.export_graph(env, Flat(), inputs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        # The user's own code ran on tensors without values: what asks for one fails with whatever the code around it
-        # raises (`x.numpy()` RuntimeError, `f"{x:.1f}"` TypeError, `float(f"{x}")` ValueError). torch has no class of
-        # error for that.
-        raise Unsupported(
-            f"plait.compile cannot trace {_name_of(module)}: {_first_line(error)}",
-            hint='torch.compile(fn, backend="plait"), which can break graphs',
-        ) from error
+    except PlaitError:
+        raise
+    except Exception as error:
+        line = _users_line(error)
+        if compat.wants_values(error):
+            raise Unsupported(
+                f"plait.compile cannot trace {_name_of(module)}: {_first_line(error)}",
+                where=line,
+                hint='torch.compile(fn, backend="plait"), which can break graphs',
+            ) from error
+        error.add_note(f"raised while plait.compile traced {_name_of(module)}" + (f", at {line}" if line else ""))
+        raise
     _write_back(graph, mutated)
     assert out_spec is not None
     leaves = tuple(VALUE if tensor else x for tensor, x in zip(is_tensor, real_leaves, strict=True))
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
     facts = env.size_facts(fakes, graph)
-    return Traced(graph, mutated, tuple(state.values()), fakes, signature, facts)
+    return Traced(graph, mutated, state, fakes, signature, facts)
+
+
+def _check_argument(name: str, x: Any) -> None:
+    if isinstance(x, torch.Tensor):
+        if not compat.is_plain(x):
+            what = type(x).__name__ if x.layout == torch.strided else f"{x.layout} tensor"
+            hint = 'torch.compile(fn, backend="plait")'
+            raise Unsupported(f"plait.compile of argument {name!r}, a {what}", hint=hint)
+    elif not isinstance(x, _CONSTANTS):
+        what = f"argument {name!r} is {_type_name(x)}, neither a tensor nor a constant nor a container that torch knows"
+        raise UserError(f"example_inputs: {what}", hint=_REGISTER)
+
+
+def _type_name(x: Any) -> str:
+    return f"an object of class {type(x).__qualname__}"
+
+
+def _at(path: pytree.KeyPath) -> str:
+    return f" (at {pytree.keystr(path)})" if path else ""
+
+
+def _users_line(error: Exception) -> str:
+    """file:line of the innermost frame that is neither torch's nor plait's, "" if there is none."""
+    ours = tuple(f"{Path(p).parent}/" for p in (torch.__file__, compat.__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _is_value(x: Any) -> bool:

@@ -15,7 +15,7 @@ from plait.ir.dtypes import DType
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Lowering, View, lower
+from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.pointwise import Maths, convert
 from plait.lower.reduce import Axes, moments
@@ -178,3 +178,32 @@ def _batch_norm_inference(
     assert ctx.node is not None
     out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
     return (out, *(_nothing(ctx, k) for k in range(1, len(ctx.node.meta["val"]))))
+
+
+# ---------------------------------------------------------------------------------------------- weight norm
+@lower(aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(ctx: Lowering, grad: View, v: View, g: View, norms: View, dim: int) -> tuple[View, View]:
+    """The gradients of v and g, where w = v * g / norms has the gradient `grad`. norms: over all dimensions but dim."""
+    if len(v.shape) < 2:
+        raise NoRule("the norm of each element")
+    axes = Axes(v, [d for d in range(len(v.shape)) if d != dim])
+    scale, norm = (reshape(convert(ctx, t, norms.dtype), axes.shape) for t in (g, norms))
+
+    def product(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        a, b = (ops.cast(t.load(ops, axes.at(i, r)), norms.dtype) for t in (grad, v))
+        return ops.op("mul", a, b)
+
+    (total,) = ctx.reduction(axes.shape, axes.rshape, "sum", product)
+    assert total is not None
+    along = ctx.pointwise(
+        axes.shape, norms.dtype, lambda ops, i: ops.op("truediv", total.load(ops, i), norm.load(ops, i))
+    )
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        m, row = Maths(ops), axes.kept_of(i)
+        a, b = (ops.cast(t.load(ops, i), norms.dtype) for t in (grad, v))
+        length = norm.load(ops, row)
+        across = m("sub", a, m("truediv", m("mul", b, along.load(ops, row)), length))
+        return ops.cast(m("mul", m("truediv", scale.load(ops, row), length), across), v.dtype)
+
+    return ctx.pointwise(v.shape, v.dtype, body, ctx.out_strides(0)), _stat(ctx, along, 1)

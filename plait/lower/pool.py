@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from plait.ir import sizes as sz
+from plait.ir.checks import Check
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.scatter import scatter_loop
 from plait.lower.shape import all_of, compare, result
+from plait.lower.view import unflatten
 
 aten = torch.ops.aten
 
@@ -463,3 +466,18 @@ def _adaptive_max_backward(ctx: Lowering, grad: View, x: View, indices: View, n:
     lead = len(x.shape) - n
     parts = _Parts(grad.shape[lead:], x.shape[lead:])
     return _chosen(ctx, grad, x, indices, lead, lambda i: parts.taps(i[lead:]))
+
+
+# ---------------------------------------------------------------------------------------------- unpooling
+@lower(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def _max_unpool(ctx: Lowering, x: View, indices: View, size: Sequence[Size], *_: Any) -> View:
+    lead = len(x.shape) - len(size)
+    dtype, shape = x.dtype, (*x.shape[:lead], *size)
+    wrong = Check("RuntimeError", "Found an invalid max index")
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Point, Node]:
+        at = ops.checked(indices.load(ops, i), sz.numel(shape[lead:]), wrap=False, check=wrong)
+        return (*i[:lead], *unflatten(shape[lead:], at)), x.load(ops, i)
+
+    zeros = ctx.pointwise(shape, dtype, lambda ops, i: ops.const(0, dtype))
+    return scatter_loop(ctx, zeros, x.shape, "store", body)

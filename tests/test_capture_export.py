@@ -88,7 +88,7 @@ BUILTINS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", BUILTINS)
 def test_what_is_not_written_in_python_compiles(name: str) -> None:
     agrees(BUILTINS[name], (X, Y))
-    with pytest.raises(InputError, match="input '.*': expected size"):
+    with pytest.raises(InputError, match=r"input '.*': expected size"):
         plait.compile(BUILTINS[name], (X, Y))(X, Y[:1])
 
 

@@ -133,6 +133,34 @@ def test_threads_share_every_point_once(isa: Isa, threads: int, tmp_path: Path) 
 
 
 @all_isas
+@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+@pytest.mark.parametrize("along", [0, 1])
+def test_threads_share_scatters_where_points_stay_apart(isa: Isa, along: int, threads: int, tmp_path: Path) -> None:
+    """Rows into which elements go anywhere, or columns of rows that go anywhere: no sum depends on the threads."""
+    shape, rng = (9, 37), np.random.default_rng(along)
+    i, j = loop_vars("i", shape)
+    ops = Recorder()
+    where = ops.load("where", (i, j) if along else (i,), i64)
+    at = ops.indirect(where, 5)
+    index, args = ops.take_args((i, at) if along else (at, j))
+    out_shape = (9, 5) if along else (5, 37)
+    store = Store("out", index, ops.load("x", (i, j), f32), True, "add", args)
+    where_shape = shape if along else shape[:1]
+    buffers = (strided("where", i64, where_shape), strided("x", f32, shape), strided("out", f32, out_shape))
+    kernel = Kernel("scatter", (i, j), (), (store,), buffers, ("out",), (), True)
+    assert kernel.apart == ((i,) if along else (j,))
+    places, x = rng.integers(0, 5, where_shape), rng.standard_normal(shape).astype(np.float32)
+    wanted, out = np.zeros(out_shape, np.float32), np.zeros(out_shape, np.float32)
+    for a in range(9):
+        for b in range(37):
+            wanted[(a, places[a, b]) if along else (places[a], b)] += x[a, b]
+    loaded = Loaded([kernel], isa, tmp_path)
+    assert "tid != 0" not in loaded.source.text
+    assert loaded(kernel, {"where": places, "x": x, "out": out}, threads=threads) == 0
+    np.testing.assert_array_equal(out, wanted)
+
+
+@all_isas
 def test_atomic_updates_from_real_threads(isa: Isa, tmp_path: Path) -> None:
     n = 20000
     (i,) = loop_vars("i", (n,))

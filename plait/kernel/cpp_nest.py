@@ -45,9 +45,17 @@ class NestWriter:
         self.v.loader = self.access
         self.accs = Accumulators(self.v)
         self.outer = tuple(a for a in nest.space.vars if nest.inner or a != nest.axis)
+        apart = {v.symbol for v in kernel.apart} if nest.sequential else set()
+        self.by_row = bool(self.outer) and self.outer[0] in apart  # threads share a sequential nest so, or by column
+        self.by_column = not self.by_row and not nest.inner and nest.axis in apart
         n_vectors = _short_row(nest)
-        self.whole_rows = n_vectors is not None
-        unrolled = n_vectors and not nest.passes and n_vectors * len(list(walk(nest.space.roots()))) <= UNROLLED
+        self.whole_rows = n_vectors is not None or self.by_column
+        unrolled = (
+            n_vectors
+            and not nest.passes
+            and not self.by_column
+            and n_vectors * len(list(walk(nest.space.roots()))) <= UNROLLED
+        )
         self.unroll = f"#pragma GCC unroll {SHORT}\n" if unrolled else ""
         self.tile_block: Atom | None = None  # number of the tile along nest.tile
         if nest.tile is not None:
@@ -92,16 +100,30 @@ class NestWriter:
         units: Size = product(extent(a) for a in self.outer)
         if nest.axis is not None and not nest.inner and not self.whole_rows:
             units = units * blocks(extent(nest.axis), nest.lanes * nest.unroll)
-        if isinstance(units, int) and (units == 1 or nest.sequential):
+        if self.by_column:
+            assert nest.axis is not None
+            step, n = nest.lanes * nest.unroll, extent(nest.axis)
+            share = f"({v.integer(blocks(n, step))}) * {{}} / nthreads * {step}"
+            v.line(f"const i64 first = {share.format('tid')}, beyond = {share.format('(tid + 1)')};")
+            v.line(
+                f"const i64 end = beyond < {v.integer(n)} ? beyond : {v.integer(n)}, lo = 0, hi = {v.integer(units)};"
+            )
+            v.line("if (first >= end) return 0;")
+            return
+        alone = nest.sequential and not self.by_row
+        if alone or units == 1:
             v.line("if (tid != 0) return 0;")
         if units == 1:
             v.line("const i64 lo = 0, hi = 1;")
             return
         v.line(f"const i64 units = {v.integer(units)};")
-        if nest.sequential:
-            if not isinstance(units, int):
-                v.line("if (tid != 0) return 0;")
+        if alone:
             v.line("const i64 lo = 0, hi = units;")
+        elif self.by_row:
+            rows = v.integer(extent(self.outer[0]))
+            share = f"({rows}) * {{}} / nthreads * (units / ({rows}))"
+            v.line("if (units == 0) return 0;")
+            v.line(f"const i64 lo = {share.format('tid')}, hi = {share.format('(tid + 1)')};")
         else:
             v.line("const i64 lo = units * tid / nthreads, hi = units * (tid + 1) / nthreads;")
         v.line("if (lo >= hi) return 0;")
@@ -132,8 +154,8 @@ class NestWriter:
                     self._points()
             elif self.whole_rows:
                 assert nest.axis is not None
-                v.line(f"i64 {v.names[nest.axis]} = 0;")
-                for _ in self.segments(v.integer(extent(nest.axis))):
+                v.line(f"i64 {v.names[nest.axis]} = {'first' if self.by_column else '0'};")
+                for _ in self.segments("end" if self.by_column else v.integer(extent(nest.axis))):
                     self._points()
             else:
                 self._points()

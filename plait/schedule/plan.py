@@ -97,6 +97,14 @@ class Kernel:
         return self.parts or (self,)
 
     @property
+    def apart(self) -> tuple[Expr, ...]:
+        """Of the first and last of vars, those along which no two points store to one element: a sequential kernel may
+        be shared by threads along either."""
+        stores = [s for s in self.stmts if isinstance(s, Store)]
+        ends = dict.fromkeys((*self.vars[:1], *self.vars[-1:]))
+        return tuple(v for v in ends if all(v in s.index for s in stores))
+
+    @property
     def checks(self) -> tuple[Check, ...]:
         """What the kernel's run-time checks raise: it returns k where checks[k - 1] failed."""
         if self.parts:

@@ -150,7 +150,7 @@ class _Builder:
                 sizes=k.sizes,
                 outs=k.outs,
                 work_ns=k.work_ns,
-                parallel=not k.sequential,
+                parallel=not k.sequential or bool(k.apart),
             )
         )
 

@@ -39,7 +39,7 @@ class Bound:
     def __new__(
         cls,
         program: Program,
-        inputs: Sequence[torch.Tensor | tuple[Any, ...]],
+        inputs: Sequence[tuple[Any, ...]],
         names: Sequence[str],
         single: bool,
         results: Sequence[tuple[Any, ...]] = ...,

@@ -560,9 +560,14 @@ def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> Check:
     return source, eval(code, scope)
 
 
-def is_plain(x: torch.Tensor) -> bool:
-    """Whether x is strided and no tensor made of others (a wrapper subclass)."""
-    return x.layout == torch.strided and not x.is_nested and not is_traceable_wrapper_subclass(x)
+def special_kind(x: torch.Tensor) -> str:
+    """What is special about x, "" if it is a plain strided tensor."""
+    if x.layout != torch.strided:
+        return f"one of layout {x.layout}"
+    if x.is_nested:
+        return "a nested one"
+    wrapper: bool = is_traceable_wrapper_subclass(x)
+    return f"one of class {type(x).__name__}" if wrapper else ""
 
 
 _NO_VALUES = (
@@ -579,7 +584,8 @@ _STAND_INS = re.compile(r"FakeTensor|FunctionalTensor|tensor subclass|data point
 def wants_values(error: Exception) -> bool:
     """Whether traced code failed because its tensors have no values: torch has classes of errors for some of this, for
     the rest (`x.numpy()`, `f"{x:.1f}"`, `float(f"{x}")`) the text tells."""
-    return isinstance(error, _NO_VALUES) or _STAND_INS.search(str(error)) is not None
+    told = isinstance(error, (RuntimeError, TypeError, ValueError)) and _STAND_INS.search(str(error)) is not None
+    return told or isinstance(error, _NO_VALUES)
 
 
 @contextmanager

@@ -76,9 +76,11 @@ class Config:
         """
         changes: dict[str, Any] = {}
         if mode is not None:
-            if mode not in MODES:
+            if not isinstance(mode, str) or mode not in MODES:
                 raise UserError(f"unknown mode {mode!r}", hint=f"one of {', '.join(MODES)}")
             changes.update(MODES[mode])
+        if not isinstance(options or {}, Mapping):
+            raise UserError(f"options must be a mapping of names to values, got {options!r}", hint='{"opt_level": 3}')
         rows = {row.name: row for row in _rows()}
         for name, value in (options or {}).items():
             if name not in rows:
@@ -122,11 +124,15 @@ class Row:
         """value itself if the flag may hold it, else UserError. A bool is not taken for an int."""
         if type(value) not in self.types:
             names = " or ".join(t.__name__ for t in self.types)
-            raise UserError(f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.doc)
+            raise UserError(f"{what} must be {names}, got {value!r} ({type(value).__name__})", hint=self.example)
         if self.choices and value not in self.choices:
-            known = ", ".join(repr(c) for c in self.choices)
-            raise UserError(f"{what} is {value!r}", hint=f"one of {known}")
+            raise UserError(f"{what} is {value!r}", hint=self.example)
         return value
+
+    @property
+    def example(self) -> str:
+        """Values that the flag may have."""
+        return f"one of {', '.join(map(repr, self.choices))}" if self.choices else f"{self.default!r}, the default"
 
     def parse(self, text: str) -> Any:
         """The value that an environment variable spells."""
@@ -139,7 +145,7 @@ class Row:
             try:
                 return self.check(int(text), what)
             except ValueError:
-                raise UserError(f"{what} is {text!r}, not an integer", hint=self.doc) from None
+                raise UserError(f"{what} is {text!r}, not an integer", hint=self.example) from None
         return self.check(text, what)
 
 

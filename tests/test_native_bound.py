@@ -40,7 +40,7 @@ def bound(shape, strides, names=("x",), dtype="f32", weight=None):
         launch("k_add", "x", "w", "o", n=4 * s0),
         ret("o"),
     )
-    second = weight if weight is not None else ("tensor", 1, "f32", shape, strides, "cpu")
+    second = ("bound", "w", weight) if weight is not None else ("tensor", 1, "f32", shape, strides, "cpu")
     return Bound(build(p), [("tensor", 0, dtype, shape, strides, "cpu"), second], names, True)
 
 

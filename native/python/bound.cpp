@@ -33,6 +33,7 @@ struct InputSpec {
   enum class Kind { bound, tensor, symbol, integer, object, none } kind;
   Py_ssize_t arg = 0;  // tensor, integer, object: number of the user's argument
   at::Tensor tensor;   // bound
+  std::string name;    // bound
   bool strided = false;
   c10::DimVector bound_sizes, bound_strides;  // bound, strided: what the program was compiled for
   std::vector<Dim> sizes, strides;
@@ -53,6 +54,7 @@ struct BoundState {
 struct PyBound {
   PyObject_HEAD vectorcallfunc call;
   BoundState* state;
+  PyObject* dict;
 };
 
 bool has_tensor(const InputSpec& s) {
@@ -67,24 +69,22 @@ class BoundMaker {
 
   void add(size_t position, PyObject* spec) {
     const Input& input = program_.plan().inputs[position];
-    if (is_tensor(spec)) {
-      require(input.kind == Input::Kind::tensor, position,
-              "is no tensor, a tensor was bound to it");
-      InputSpec s{InputSpec::Kind::bound};
-      s.tensor = unpack(spec);
+    const Items items(spec, "an input is a tuple");
+    require(items.n > 0, position, "has an empty description");
+    const std::string kind = text(items.data[0]);
+    InputSpec s{InputSpec::Kind::none};
+    if (kind == "bound") {
+      require(items.n == 3 && is_tensor(items.data[2]) && input.kind == Input::Kind::tensor,
+              position, "does not fit ('bound', name, tensor)");
+      s.kind = InputSpec::Kind::bound;
+      s.name = text(items.data[1]);
+      s.tensor = unpack(items.data[2]);
       if (s.tensor.layout() == c10::kStrided) {
         s.strided = true;
         s.bound_sizes = s.tensor.sizes();
         s.bound_strides = s.tensor.strides();
       }
-      b_.inputs.push_back(std::move(s));
-      return;
-    }
-    const Items items(spec, "an input is a tensor or a tuple");
-    require(items.n > 0, position, "has an empty description");
-    const std::string kind = text(items.data[0]);
-    InputSpec s{InputSpec::Kind::none};
-    if (kind == "tensor") {
+    } else if (kind == "tensor") {
       require(items.n == 6 && input.kind == Input::Kind::tensor, position,
               "does not fit ('tensor', arg, dtype, shape, strides, device)");
       s = tensor(position, items);
@@ -268,6 +268,17 @@ void check_tensor(const BoundState& b, const InputSpec& s, const at::Tensor& t, 
   }
 }
 
+// What is special about a tensor that the program cannot take though its device is right.
+std::string special_kind(const at::Tensor& t, PyObject* object) {
+  if (t.layout() != c10::kStrided) {
+    const Ref layout = Ref::check(PyObject_GetAttrString(object, "layout"));
+    return "one of layout " + text(Ref::check(PyObject_Str(layout.get())).get());
+  }
+  if (t.is_nested()) return "a nested one";
+  const Ref name = Ref::check(PyType_GetName(Py_TYPE(object)));
+  return "one of class " + text(name.get());
+}
+
 void bind_tensor(const BoundState& b, const Program& p, Frame& f, const Input& input,
                  const InputSpec& s, PyObject* arg, Symbols& symbols) {
   if (!is_tensor(arg)) [[unlikely]]
@@ -278,21 +289,22 @@ void bind_tensor(const BoundState& b, const Program& p, Frame& f, const Input& i
       fail(b, s,
            std::string("expected dtype ") + torch_name(input.dtype) + ", got " +
                torch_name(from_scalar_type(t.scalar_type())));
-    fail(b, s,
-         "expected a plain tensor on device " + input.device + ", got one on " + t.device().str());
+    if (const std::string device = t.device().str(); device != input.device)
+      fail(b, s, "expected a plain tensor on device " + input.device + ", got one on " + device);
+    fail(b, s, "expected a plain tensor, got " + special_kind(t, arg));
   }
   check_tensor(b, s, t, symbols);
   p.bind(f, input, t);
 }
 
 // Kernels have the layout of bound tensors built in, but an assignment to `.data` may change it.
-[[noreturn, gnu::cold]] void fail_moved(const Input& input, size_t position, const InputSpec& s) {
+[[noreturn, gnu::cold]] void fail_moved(const Input& input, const InputSpec& s) {
   const at::Tensor& t = s.tensor;
   const auto layout = [](c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     return " with sizes " + at::str(sizes) + " and strides " + at::str(strides);
   };
   const bool opaque = input.dtype == DType::kAny;
-  throw InputError("parameter " + std::to_string(position) + ": its data is now " +
+  throw InputError("parameter or buffer '" + s.name + "': its data is now " +
                    torch_name(from_scalar_type(t.scalar_type())) + " on " + t.device().str() +
                    layout(t.sizes(), t.strides()) + ", the program was compiled for " +
                    (opaque ? "this dtype" : torch_name(input.dtype)) + " on " + input.device +
@@ -311,12 +323,11 @@ bool has_layout(const InputSpec& s) {
   return same_sizes && (same_strides || s.tensor.numel() == 0);
 }
 
-void bind_bound(const Program& p, Frame& f, const Input& input, size_t position,
-                const InputSpec& s) {
+void bind_bound(const Program& p, Frame& f, const Input& input, const InputSpec& s) {
   if (!s.strided)
     p.require_fit(input, s.tensor);
   else if (p.misfit(input, s.tensor) != Program::Misfit::none || !has_layout(s)) [[unlikely]]
-    fail_moved(input, position, s);
+    fail_moved(input, s);
   p.bind(f, input, s.tensor);
 }
 
@@ -354,7 +365,7 @@ const at::Tensor& tensor_of(const InputSpec& s, PyObject* const* args) {
 }
 std::string name_of(const BoundState& b, size_t input) {
   const InputSpec& s = b.inputs[input];
-  return s.kind == InputSpec::Kind::bound ? "parameter " + std::to_string(input)
+  return s.kind == InputSpec::Kind::bound ? "parameter or buffer '" + s.name + "'"
                                           : "'" + b.names[static_cast<size_t>(s.arg)] + "'";
 }
 
@@ -433,7 +444,7 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
       const InputSpec& spec = b.inputs[i];
       switch (spec.kind) {
         case InputSpec::Kind::bound:
-          bind_bound(p, call.frame(), inputs[i], i, spec);
+          bind_bound(p, call.frame(), inputs[i], spec);
           break;
         case InputSpec::Kind::tensor:
           bind_tensor(b, p, call.frame(), inputs[i], spec, args[spec.arg], symbols);
@@ -505,11 +516,17 @@ int bound_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (reinterpret_cast<PyBound*>(self)->state)
     Py_VISIT(reinterpret_cast<PyBound*>(self)->state->program.get());
+  Py_VISIT(reinterpret_cast<PyBound*>(self)->dict);
+  return 0;
+}
+int bound_clear(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<PyBound*>(self)->dict);
   return 0;
 }
 void bound_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
+  bound_clear(self);
   delete reinterpret_cast<PyBound*>(self)->state;
   type->tp_free(self);
   Py_DECREF(type);
@@ -527,6 +544,7 @@ PyGetSetDef bound_getset[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMemberDef bound_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyBound, call), READONLY, nullptr},
+    {"__dictoffset__", T_PYSSIZET, offsetof(PyBound, dict), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot bound_slots[] = {
     {Py_tp_doc, const_cast<char*>("Bound(program, inputs, names, single): a program with its "
@@ -534,6 +552,7 @@ PyType_Slot bound_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(bound_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(bound_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(bound_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(bound_clear)},
     {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
     {Py_tp_getset, bound_getset},
     {Py_tp_members, bound_members},

@@ -12,21 +12,17 @@ from typing import Any
 
 import torch
 
-from plait import _native
-from plait.errors import InputError, Unsupported
+from plait import _native, compat
+from plait.errors import InputError
 from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH, from_torch
 
-InputSpec = Any  # a Tensor that is bound for good, or ("tensor", arg, dtype, shape, strides, device)
+InputSpec = tuple[Any, ...]
+"""("bound", name, Tensor that is bound for good) or ("tensor", arg, dtype, shape, strides, device)."""
 
 
 def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, tuple[int, int | None]]) -> tuple[Any, ...]:
-    """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere. Raises
-    Unsupported for a sparse tensor."""
-    if fake.layout != torch.strided:
-        raise Unsupported(
-            f"plait.compile of argument {arg}, a {fake.layout} tensor", hint='torch.compile(fn, backend="plait")'
-        )
+    """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere."""
     shape = tuple(_entry(s, bounds) for s in fake.shape)
     strides: Any = tuple(_entry(s, {}) for s in fake.stride())
     if fake.is_contiguous() and any(not isinstance(s, int) for s in fake.stride()):
@@ -80,9 +76,9 @@ class PythonBound:
     def __post_init__(self) -> None:
         self.views = [(k, *r[1:]) for k, r in enumerate(self.results) if r[0] == "view"]
         self.bound = [
-            (k, spec, _layout(spec))
+            (k, spec[2], _layout(spec[2]))
             for k, spec in enumerate(self.specs)
-            if isinstance(spec, torch.Tensor) and spec.layout == torch.strided
+            if spec[0] == "bound" and spec[2].layout == torch.strided
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,14 +86,14 @@ class PythonBound:
         for position, tensor, layout in self.bound:
             if _layout(tensor) != layout:
                 raise InputError(
-                    f"parameter {position}: its data is now {_spelled(_layout(tensor))}, "
+                    f"{self._name(position)}: its data is now {_spelled(_layout(tensor))}, "
                     f"the program was compiled for {_spelled(layout)}"
                 )
         symbols: dict[str, int] = {}
         inputs = []
         for spec in self.specs:
-            if isinstance(spec, torch.Tensor):
-                inputs.append(spec)
+            if spec[0] == "bound":
+                inputs.append(spec[2])
             else:
                 _, arg, dtype, shape, strides, device = spec
                 what = f"input {self.names[arg]!r}"
@@ -123,9 +119,7 @@ class PythonBound:
 
     def _name(self, position: int) -> str:
         spec = self.specs[position]
-        if isinstance(spec, torch.Tensor):
-            return f"parameter {position}"
-        return repr(self.names[spec[1]])
+        return f"parameter or buffer {spec[1]!r}" if spec[0] == "bound" else repr(self.names[spec[1]])
 
     def _ordered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         if len(args) > len(self.names):
@@ -183,6 +177,8 @@ def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: 
         raise InputError(f"{what}: expected dtype {_short(wanted)}, got {_short(value.dtype)}")
     if str(value.device) != device:
         raise InputError(f"{what}: expected a plain tensor on device {device}, got one on {value.device}")
+    if kind := compat.special_kind(value):
+        raise InputError(f"{what}: expected a plain tensor, got {kind}")
     if value.dim() != len(shape):
         raise InputError(f"{what}: expected {len(shape)} dimensions, got {value.dim()}")
     for dim, (want, size) in enumerate(zip(shape, value.shape, strict=True)):

@@ -57,7 +57,7 @@ class _Value:
 VALUE = _Value()
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum) + (
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 _REGISTER = "torch.export.register_dataclass, or torch.utils._pytree.register_pytree_node for other containers"
 
@@ -101,8 +101,8 @@ class Signature:
 @dataclass(frozen=True)
 class Traced:
     """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
-    inputs are written back by a trailing copy_. mutated: the positions of these. state: by name. fakes: the fake tensors
-    of the VALUEs."""
+    inputs are written back by a trailing copy_. mutated: the positions of these. state: by name. fakes: the fake
+    tensors of the VALUEs."""
 
     graph: GraphModule
     mutated: tuple[int, ...]
@@ -124,6 +124,9 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     for name, x in zip(names, real_leaves, strict=True):
         _check_argument(name, x)
     env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes)
+    for name, fake in zip(names, env.leaves, strict=True):
+        if isinstance(fake, torch.SymInt):
+            raise Unsupported(f"plait.compile of a dynamic int, argument {name!r}", hint="pass a tensor")
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
@@ -144,7 +147,7 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
                 result = module(*call_args, **call_kwargs)
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
-                if not isinstance(x, (torch.Tensor, *_CONSTANTS)):
+                if not _is_value(x) and not isinstance(x, _CONSTANTS):
                     what = f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may hold tensors"
                     raise Unsupported(f"plait.compile of {what}", hint=_REGISTER)
             found = [x for _, x in paths]
@@ -177,10 +180,9 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _check_argument(name: str, x: Any) -> None:
     if isinstance(x, torch.Tensor):
-        if not compat.is_plain(x):
-            what = type(x).__name__ if x.layout == torch.strided else f"{x.layout} tensor"
+        if kind := compat.special_kind(x):
             hint = 'torch.compile(fn, backend="plait")'
-            raise Unsupported(f"plait.compile of argument {name!r}, a {what}", hint=hint)
+            raise Unsupported(f"plait.compile of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint)
     elif not isinstance(x, _CONSTANTS):
         what = f"argument {name!r} is {_type_name(x)}, neither a tensor nor a constant nor a container that torch knows"
         raise UserError(f"example_inputs: {what}", hint=_REGISTER)

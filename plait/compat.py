@@ -197,6 +197,13 @@ def bumped_input_indices(meta: Any) -> tuple[int, ...]:
     return tuple(meta.mutated_graph_handled_indices_seen_by_autograd)
 
 
+def inputs_changed_after(joint: GraphModule) -> list[torch.fx.Node]:
+    """The inputs of a joint graph that AOTAutograd's wrapper writes to, after the forward graph."""
+    *inputs, output = (n for n in joint.graph.nodes if n.op in ("placeholder", "output"))
+    written = [d.mutated_input for d in output.meta.get("desc", ()) if hasattr(d, "mutated_input")]
+    return [n for n in inputs if n.meta.get("desc") in written]
+
+
 def wrapper_reason(meta: Any) -> str:
     """Why this inference graph needs AOTAutograd's runtime wrapper around it, or "" if it needs none."""
     if meta is None:

@@ -716,3 +716,18 @@ def test_compiled_autograd_keeps_the_errors_of_saved_tensors() -> None:
     changed.add_(1)
     with traced_by("plait"), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_data_changed_after_it_was_read() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        x.data.add_(1)
+        return y * x
+
+    seen = []
+    for run in (fn, Compiled(fn)):
+        torch.manual_seed(1)
+        x = leaf(4)
+        run(x).sum().backward()
+        seen.append((x.detach(), x.grad))
+    torch.testing.assert_close(*seen)

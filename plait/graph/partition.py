@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from plait import compat
 from plait.graph.cse import merge_common
+from plait.graph.edit import aten
 from plait.graph.random import replace_random
 
 
@@ -19,4 +20,14 @@ def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[Gra
     """The partition function that AOTAutograd is given; kwargs are whatever its version passes on."""
     replace_random(joint)
     merge_common(joint)
+    _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)
+
+
+def _save_old_values(joint: GraphModule) -> None:
+    """What the forward pass reads of an input that its wrapper changes afterwards is a clone: the backward pass must
+    not make it again from the input, which would be too late."""
+    written = compat.inputs_changed_after(joint)
+    for node in joint.graph.nodes:
+        if node.target is aten.clone.default and node.args[0] in written:
+            node.meta["recompute"] = compat.MUST_SAVE

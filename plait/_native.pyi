@@ -61,7 +61,7 @@ class Training:
         n_saved: int,
         n_sizes: int,
         tangents: Sequence[str | tuple[Sequence[int], Sequence[int]]],
-        wants_grad: Sequence[int],
+        wants_grad: Sequence[tuple[int, Sequence[int]]],
         nondeterministic: bool,
         marks: Sequence[tuple[int, str, frozenset[int]]],
         switches: Sequence[tuple[dict[str, Any], str]],

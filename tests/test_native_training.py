@@ -163,6 +163,17 @@ def test_one_of_two_results_is_differentiated() -> None:
     assert fn.native
 
 
+def test_an_input_of_unused_results_alone_gets_none() -> None:
+    """An optimizer skips None and decays or moves what has a gradient of zeros."""
+    x, w, b = leaf(3), leaf(3), leaf(3)
+    fn = Compiled(lambda x, w, b: (x.sin() * b, x.cos() * w))
+    fn(x, w, b)[0].sum().backward()
+    assert fn.native and w.grad is None
+    torch.testing.assert_close((x.grad, b.grad), (x.cos() * b, x.sin()))
+    fn(x, w, b)[1].sum().backward()
+    torch.testing.assert_close(w.grad, x.cos())
+
+
 @pytest.mark.parametrize(
     "grad",
     [
@@ -649,14 +660,15 @@ def test_a_description_that_does_not_fit_is_refused() -> None:
         return _native.Training(forward, print, print, *rest)
 
     layout = ((3,), (1,))
-    make((True,), n_saved, 0, (layout,), (0,), False, (), (), False)
+    make((True,), n_saved, 0, (layout,), ((0, (0,)),), False, (), (), False)
     for rest, text in (
-        (((True,), n_saved + 1, 0, (layout,), (0,), False, (), (), False), "outputs"),
-        (((True,), n_saved, 0, (), (0,), False, (), (), False), "tangents"),
-        (((True,), n_saved, 0, ("sparse",), (0,), False, (), (), False), "memory format"),
-        (((True,), n_saved, 0, (layout,), (7,), False, (), (), False), "input 7"),
-        (((True,), n_saved - 1, 1, (layout,), (0,), False, (), (), False), "no integer"),
-        (((True,), n_saved, 0, (layout,), (0,), False, (), (1,), False), "switch"),
+        (((True,), n_saved + 1, 0, (layout,), ((0, (0,)),), False, (), (), False), "outputs"),
+        (((True,), n_saved, 0, (), ((0, (0,)),), False, (), (), False), "tangents"),
+        (((True,), n_saved, 0, ("sparse",), ((0, (0,)),), False, (), (), False), "memory format"),
+        (((True,), n_saved, 0, (layout,), ((7, (0,)),), False, (), (), False), "input 7"),
+        (((True,), n_saved, 0, (layout,), ((0, (1,)),), False, (), (), False), "no tangent 1"),
+        (((True,), n_saved - 1, 1, (layout,), ((0, (0,)),), False, (), (), False), "no integer"),
+        (((True,), n_saved, 0, (layout,), ((0, (0,)),), False, (), (1,), False), "switch"),
     ):
         with pytest.raises((_native.LoadError, TypeError), match=text):
             make(*rest)

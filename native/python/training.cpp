@@ -60,10 +60,13 @@ PyObject* backward_program(TrainingState& t, bool may_overwrite) {
     if (!PyObject_TypeCheck(made.get(), program_type))
       throw InputTypeError("a backward pass was compiled to something that is no Program");
     const size_t want = t.n_sizes + t.n_saved + t.facts.tangents.size();
-    const size_t have = state_of(made.get()).program->plan().inputs.size();
-    if (have != want)
-      throw std::runtime_error("the backward program takes " + std::to_string(have) + " inputs, " +
-                               std::to_string(want) + " were expected");
+    const std::vector<Input>& inputs = state_of(made.get()).program->plan().inputs;
+    if (inputs.size() != want)
+      throw LoadError("the backward program takes " + std::to_string(inputs.size()) + " inputs, " +
+                      std::to_string(want) + " were expected");
+    for (size_t k = 0; k < want; ++k)
+      if ((inputs[k].kind == Input::Kind::tensor) != (k >= t.n_sizes))
+        throw LoadError("input " + std::to_string(k) + " of the backward program is of another kind");
     t.backward[may_overwrite] = std::move(made);
   }
   return t.backward[may_overwrite].get();
@@ -85,7 +88,11 @@ ag::variable_list run_backward(TrainingState& t, BackwardRun& run) {
   Frame& f = call.frame();
   f.owns_inputs = true;
   size_t k = 0;
-  for (int64_t size : *run.sizes) p.set_symbol(f, inputs[k++].id, size);
+  for (int64_t size : *run.sizes) {
+    // A size that tracing found to be constant is an input that nothing reads.
+    if (inputs[k].kind == Input::Kind::symbol) p.set_symbol(f, inputs[k].id, size);
+    ++k;
+  }
   for (auto* tensors : {&run.saved, &run.tangents}) {
     for (const at::Tensor& tensor : *tensors) {
       p.require_fit(inputs[k], tensor);
@@ -190,8 +197,10 @@ PyObject* training_call(PyObject* self, PyObject* const* args, size_t nargsf, Py
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (inputs[i].kind == Input::Kind::tensor)
         p.bind(call.frame(), inputs[i], unpack(args[i]));
-      else
+      else if (inputs[i].kind == Input::Kind::symbol)
         p.set_symbol(call.frame(), inputs[i].id, integer(args[i]));
+      else
+        call.frame().opaques[static_cast<size_t>(inputs[i].id)] = args[i];
     }
     s.program->run(call.frame());
     const NodeRef node = new_node(self, t, args);
@@ -257,12 +266,13 @@ void check_outputs(TrainingState& t, const ProgramState& s) {
   }
   for (size_t k = n_results + t.n_saved; k < s.outputs.size(); ++k)
     if (s.outputs[k].kind != Output::Kind::integer) throw LoadError("a saved size is no integer");
-  for (const Input& i : s.program->plan().inputs)
-    if (i.kind == Input::Kind::opaque) throw LoadError("an input is neither tensor nor size");
   for (Py_ssize_t i : t.wants_grad)
     if (i < 0 || static_cast<size_t>(i) >= s.program->plan().inputs.size() ||
         s.program->plan().inputs[static_cast<size_t>(i)].kind != Input::Kind::tensor)
       throw LoadError("input " + std::to_string(i) + " cannot have a gradient");
+  for (const std::vector<size_t>& sources : t.facts.sources)
+    for (size_t i : sources)
+      if (i >= n_differentiable) throw LoadError("there is no tangent " + std::to_string(i));
 }
 
 PyObject* training_new(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -289,7 +299,15 @@ PyObject* training_new(PyTypeObject* type, PyObject* args, PyObject*) {
     const Items layouts(tangents, "tangents must be a sequence");
     for (Py_ssize_t i = 0; i < layouts.n; ++i) t->facts.tangents.push_back(tangent(layouts.data[i]));
     const Items wanted(wants_grad, "wants_grad must be a sequence");
-    for (Py_ssize_t i = 0; i < wanted.n; ++i) t->wants_grad.push_back(integer(wanted.data[i]));
+    for (Py_ssize_t i = 0; i < wanted.n; ++i) {
+      const Items pair(wanted.data[i], "a gradient is (input, tangents)");
+      if (pair.n != 2) throw LoadError("a gradient is (input, tangents)");
+      const Items from(pair.data[1], "tangents are a sequence");
+      t->wants_grad.push_back(integer(pair.data[0]));
+      std::vector<size_t>& sources = t->facts.sources.emplace_back();
+      for (Py_ssize_t k = 0; k < from.n; ++k)
+        sources.push_back(static_cast<size_t>(integer(from.data[k])));
+    }
     t->marks = read_marks(marks, t->differentiable.size());
     const Items pairs(switches, "switches must be a sequence");
     for (Py_ssize_t i = 0; i < pairs.n; ++i) {

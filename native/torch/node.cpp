@@ -11,6 +11,8 @@
 #include <torch/csrc/autograd/input_metadata.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 namespace plait {
 namespace ag = torch::autograd;
 namespace {
@@ -58,6 +60,16 @@ void forbid_second(ag::variable_list& grads, const ag::Node& first,
     g = g.detach();
     set_history(g, error);
   }
+}
+
+std::vector<size_t> gradients_of_nothing(const BackwardFacts& facts, const ag::variable_list& grads) {
+  std::vector<size_t> found;
+  const auto undefined = [&](size_t i) { return !grads[i].defined(); };
+  for (size_t k = 0; k < facts.sources.size(); ++k) {
+    const std::vector<size_t>& from = facts.sources[k];
+    if (!from.empty() && std::all_of(from.begin(), from.end(), undefined)) found.push_back(k);
+  }
+  return found;
 }
 
 }  // namespace
@@ -114,8 +126,10 @@ ag::variable_list PlaitBackward::apply(ag::variable_list&& grads) {
   BackwardRun run{&sizes_};
   unpack(run);
   const ag::variable_list given = create_graph ? grads : ag::variable_list();
+  const std::vector<size_t> absent = gradients_of_nothing(facts_, grads);
   ag::variable_list results = run_backward(facts_, host_, owner_, run, std::move(grads),
                                            {&input_metadata(0), num_inputs()});
+  for (size_t k : absent) results[k] = at::Tensor();
   if (create_graph) forbid_second(results, *this, given);
   return results;
 }

@@ -42,6 +42,9 @@ struct NodeHost {
 // What all nodes of one graph share; the owner keeps it.
 struct BackwardFacts {
   std::vector<Tangent> tangents;
+  // Of each gradient, the tangents that it comes from. Where none of them is defined, eager makes no
+  // gradient (a program makes zeros).
+  std::vector<std::vector<size_t>> sources;
   bool nondeterministic = false;  // compiled while deterministic algorithms were not asked for
 };
 

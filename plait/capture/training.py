@@ -46,6 +46,7 @@ class TrainingGraph:
             return
         has_gradient = [v is not None for v in _outputs(self._backward_graph)]
         self._facts = compat.training_facts(meta, len(_outputs(gm)), has_gradient)
+        self._sources = _sources(self._backward_graph, len(self._facts.tangents))
         self._donated = compat.donated_input_indices(meta)
         self._resume = compat.resume_tracing()
         self._wrapper_first = calls_custom_ops(gm)
@@ -73,7 +74,7 @@ class TrainingGraph:
             facts.n_saved,
             facts.n_sizes,
             facts.tangents,
-            facts.wants_grad,
+            [(i, self._sources[i]) for i in facts.wants_grad],
             facts.nondeterministic,
             facts.marks,
             compat.autograd_switches(),
@@ -92,6 +93,16 @@ class TrainingGraph:
 def _outputs(gm: GraphModule) -> tuple[Any, ...]:
     values: Any = output_of(gm.graph).args[0]
     return tuple(values)
+
+
+def _sources(backward: GraphModule, n_tangents: int) -> list[list[int]]:
+    """For each output of a backward graph, the tangents (its last placeholders) that it is computed from."""
+    placeholders = [n for n in backward.graph.nodes if n.op == "placeholder"]
+    tangents = placeholders[len(placeholders) - n_tangents :]
+    found = {n: {k} for k, n in enumerate(tangents)}
+    for node in backward.graph.nodes:
+        found.setdefault(node, set()).update(*(found[a] for a in node.all_input_nodes))
+    return [sorted(found.get(v, ())) for v in _outputs(backward)]
 
 
 def _graph_reason(gm: GraphModule, meta: Any) -> str:

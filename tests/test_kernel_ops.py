@@ -15,10 +15,10 @@ from plait.ir.dtypes import DTYPES, LOOP_DTYPES, DType, b1, f32, i64
 from plait.ir.loops import Buffer, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.record import Recorder
-from plait.kernel.cpp import CppTarget
+from plait.kernel.cpp import CppTarget, emit_library
 from plait.kernel.null import NullTarget
 from plait.runtime.philox import philox_words
-from plait.runtime.toolchain import Isa
+from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Store
 from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas
 
@@ -143,6 +143,24 @@ def test_ops(isa: Isa, group: int, tmp_path: Path) -> None:
         except AssertionError as error:
             wrong.append(f"{op} on {d} ({isa.name}): {str(error)[:600]}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("isa", usable_isas(), ids=lambda i: i.name)
+@pytest.mark.parametrize("op", ["floordiv", "mod"])
+def test_division_near_multiples(isa: Isa, op: str, tmp_path: Path) -> None:
+    """Quotients of 64-bit integers of every size, next to whole numbers, where f64 would round up to them."""
+    kernel, rng = op_kernel(op, i64, 4096), np.random.default_rng(0)
+    loaded = Loaded([kernel], isa, tmp_path)
+    for bits in (3, 20, 31, 50, 51, 52, 53, 62):
+        b = rng.integers(1, 1 << rng.integers(1, bits, 4096), dtype=np.int64) * rng.choice([-1, 1], 4096)
+        a = rng.integers(-(1 << bits), 1 << bits, 4096, dtype=np.int64) // b * b + rng.integers(-1, 2, 4096)
+        out = np.zeros_like(a)
+        assert loaded(kernel, {"a0": a, "a1": b, "out": out}) == 0
+        np.testing.assert_array_equal(out, a // b if op == "floordiv" else a % b, err_msg=str(bits))
+
+
+def test_division_of_vectors_is_not_lane_by_lane() -> None:
+    assert "cvt_i64_f64(a) / cvt_i64_f64(b)" in emit_library([op_kernel("mod", i64, 64)], ISAS["avx512"]).text
 
 
 def cast_values(src: DType, dst: DType) -> np.ndarray:

@@ -302,13 +302,21 @@ def _rounding(isa: Isa) -> dict[str, str]:
 
 
 def _lanewise(isa: Isa) -> dict[str, str]:
-    """Integer division: no vector instruction exists, so lane by lane."""
+    """Integer division: no vector instruction exists, so lane by lane; of numbers below 2^52 that of f64, which is one
+    off at most, and in floordiv and mod the sign of the remainder tells."""
     out = {}
     for t in _NUMBERS:
         if t in _FLOATS:
             continue
         for op in ("floordiv", "truncdiv", "mod", "rem"):
             body = f"v{t} r; for (int k = 0; k < {_lanes(isa, t)}; ++k) r[k] = s_{op}(a[k], b[k]); return r;"
+            if isa.name == "avx512" and t == "i64" and op in ("floordiv", "mod"):
+                body = f"""
+  const vu64 low = splat_u64(1ul << 52), top = splat_u64(1ul << 53);
+  if (any((vi32)(((vu64)a + low >= top) | ((vu64)b + low >= top) | (b == 0)))) {{ {body} }}
+  const vi64 q = cvt_f64_i64(cvt_i64_f64(a) / cvt_i64_f64(b)), r = a - q * b, off = (r != 0) & ((r ^ b) < 0);
+  return {"q + off" if op == "floordiv" else "r + (off & b)"};
+"""
             out[f"v_{op}_{t}"] = _fn(f"v{t}", f"v_{op}_{t}", f"v{t} a, v{t} b", body)
     return out
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch.utils._pytree as pytree
 from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import UserError as TorchUserError
-from torch._dynamo.utils import GmWrapper, flatten_graph_inputs
+from torch._dynamo.utils import GmWrapper, counters, flatten_graph_inputs
 from torch._export import non_strict_utils
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_export_module, aot_module_simplified
@@ -616,8 +617,14 @@ def export_graph(
 
     Also gives the positions of mutated inputs; their new values are the graph's first outputs.
     """
-    with env.mode, tracing(TracingContext(env.mode)), _exporting():
-        graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
+    try:
+        with env.mode, tracing(TracingContext(env.mode)), _exporting():
+            graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
+    except AssertionError as error:
+        if "entirely functional graph" not in str(error):
+            raise
+        what = "plait.compile of a function that changes a tensor which is neither argument nor parameter nor buffer"
+        raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
     assert isinstance(graph, GraphModule)
     if signature.input_tokens:
         raise Unsupported("plait.compile of a program with effect tokens (printing, torchbind)")
@@ -634,6 +641,15 @@ def graph_break(gm: GraphModule) -> str:
     frame = why.user_stack[-1] if why.user_stack else None
     at = f"{Path(frame.filename).name}:{frame.lineno}: " if frame is not None else ""
     return f"{at}{why.reason.strip().splitlines()[0]}"
+
+
+def dynamo_refusals() -> Counter[str]:
+    """How often in this process Dynamo gave up on code, by reason."""
+    found: Counter[str] = Counter()
+    for kind in ("graph_break", "unimplemented"):
+        for why, n in counters[kind].items():
+            found[why.strip().splitlines()[0]] += n
+    return found
 
 
 def untraced(fn: Callable[P, T]) -> Callable[P, T]:

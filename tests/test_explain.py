@@ -168,6 +168,38 @@ def test_what_was_compiled_before_an_error_is_printed(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
+def test_arguments_are_given_as_to_compile() -> None:
+    def scaled(x: torch.Tensor, mode: float, quiet: torch.Tensor) -> torch.Tensor:
+        return x * mode + quiet
+
+    x = inputs()
+    for given in ((x, 3.0, x), {"x": x, "mode": 3.0, "quiet": x}):
+        assert plait.explain(scaled, given, quiet=True).kernels == 1
+    with pytest.raises(plait.UserError, match="example_inputs must be a tuple of arguments, got int"):
+        plait.explain(scaled, 3)  # type: ignore[arg-type]
+    with pytest.raises(plait.UserError, match=r"plait\.explain needs a function or module, got int"):
+        plait.explain(3, x)  # type: ignore[arg-type]
+
+
+def test_what_plait_compile_returned_is_shown_and_not_called(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[None] = []
+    for result in (lambda y: y, lambda y: {"y": y}):
+        compiled = plait.compile(lambda x: (calls.append(None), result(x.sin() + 1))[1], inputs())  # noqa: B023
+        before = len(calls)
+        report = plait.explain(compiled, inputs())
+        assert report.graphs == (compiled.record,) and report.kernels >= 1
+        assert capsys.readouterr().out.startswith("compiled by plait.compile before, not run again\n1 graph: ")
+        assert len(calls) == before
+
+
+def test_why_there_is_no_graph() -> None:
+    sparse = plait.explain(lambda x: x @ torch.ones(96, 2), inputs().to_sparse(), quiet=True)
+    assert sparse.graphs == () and sparse.text.startswith("Dynamo captured no graph: ")
+    assert "sparse" in sparse.note
+    assert "no operations on tensors" in plait.explain(lambda: None, quiet=True).note
+    assert plait.explain(lambda x: x + 1, inputs(), quiet=True).note == ""
+
+
 def test_equal_kernels_and_reasons_are_counted_together() -> None:
     def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         for _ in range(6):
@@ -175,7 +207,7 @@ def test_equal_kernels_and_reasons_are_counted_together() -> None:
         return x
 
     with torch.no_grad():
-        report = plait.explain(layers, inputs(), torch.randn(96, 96), quiet=True)
+        report = plait.explain(layers, (inputs(), torch.randn(96, 96)), quiet=True)
     assert report.kernels == 6
     assert re.search(r"\n  6 x plait_tanh_native_layer_norm_\w+: tanh, native_layer_norm; about", report.text)
     assert len(report.text.splitlines()) < 15

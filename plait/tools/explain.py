@@ -1,8 +1,8 @@
-"""`plait.explain(fn, *args)`: compiles and runs fn once and says what became of it.
+"""`plait.explain(fn, (x, y))`: compiles and runs fn once and says what became of it.
 
 In: a function or module with example arguments. Out: a `Report` with a record of every graph: inference graphs, or
 forward and backward graphs where gradients are needed, and why Dynamo broke a graph. fn is called once; what was
-compiled before stays compiled.
+compiled before stays compiled. What plait.compile returned is not called: its record is shown.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ from torch.utils._pytree import tree_leaves
 
 from plait import compat
 from plait.capture.backend import plait_backend
+from plait.capture.export import check_callable, example_arguments, record_of
+from plait.config import Config
 from plait.tools.report import Report
 from plait.wrapper.program import CompileRecord, observers
 
 
 def explain(
     fn: Callable[..., Any],
-    *args: Any,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor = (),
+    *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     details: bool = False,
     quiet: bool = False,
-    **kwargs: Any,
 ) -> Report:
-    """Compiles fn for fn(*args, **kwargs), calls it once, prints the report and returns it.
+    """Compiles fn for example_inputs, calls it with them once, prints the report and returns it.
 
+    example_inputs: as for plait.compile, positional arguments, or a mapping of keyword arguments, or one tensor.
     options, mode: as for torch.compile. details: print every kernel, call and refusal of every graph after the summary.
     quiet: do not print. Where a result needs gradients that fn did not take itself, the backward graphs are compiled
     and run as well, and no `.grad` changes. Raises what fn or the compiler raises, after printing what was compiled
-    before.
+    before, and UserError for wrong arguments.
     """
+    Config.from_env().with_options(options, mode)
+    check_callable(fn, "plait.explain")
+    args, kwargs = example_arguments(example_inputs)
+    if record := record_of(fn):
+        return _shown(Report((record,), (), "compiled by plait.compile before, not run again"), details, quiet)
     records: list[CompileRecord] = []
     breaks: list[str] = []
 
@@ -45,6 +53,7 @@ def explain(
             breaks.append(why)
         return plait_backend(gm, inputs, options=options, mode=mode)
 
+    refused = compat.dynamo_refusals()
     original = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
     try:
         with _listening(records.append):
@@ -53,19 +62,19 @@ def explain(
             if not any(r.kind == "backward" for r in records):
                 _run_backward(result, original, (args, kwargs))
     except Exception as error:
-        if not quiet and records:
-            what = f"{type(error).__name__} after these graphs were compiled"
-            _print(Report(tuple(records), tuple(breaks)), details, what)
+        if records:
+            note = f"{type(error).__name__} after these graphs were compiled"
+            _shown(Report(tuple(records), tuple(breaks), note), details, quiet)
         raise
-    report = Report(tuple(records), tuple(breaks))
+    why = ", ".join(compat.dynamo_refusals() - refused) or "there are no operations on tensors"
+    note = "" if records else f"Dynamo captured no graph: {why}"
+    return _shown(Report(tuple(records), tuple(breaks), note), details, quiet)
+
+
+def _shown(report: Report, details: bool, quiet: bool) -> Report:
     if not quiet:
-        _print(report, details)
+        print("\n".join([report.text, report.details] if details else [report.text]))
     return report
-
-
-def _print(report: Report, details: bool, first: str = "") -> None:
-    parts = [first, report.text, report.details if details else ""]
-    print("\n".join(part for part in parts if part))
 
 
 @contextmanager

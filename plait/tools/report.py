@@ -27,10 +27,11 @@ MANY = 30  # lines of one list in the summary
 class Report:
     """The graphs that one call compiled, in order. `print(report)` shows `text`.
 
-    breaks: why Dynamo ended a graph before the function's end, one a break."""
+    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there is to say, or ""."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
+    note: str = ""
 
     @property
     def kernels(self) -> int:
@@ -56,7 +57,7 @@ class Report:
     @property
     def text(self) -> str:
         """The summary."""
-        lines = [self._head(), ""]
+        lines = [*filter(None, [self.note]), self._head(), ""]
         lines += [line for g in self.graphs for line in _graph_head(g)]
         lines += _section("graph breaks", self.breaks)
         lines += _section("kernels", _kernels(self.graphs))

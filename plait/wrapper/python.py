@@ -115,7 +115,7 @@ class _Module:
         self.p, self.library, self.constants = p, library, constants
         self.names = _Names()
         self.setup: list[str] = []
-        self.views: set[str] = set()
+        self.foreign = {i.name for i in p.inputs}  # and views: memory that the caller may hold
         self.body: list[str] = []
 
     def text(self) -> str:
@@ -216,7 +216,7 @@ class _Module:
             case ins.Free():
                 add(f"del {name(i.name)}")
             case ins.View():
-                self.views.add(i.name)
+                self.foreign.add(i.name)
                 relative = "" if i.relative else ", relative=False"
                 add(f"{name(i.name)} = rt.view({name(i.base)}, {self.type(i)}, {size(i.offset)}{relative})")
             case ins.Constant():
@@ -261,7 +261,7 @@ class _Module:
     def launch(self, i: ins.Launch) -> None:
         args = tuple_text([self.names.variable(a) for a in i.args])
         more = "" if i.parallel else ", parallel=False"
-        writes = tuple(k for k, a in enumerate(i.args) if a in i.outs and a in self.views)
+        writes = tuple(k for k, a in enumerate(i.args) if a in i.outs and a in self.foreign)
         more += f", writes={writes}" if writes else ""
         sizes = self.names.sizes(i.sizes)
         self.body.append(

@@ -620,8 +620,8 @@ def export_graph(
     try:
         with env.mode, tracing(TracingContext(env.mode)), _exporting():
             graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
-    except AssertionError as error:
-        if "entirely functional graph" not in str(error):
+    except (AssertionError, RuntimeError) as error:
+        if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
             raise
         what = "plait.compile of a function that changes a tensor which is neither argument nor parameter nor buffer"
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import operator
+import pickle
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.testing._internal.two_tensor import TwoTensor
 
 import plait
 from plait.errors import InputError, Unsupported, UserError
@@ -227,6 +232,31 @@ def test_derived_dimension() -> None:
         run(torch.randn(9, 3), torch.randn(4, 3))
 
 
+def test_derived_dimension_without_its_root() -> None:
+    def pairs(x: Tensor) -> Tensor:
+        return x.view(-1, 2, 3).sum(1)
+
+    half = Dim("half", min=3, max=8)
+    run = agrees(pairs, *((torch.randn(2 * n, 3),) for n in (4, 3, 8)), dynamic_shapes=({0: 2 * half},))
+    for n, condition in ((9, r"\(size_0_0 % 2\) == 0"), (4, "size_0_0 >= 6"), (18, "size_0_0 <= 16")):
+        with pytest.raises(InputError, match=f"break a condition of the program, {condition}: x \\({n}, 3\\)"):
+            run(torch.randn(n, 3))
+
+
+def test_derived_dimensions_of_one_root_that_is_no_size() -> None:
+    def fn(x: Tensor, d: dict[str, Tensor]) -> Tensor:
+        return x.view(2, -1).sum(0) + d["y"].view(3, -1).sum(0) + d["z"][1:].view(2, -1).sum(0)
+
+    h = Dim("h")
+    run = agrees(
+        fn,
+        *((torch.randn(2 * n), {"y": torch.randn(3 * n), "z": torch.randn(2 * n + 1)}) for n in (4, 7)),
+        dynamic_shapes={"x": {0: 2 * h}, "d": {"y": (3 * h,), "z": {0: 2 * h + 1}}},
+    )
+    with pytest.raises(InputError, match=r"\(size_1_0 // 3\) == \(size_0_0 // 2\)"):
+        run(torch.randn(8), {"y": torch.randn(15), "z": torch.randn(9)})
+
+
 def test_automatic_dimension_with_a_condition() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.view(-1, 3, 2) + 1 if x.shape[0] % 3 == 0 else x
@@ -243,8 +273,9 @@ def test_size_as_a_result() -> None:
 def test_dynamic_shapes_that_contradict() -> None:
     with pytest.raises(UserError, match="dynamic_shapes contradicts the program"):
         plait.compile(lambda x: x.view(2, 2, 6) + 1, (X,), dynamic_shapes={"x": {0: Dim("n")}})
-    with pytest.raises(UserError, match="dynamic_shapes does not fit"):
-        plait.compile(lambda x: x, (X,), dynamic_shapes={"z": {0: Dim("n")}})
+    for wrong in ({"z": {0: Dim("n")}}, ({5: Dim("n")},), "batch", 3, ({0: Dim("n")}, None)):
+        with pytest.raises(UserError, match="dynamic_shapes does not fit"):
+            plait.compile(lambda x: x, (X,), dynamic_shapes=wrong)
 
 
 def bumps(run: Callable[..., Any], x: Tensor, *buffers: Tensor) -> list[int]:
@@ -394,6 +425,8 @@ def test_parameters_must_keep_their_layout(data: Tensor, wrapper: str) -> None:
         ((X,), "input 'y' is missing"),
         ((X, Y, X), "expected 2 inputs, got 3"),
         ((X, Y.to("meta")), "input 'y': expected a plain tensor on device cpu, got one on meta"),
+        ((X, Y.to_sparse()), r"input 'y': expected a plain tensor, got one of layout torch\.sparse_coo"),
+        ((X, TwoTensor(Y, Y)), "input 'y': expected a plain tensor, got one of class TwoTensor"),
     ],
 )
 def test_wrong_inputs_are_named(args: Sequence[Any], message: str, wrapper: str) -> None:
@@ -417,6 +450,15 @@ def test_wrong_constant() -> None:
     run = plait.compile(lambda x, n: x * n, (X, 3))
     with pytest.raises(InputError, match="input 'n': the program was compiled for 3, got 4"):
         run(X, 4)
+    with pytest.raises(InputError, match="compiled for None, got a Tensor\n"):
+        plait.compile(lambda x, y: x if y is None else x + y, (X, None))(X, X)
+
+
+def test_constants_that_equal_the_example() -> None:
+    agrees(lambda x, a: x.nan_to_num() * 2 if a != a else x, (X, float("nan")))
+    agrees(lambda x, dtype, device: x.to(dtype).to(device), (X, torch.float64, X.device))
+    with pytest.raises(InputError, match="compiled for nan, got 2"):
+        plait.compile(lambda x, a: x, (X, float("nan")))(X, 2.0)
 
 
 def test_wrong_nesting() -> None:
@@ -434,6 +476,80 @@ def test_wrong_uses_of_compile() -> None:
         plait.compile(nn.Linear(6, 3), (X, X))
     with pytest.raises(UserError, match="unknown option 'fast'"):
         plait.compile(nn.Linear(6, 3), (X,), options={"fast": True})
+    with pytest.raises(UserError, match="needs a function or module, got the class Linear"):
+        plait.compile(nn.Linear, (6, 3))
+    with pytest.raises(UserError, match=r"plait\.compile of what plait\.compile returned"):
+        plait.compile(plait.compile(nn.Linear(6, 3), (X,)), (X,))
+    with pytest.raises(UserError, match=r"argument 'd' is an object of class Opaque(.|\n)*register_dataclass"):
+        plait.compile(lambda x, d: x, (X, Opaque(X)))
+
+
+@dataclass
+class Opaque:
+    x: Tensor
+
+
+def test_results_that_may_hold_tensors_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"a result of .*, an object of class Opaque \(at \['a'\]\[1\]\)"):
+        plait.compile(lambda x: {"a": (x, Opaque(x + 1))}, (X,))
+
+
+def test_changes_of_captured_tensors_are_refused() -> None:
+    kept = X.clone()
+    for fn in (lambda x: kept.add_(x), lambda x: (kept.add_(1), x + 1)[1]):
+        with pytest.raises(Unsupported, match="changes a tensor which is neither argument nor parameter nor buffer"):
+            plait.compile(fn, (Y,))
+
+
+def test_errors_of_the_function_itself_come_out_with_its_line() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1
+        return y @ y
+
+    line = fn.__code__.co_firstlineno + 2
+    with pytest.raises(RuntimeError, match="same reduction dim") as info:
+        plait.compile(fn, (X,))
+    assert info.value.__notes__ == [f"raised while plait.compile traced fn, at {__file__}:{line}"]
+    with pytest.raises(ZeroDivisionError):
+        plait.compile(lambda x: 1 / 0, (X,))
+
+
+def test_what_is_returned_tells_what_it_is() -> None:
+    model = nn.Linear(6, 3)
+    for wrapper in ("native", "python"):
+        run: Any = plait.compile(model, (X,), options={"wrapper": wrapper})
+        assert run.__wrapped__ is model and run.record.target == wrapper
+        assert "training or evaluation mode, autocast" in run.__doc__
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"what plait\.compile returns cannot be copied or pickled"):
+                copied(run)
+    nested: Any = plait.compile(lambda x: {"y": x + 1}, (X,))
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(nested)
+
+
+def test_what_is_returned_can_be_kept_by_its_module() -> None:
+    model: Any = nn.Linear(6, 3)
+    model.fast = plait.compile(model, (X,))
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_autocast_is_that_of_the_compilation(wrapper: str, kernels: bool) -> None:
+    def compiled() -> Callable[..., Any]:
+        return plait.compile(model, (X,), options={"wrapper": wrapper, "kernels": kernels})
+
+    model = nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3))
+    plain = compiled()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cast, want = compiled(), model(X)
+        assert torch.equal(cast(X), want) and torch.equal(plain(X), plain(X.clone())) and plain(X).dtype == X.dtype
+        inside = plain(X)
+    assert torch.equal(plain(X), inside) and cast(X).dtype == torch.bfloat16
 
 
 def test_what_cannot_be_traced() -> None:

@@ -54,6 +54,18 @@ def test_wrong_option_type_through_torch_compile() -> None:
         fn(torch.ones(2))
 
 
+def test_wrong_kinds_of_options_and_modes() -> None:
+    x = torch.ones(2)
+    for options in (["debug"], "debug", {"debug": "x"}, {1: 2}):
+        with pytest.raises(UserError, match="option"):
+            plait.compile(torch.sin, (x,), options=options)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"unknown mode \[\]"):
+        plait.compile(torch.sin, (x,), mode=[])  # type: ignore[arg-type]
+    with pytest.raises(UserError) as info:
+        plait.compile(torch.sin, (x,), options={"opt_level": "3"})
+    assert info.value.hint == "one of 0, 1, 2, 3"
+
+
 def test_unknown_mode_through_torch_compile() -> None:
     fn = torch.compile(lambda x: x + 1, backend="plait", mode="fastest")
     with pytest.raises(UserError, match=r"(?s)unknown mode 'fastest'.*default, reduce-overhead, max-autotune"):

@@ -41,7 +41,8 @@ def compile(
 ) -> Callable[..., Any]:
     """Compiles fn for inputs like example_inputs: positional arguments, or a mapping of keyword arguments.
 
-    fn is called twice, on tensors without values. Training or evaluation mode, autocast and arguments that are no
+    fn is called twice, on tensors without values; what else it does (printing, keeping a tensor in a list) happens then,
+    and not at calls of the result. Training or evaluation mode, autocast and arguments that are no
     tensors are built in as they are now; at a call autocast makes no difference, and gradients are never taken.
     Parameters and buffers are used where they are: changes of their values count, other tensors in their place do not.
 

@@ -14,6 +14,7 @@ from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
+from plait.graph.fma import gather_products
 from plait.graph.noop import drop_noops
 from plait.graph.random import replace_random
 
@@ -23,6 +24,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     ("drop no-ops", drop_noops),
+    ("gather products", gather_products),
     ("fold constants", fold_constants),
     ("merge common", merge_common),
     ("drop dead again", drop_dead),  # after folding and merging: arguments lose their users

@@ -139,7 +139,7 @@ def call_extern(
     assert isinstance(op, OpOverload), f"{op} is no operator"
     if fallback:
         ctx.fallback_reasons.setdefault(op_name(op), reason or "no lowering rule")
-    if not is_plain((args, kwargs)):
+    if not is_plain((args, kwargs)) or _is_number_for_tensor(op, args):
         effectful = op_facts(op).effectful
         return call_python(ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful)
     want = (fallback or op_facts(op).exact) if exact is None else exact
@@ -212,6 +212,14 @@ def call_op(
         )
     )
     return result
+
+
+def _is_number_for_tensor(op: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a primitive gets a number for a tensor. Its kernel is Python and only a call from Python hands it on."""
+    if op.namespace != "prims":
+        return False
+    pairs = zip(op._schema.arguments, args, strict=False)
+    return any(str(a.type) == "Tensor" and not isinstance(v, View) for a, v in pairs)
 
 
 def _used(node: torch.fx.Node) -> frozenset[int] | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from plait import compat
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, i64
 from plait.ir.loops import Const, Node
@@ -273,6 +274,30 @@ def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scal
 register(overloads("mul", "Tensor", "Scalar"), _mul)
 
 
+def _multiply_add(m: Maths, a: Node, b: Node, c: Node) -> Node:
+    return m("fma", a, b, c) if a.dtype.is_float else _add(m, _mul(m, a, b), c)
+
+
+register(compat.fused_multiply_add(), _multiply_add)
+
+
+@lower(aten.addcmul.default)
+def _addcmul(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> View:
+    """Rounded like eager's kernel: after value * y and at the end."""
+    common = common_dtype((x, y, z))
+    return elementwise(
+        ctx, lambda m, a, b, c, v: _multiply_add(m, _mul(m, b, v), c, a), (x, y, z, value), common=common
+    )
+
+
+@lower(aten.addcdiv.default)
+def _addcdiv(ctx: Lowering, x: View, y: View, z: View, *, value: Scalar = 1) -> View:
+    common = common_dtype((x, y, z))
+    return elementwise(
+        ctx, lambda m, a, b, c, v: m("add", a, m("truediv", m("mul", b, v), c)), (x, y, z, value), common=common
+    )
+
+
 def _truediv(m: Maths, a: Node, b: Node) -> Node:
     return m("truediv", a, b)
 
@@ -495,7 +520,7 @@ def _copy(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View
 
 @lower(aten.copy_.default, any_dtype=True)
 def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> View:
-    if not (x.is_whole and ctx.is_input(x.buf)):
+    if not (ctx.is_whole(x) and ctx.is_input(x.buf)):
         raise NoRule("a copy into something that is no input")
     if (x.dtype, x.shape) != (src.dtype, src.shape) and not {x.dtype, src.dtype} <= LOOP_DTYPES:
         raise NoRule(f"{src.dtype} to {x.dtype}")

@@ -1,0 +1,119 @@
+"""Compiled steps of every optimizer of torch.optim: parameters and state after several steps are those of eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import compiled
+from torch import nn
+
+LR = 0.02
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "foreach": {"foreach": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True},
+    "tensor lr": {"lr": torch.tensor(LR)},
+}
+SPECIAL = [
+    ("SGD", {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    ("SGD", {"fused": True, "momentum": 0.9}),
+    ("Adam", {"amsgrad": True, "foreach": True}),
+    ("Adam", {"fused": True}),
+    ("AdamW", {"amsgrad": True, "maximize": True}),
+    ("AdamW", {"fused": True, "amsgrad": True}),
+    ("Adam", {"betas": (torch.tensor(0.9), torch.tensor(0.999)), "lr": torch.tensor(LR), "foreach": False}),
+    ("RMSprop", {"centered": True, "momentum": 0.9, "foreach": True}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("RAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1, "foreach": True}),
+    ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    ("LBFGS", {"max_iter": 3}),
+]  # fmt: skip
+NAMES = sorted(n for n, c in vars(torch.optim).items() if isinstance(c, type) and n not in ("Optimizer", "SparseAdam"))
+
+
+def steps(name: str, options: dict[str, Any], dtype: torch.dtype, compile_it: bool) -> tuple[Any, ...]:
+    """Parameters and state after some steps, or the class of the error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5, bias=name != "Muon"), nn.Tanh(), nn.Linear(5, 4, bias=name != "Muon")).to(
+        dtype
+    )
+    optimizer = getattr(torch.optim, name)(model.parameters(), **copy.deepcopy(options))
+    x = torch.randn(8, 6).to(dtype)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = (model(x) - 0.3).square().mean()
+        value.backward()
+        return value
+
+    step = compiled(optimizer.step) if compile_it else optimizer.step
+    for _ in range(4):
+        if name == "LBFGS":
+            step(loss)
+        else:
+            loss()
+            step()
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return tuple(p.detach().clone() for p in (*model.parameters(), *state))
+
+
+def agree(name: str, options: dict[str, Any]) -> None:
+    """Compiled steps end no further from those in float64 than eager's do, beyond tolerance."""
+    want = steps(name, options, torch.float32, False)
+    got = steps(name, options, torch.float32, True)
+    exact = steps(name, options, torch.float64, False)
+    assert len(want) == len(got) == len(exact)
+    for g, w, e in zip(got, want, exact, strict=True):
+        assert g.dtype == w.dtype and g.shape == w.shape
+        far, allowed = (g - e).abs(), (w - e).abs() + 1e-5 + 1e-5 * e.abs()
+        assert (far <= allowed).all(), f"{name}: {far.max()} from the float64 result, eager {(w - e).abs().max()}"
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer(name: str, setting: str) -> None:
+    options = {"lr": LR, **SETTINGS[setting]}
+    try:
+        getattr(torch.optim, name)([torch.zeros(2, 2)], **options)
+    except (TypeError, ValueError) as refused:
+        pytest.skip(str(refused))
+    agree(name, options)
+
+
+@pytest.mark.parametrize(("name", "options"), SPECIAL, ids=[f"{n} {' '.join(o)}" for n, o in SPECIAL])
+def test_special_options(name: str, options: dict[str, Any]) -> None:
+    agree(name, {"lr": LR, **options})
+
+
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+UPDATES: dict[str, Step] = {
+    "addcmul": lambda x, y, z: x.addcmul_(y, z, value=0.001),
+    "addcdiv": lambda x, y, z: x.addcdiv_(y, z, value=-0.3),
+    "by a tensor": lambda x, y, z: x.add_(y, alpha=z[0]),
+    "of rows": lambda x, y, z: x.addcmul_(y[:1], z[3], value=2),
+    "by an integer": lambda x, y, z: torch.ops.prims.fma(x, 2, z),
+    "of numbers": lambda x, y, z: torch.ops.prims.fma(0.5, x, 1),
+}
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32], ids=str)
+@pytest.mark.parametrize("name", UPDATES)
+def test_multiply_add(name: str, dtype: torch.dtype, kernels: bool) -> None:
+    """The primitive that Dynamo makes of a scaled update, with a number for a tensor; half types are rounded once."""
+    whole = dtype == torch.int32
+    if whole and name in ("addcmul", "addcdiv", "by a tensor"):
+        pytest.skip("eager refuses it")
+    torch.manual_seed(0)
+    x, y, z = ((torch.randn(1000) * 4 + 20).to(dtype) for _ in range(3))
+    want = UPDATES[name](x.clone(), y, z)
+    got = torch.compile(UPDATES[name], backend="plait", options={"kernels": kernels})(x.clone(), y, z)
+    if name.startswith("addc") and dtype.itemsize == 2:
+        assert torch.equal(got, want)
+    torch.testing.assert_close(got, want)

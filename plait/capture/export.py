@@ -41,10 +41,10 @@ def compile(
 ) -> Callable[..., Any]:
     """Compiles fn for inputs like example_inputs: positional arguments, or a mapping of keyword arguments.
 
-    fn is called twice, on tensors without values; what else it does (printing, keeping a tensor in a list) happens then,
-    and not at calls of the result. Training or evaluation mode, autocast and arguments that are no
-    tensors are built in as they are now; at a call autocast makes no difference, and gradients are never taken.
-    Parameters and buffers are used where they are: changes of their values count, other tensors in their place do not.
+    fn is called twice, on tensors without values; what else it does (printing, keeping a tensor in a list) happens
+    then, not at calls of the result. Training or evaluation mode, autocast and arguments that are no tensors are built
+    in as they are now; at a call autocast makes no difference, and gradients are never taken. Parameters and buffers
+    are used where they are: changes of their values count, other tensors in their place do not.
 
     dynamic_shapes: as for torch.export.export; without it every size is fixed. The result raises InputError for inputs
     that differ from what was compiled. Raises UserError for wrong arguments, Unsupported if fn cannot be traced, and

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from plait.config import Config
-from plait.ir.sizes import Size
+from plait.ir.loops import Node
+from plait.ir.sizes import Expr, Size, evaluate, symbol
 from plait.schedule import schedule
 from plait.schedule.plan import Kernel, Plan, Reduce, Store
 from tests.schedule_tools import Builder, check, kernels
@@ -99,6 +102,29 @@ def test_a_hint_decides_what_is_computed_again(n: int, n_kernels: int) -> None:
     found = kernels(plan_of(b, s0=5, s1=7))
     assert len(found) == n_kernels
     assert dict(zip(map(str, found[-1].sizes), found[-1].hints, strict=True)) == {"s0": n, "s1": 50}
+
+
+def work(n: Size, body: Callable[..., Node], m: Size = 256) -> Size:
+    """The estimated time of y[i, j] = body of x[n, m] and w[n]; body(ops, x[i, j] or its index, w[i])."""
+    b = Builder()
+    if isinstance(n, Expr):
+        n = b.size("s0", hint=64)
+    x, w = b.input(n, 2 * m), b.input(n)
+    y = b.pointwise((n, m), lambda o, i, j: body(o, lambda k: o.load(x, i, k(j)), o.load(w, i)))
+    b.output(y)
+    (k,) = kernels(schedule(b.program(), CFG))
+    return k.work_ns
+
+
+def test_work_is_counted_as_often_as_it_is_done() -> None:
+    plain = work(64, lambda o, x, w: o.mul(x(lambda j: j), w))
+    outside = work(64, lambda o, x, w: o.mul(x(lambda j: j), o.tanh(o.tanh(w))))
+    inside = work(64, lambda o, x, w: o.tanh(o.tanh(o.mul(x(lambda j: j), w))))
+    apart = work(64, lambda o, x, w: o.mul(x(lambda j: 2 * j), w))
+    assert plain <= outside < 1.2 * plain
+    assert min(inside, apart) > 2 * plain
+    unknown = work(symbol("s0"), lambda o, x, w: o.mul(x(lambda j: j), w))
+    assert evaluate(unknown, {"s0": 64}) == plain
 
 
 def test_reductions_in_different_axes_stay_apart() -> None:

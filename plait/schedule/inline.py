@@ -34,7 +34,7 @@ from plait.schedule.form import as_loop
 
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_SITES = 4  # places of one body where a producer is spliced in
-LAUNCH_NS = 500.0  # what a kernel costs by being there
+LAUNCH_NS = 110.0  # what a kernel costs by being there
 MORE_TO_READ = 1.25  # what several readers may each read instead of a result, in results
 FAR = 64  # ops
 COPY_COST = 1.0  # cycles of what hardly does more than move data

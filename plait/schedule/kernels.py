@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from plait.ir.checks import Bound
 from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol, total
-from plait.schedule.cost import Hints, hint, kernel_work_ns
+from plait.schedule.cost import Hints, hint
 from plait.schedule.deps import extent, load_of
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
+from plait.schedule.work import kernel_work_ns
 
 
 def all_nodes(stmts: Sequence[Stmt]) -> list[Node]:
@@ -39,8 +40,7 @@ def make_kernel(
     outs = tuple(dict.fromkeys(stored))
     sequential = any(isinstance(s, Store) and _collides(s) for s in stmts)
     sizes = size_symbols(vars_ + rvars, stmts, nodes, args)
-    inner = inner_nodes(nodes, rvars, stmts)
-    work_ns = kernel_work_ns(vars_, rvars, nodes, inner, args, hints)
+    work_ns = kernel_work_ns(vars_, rvars, stmts, nodes, buffers)
     values = tuple(hint(s, hints) for s in sizes)
     return Kernel(name, vars_, rvars, tuple(stmts), args, outs, sizes, sequential, work_ns, origin, (), values)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import compiled
 
+import plait
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import i64
 from plait.ir.loops import check_of, const, walk
@@ -194,3 +195,54 @@ def test_a_constant_divisor_needs_no_check() -> None:
         assert tuple(c for n in walk((value,)) if (c := check_of(n))) == checks
     size = ops.index(symbol("s0", lo=2))
     assert Simplifier()(ops.nonzero(size, ZERO_DIVISION)) == size
+
+
+OF_SOMETHING: dict[str, Callable[..., Any]] = {
+    "max": torch.max,
+    "min": torch.min,
+    "amax": torch.amax,
+    "amin": torch.amin,
+    "aminmax": torch.aminmax,
+    "argmax": torch.argmax,
+    "max of rows": lambda x: x.max(0),
+    "min of rows": lambda x: x.min(0, keepdim=True),
+    "amin of rows": lambda x: x.amin(0),
+    "argmin of rows": lambda x: x.argmin(0),
+    "median of rows": lambda x: x.median(0),
+    "mode of rows": lambda x: x.mode(0),
+    "norm": lambda x: torch.linalg.vector_norm(x, float("inf")),
+    "negative norm": lambda x: torch.linalg.vector_norm(x, -1, 0),
+}
+
+
+@pytest.mark.parametrize("name", OF_SOMETHING)
+def test_extremum_of_nothing(name: str) -> None:
+    fn = OF_SOMETHING[name]
+    assert outcome(fn, torch.zeros(0, 3))[0] in (RuntimeError, IndexError)
+    with pytest.raises((RuntimeError, IndexError)):
+        compiled(fn)(torch.zeros(0, 3))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = compiled(lambda x: fn(x[x[:, 0] > 2]))
+        with pytest.raises((RuntimeError, IndexError)):
+            run(torch.zeros(4, 3))
+        torch.testing.assert_close(run(X), fn(X[1:]))
+
+
+def test_extremum_of_nothing_in_an_exported_program() -> None:
+    batch = torch.export.Dim("batch", max=64)
+    program = plait.compile(Extrema(), (X,), dynamic_shapes=({0: batch},))
+    torch.testing.assert_close(program(X[:4]), Extrema()(X[:4]))
+    with pytest.raises(RuntimeError, match="one or more elements"):
+        program(X[:0])
+    sums = plait.compile(Sums(), (X,), dynamic_shapes=({0: batch},))
+    torch.testing.assert_close(sums(X[:0]), Sums()(X[:0]))
+
+
+class Extrema(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.max(), x.min(1).values
+
+
+class Sums(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.amax(1), x.sum(), x.logsumexp(1)

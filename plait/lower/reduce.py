@@ -16,7 +16,7 @@ from plait.ir.dtypes import DType, b1, i64
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Lowering, View, lower
+from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.pointwise import Maths, convert, operand
 from plait.lower.view import add_dim, wrap_dim
@@ -140,18 +140,39 @@ def _position(ctx: Lowering, axes: Axes, kind: str) -> View:
     return axes.reduce(ctx, kind, lambda ops, e: ops.cast(e, compute))
 
 
+_OF_SOMETHING = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "linalg_vector_norm", "norm", "dist")
+
+
+def _need_elements(ctx: Lowering, axes: Axes) -> None:
+    """Fails where nothing is reduced, which has no extremum. Decompositions look after that themselves."""
+    assert ctx.node is not None
+    asked: Any = ctx.node.meta.get("original_aten", ctx.node.target)
+    name = asked._schema.name.removeprefix("aten::")
+    if name not in _OF_SOMETHING:
+        return
+    if axes.numel == 0:
+        raise NoRule("an extremum of nothing")  # eager's own error
+    # Sizes that were 2 or more when the graph was traced can be 0 in a program that torch.export made.
+    sizes = {a: sz.symbol(a.name, 0, a.hi) for a in sz.free_symbols(axes.numel) if 0 < a.lo <= 2}
+    numel = sz.substitute(axes.numel, sizes)
+    ctx.assert_true(sz.compare("ne", numel, 0), f"{name}(): Expected a reduction of one or more elements")
+
+
 def _register_extrema(kind: str) -> None:
     def extremum(ctx: Lowering, x: View, dim: Sequence[int] | None = None, keepdim: bool = False) -> View:
         axes = Axes(x, dim)
+        _need_elements(ctx, axes)
         return axes.restore(_extremum(ctx, axes, kind), keepdim)
 
     def with_position(ctx: Lowering, x: View, dim: int, keepdim: bool = False) -> tuple[View, View]:
         axes = Axes(x, dim)
+        _need_elements(ctx, axes)
         found = _extremum(ctx, axes, kind), _position(ctx, axes, f"arg{kind}")
         return axes.restore(found[0], keepdim), axes.restore(found[1], keepdim)
 
     def position(ctx: Lowering, x: View, dim: int | None = None, keepdim: bool = False) -> View:
         axes = Axes(x, dim)
+        _need_elements(ctx, axes)
         return axes.restore(_position(ctx, axes, f"arg{kind}"), keepdim)
 
     lower(getattr(aten, f"a{kind}").default, getattr(aten, kind).default)(extremum)
@@ -239,6 +260,8 @@ def _vector_norm(
     axes = Axes(x, dim)
     p = float(ord)
     kind = "max" if p == float("inf") else "min" if p == float("-inf") else "sum"
+    if p < 0 or kind == "max":
+        _need_elements(ctx, axes)
 
     def term(ops: Recorder, e: Node) -> Node:
         m = Maths(ops)

@@ -7,7 +7,7 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
-from plait.lower.symbols import bindings
+from plait.lower.symbols import bindings, unranged
 
 aten = torch.ops.aten
 
@@ -30,6 +30,10 @@ def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
 
 @lower(aten._assert_scalar.default, no_loops=True)
 def _assert_scalar(ctx: Lowering, condition: Size | bool, message: str) -> None:
+    assert ctx.node is not None
+    given = ctx.node.args[0]
+    if isinstance(given, torch.fx.Node) and isinstance(given.meta["val"], torch.SymBool):
+        condition = unranged(given.meta["val"])
     ctx.assert_true(int(condition) if isinstance(condition, bool) else condition, message)
 
 

@@ -59,6 +59,11 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
     return _size(expr, memo, shape_env)
 
 
+def unranged(condition: torch.SymBool) -> Size:
+    """A condition as 0 or 1, decided by nothing that the ShapeEnv knows: it may know that from the condition."""
+    return _size(condition.node.expr, {}, None)
+
+
 def is_symbolic(value: object) -> bool:
     """Whether value is a SymInt, SymBool or SymFloat."""
     return isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat))

@@ -394,7 +394,8 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
 
 # ---------------------------------------------------------------------------------------------- export
 Check = tuple[str, Callable[..., bool]]
-"""A condition on sizes: its text for the user, and whether it holds for given tensor arguments."""
+"""A condition on sizes: its text, in which tensor arguments are args[0], args[1] and so on, and whether it holds for
+them."""
 
 
 @dataclass(frozen=True)
@@ -559,13 +560,9 @@ def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> Check:
     missing = [s for s in expr.free_symbols if s not in where]
     if missing:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
-    symbols = sorted(expr.free_symbols, key=str)
-    source = PythonPrinter().doprint(expr)
-    values = ", ".join(f"args[{where[s][0]}].shape[{where[s][1]}]" for s in symbols)
-    names = ", ".join(str(s) for s in symbols)
-    scope: dict[str, Any] = {"math": math, "torch": torch}
-    code = f"lambda *args: (lambda {names}: {source})({values})"
-    return source, eval(code, scope)
+    sizes = {s: sympy.Symbol("args[{}].shape[{}]".format(*where[s]), **s.assumptions0) for s in expr.free_symbols}
+    source = PythonPrinter().doprint(expr.xreplace(sizes))
+    return source, eval(f"lambda *args: {source}", {"math": math, "torch": torch})
 
 
 def special_kind(x: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ import functools
 import gc
 import operator
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -238,8 +239,8 @@ def test_derived_dimension_without_its_root() -> None:
 
     half = Dim("half", min=3, max=8)
     run = agrees(pairs, *((torch.randn(2 * n, 3),) for n in (4, 3, 8)), dynamic_shapes=({0: 2 * half},))
-    for n, condition in ((9, r"\(size_0_0 % 2\) == 0"), (4, "size_0_0 >= 6"), (18, "size_0_0 <= 16")):
-        with pytest.raises(InputError, match=f"break a condition of the program, {condition}: x \\({n}, 3\\)"):
+    for n, condition in ((9, "(x.shape[0] % 2) == 0"), (4, "x.shape[0] >= 6"), (18, "x.shape[0] <= 16")):
+        with pytest.raises(InputError, match=re.escape(f"break a condition of the program, {condition}: x ({n}, 3)")):
             run(torch.randn(n, 3))
 
 
@@ -253,7 +254,7 @@ def test_derived_dimensions_of_one_root_that_is_no_size() -> None:
         *((torch.randn(2 * n), {"y": torch.randn(3 * n), "z": torch.randn(2 * n + 1)}) for n in (4, 7)),
         dynamic_shapes={"x": {0: 2 * h}, "d": {"y": (3 * h,), "z": {0: 2 * h + 1}}},
     )
-    with pytest.raises(InputError, match=r"\(size_1_0 // 3\) == \(size_0_0 // 2\)"):
+    with pytest.raises(InputError, match=re.escape("(d['y'].shape[0] // 3) == (x.shape[0] // 2)")):
         run(torch.randn(8), {"y": torch.randn(15), "z": torch.randn(9)})
 
 

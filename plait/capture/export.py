@@ -10,6 +10,7 @@ strides; other signatures get a thin layer of Python on top. `__wrapped__` of wh
 from __future__ import annotations
 
 import itertools
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -154,13 +155,14 @@ def _results(graph: GraphModule) -> list[Result]:
 
 def _with_checks(call: Callable[..., Any], names: list[str], sizes: compat.SizeFacts) -> Callable[..., Any]:
     """call, after conditions on sizes that go beyond equality and ranges."""
+    checks = [(re.sub(r"args\[(\d+)\]", lambda m: names[int(m[1])], text), holds) for text, holds in sizes.checks]
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args = (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs))
         if len(args) != len(names):
             raise InputError(f"expected {len(names)} inputs, got {len(args)}")
-        for text, holds in sizes.checks:
+        for text, holds in checks:
             if not holds(*args):
                 shapes = ", ".join(f"{n} {tuple(a.shape)}" for n, a in zip(names, args, strict=True))
                 raise InputError(f"sizes break a condition of the program, {text}: {shapes}")

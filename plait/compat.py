@@ -79,12 +79,13 @@ def through_dynamo(error: PlaitError) -> Exception:
 @lru_cache(maxsize=1)
 def kept_whole() -> tuple[Any, ...]:
     """Operators whose decomposition loses: the gradient of an attention kernel is wrong, integers of linspace are
-    others, an index out of range is no error or another one, borders become gathers by computed indices, and a row put
-    into a tensor becomes a choice."""
+    others, an index out of range or a probability above 1 is no error or another one, borders become gathers by
+    computed indices, and a row put into a tensor becomes a choice."""
     aten = torch.ops.aten
     return (
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten.linspace.default,
+        aten.bernoulli.default,
         aten.max_unpool2d.default,
         aten.max_unpool3d.default,
         aten.index_add.default,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +201,40 @@ def test_operators_without_a_rule_use_torch_s_generator(fn: Callable[[Tensor], T
     want = fn(x)
     torch.manual_seed(11)
     assert torch.equal(run(x), want)
+
+
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "normal": lambda x: torch.normal(0.0, x),
+    "normal of two": lambda x: torch.normal(x, x),
+    "bernoulli": torch.bernoulli,
+    "bernoulli_": lambda x: x.clone().bernoulli_(x),
+    "bernoulli of a number": lambda x: x.clone().bernoulli_(-0.5),
+    "uniform": lambda x: x.clone().uniform_(2.0, 1.0),
+    "dropout": lambda x: torch.ops.aten.native_dropout(x, 2.0, True),
+    "randint": lambda x: torch.randint(300, (3,), dtype=torch.uint8),
+    "randint of bools": lambda x: torch.randint(3, (3,), dtype=torch.bool),
+    "multinomial": lambda x: torch.multinomial(x, 1),
+    "poisson": torch.poisson,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_parameters(name: str) -> None:
+    """What a distribution cannot have fails as in eager: as an input of the graph and as a constant of it."""
+    for value in (-0.25, math.nan):
+        x = torch.tensor([0.5, value, 0.5])
+        for run in (WRONG[name], lambda _, value=value: WRONG[name](torch.tensor([0.5, value, 0.5]))):
+            for fn in (run, torch.compile(run, backend="plait")):
+                with pytest.raises(RuntimeError):
+                    fn(x)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_parameters_at_the_ends(kernels: bool) -> None:
+    p = torch.tensor([0.0, 1.0, 1.0, 0.0])
+
+    def f(p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.bernoulli(p), torch.normal(p, torch.zeros(4)), torch.normal(0.0, p), torch.bernoulli(p[:0])
+
+    drawn = torch.compile(f, backend="plait", options={"kernels": kernels})(p)
+    assert torch.equal(drawn[0], p) and torch.equal(drawn[1], p) and drawn[2][0] == 0 == drawn[2][3]

@@ -33,7 +33,10 @@ def fold_constants(gm: GraphModule) -> int:
     for node in list(graph.nodes):
         if not _foldable(node, constants) or node in visible:
             continue  # an output must be new memory at every call
-        value = _evaluate(node, constants)
+        try:
+            value = _evaluate(node, constants)
+        except (RuntimeError, IndexError):
+            continue  # it fails when the program runs, as in eager
         if not isinstance(value, torch.Tensor):
             continue
         name = f"_folded_{folded}"

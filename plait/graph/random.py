@@ -93,6 +93,15 @@ class _Draws:
         op = torch.ops.plait.philox_randint.default
         return self._shaped(like, sources, lambda size: self.call(op, seed, k, low, high, size, like.dtype))
 
+    def within(self, x: Any, low: float, high: float, message: str) -> Any:
+        """x, a parameter of a distribution, which must be in [low, high]: checked when the program runs if it is a
+        tensor. Raises LookupError for a number that is not, and for one that is unknown."""
+        if isinstance(x, Node) and isinstance(value_of(x), torch.Tensor):
+            return self.call(torch.ops.plait.within.default, x, low, high, message)
+        if not isinstance(x, int | float) or not low <= x <= high:
+            raise LookupError(message)
+        return x
+
     def to(self, x: Node, dtype: torch.dtype) -> Node:
         if value_of(x).dtype == dtype:
             return x
@@ -147,6 +156,9 @@ def _randint(g: _Draws, node: Node) -> Node:
     args = node.args[1:] if node.target in _LIKE else node.args
     two = "low" in str(node.target)
     low, high = (args[0], args[1]) if two else (0, args[0])
+    kind = value_of(node).dtype
+    if isinstance(high, int) and not kind.is_floating_point:
+        g.within(high - 1, 0, 1 if kind == torch.bool else torch.iinfo(kind).max, "the upper end")
     return g.randint(low, high, value_of(node), node.args)
 
 
@@ -155,6 +167,7 @@ _LIKE = frozenset({aten.randint_like.default, aten.randint_like.low_dtype})
 
 def _uniform(g: _Draws, node: Node) -> Node:
     _, low, high = _filled(node, (None, 0.0, 1.0))
+    high = g.within(high, g.within(low, -math.inf, math.inf, "the lower end"), math.inf, "the upper end")
     like = value_of(node)
     u = g.uniform(like, node.args, like.dtype)
     if (low, high) == (0.0, 1.0):
@@ -167,6 +180,7 @@ def _normal(g: _Draws, node: Node) -> Node:
     if node.target is aten.normal_functional.default:
         args = args[1:]
     mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], 1.0)
+    std = g.within(std, 0.0, math.inf, "normal expects all elements of std >= 0.0")
     like = value_of(node)
     z = g.normal(like, node.args, like.dtype)
     scaled = g.call(aten.mul.Tensor if isinstance(std, Node) else aten.mul.Scalar, z, std)
@@ -175,7 +189,7 @@ def _normal(g: _Draws, node: Node) -> Node:
 
 def _bernoulli(g: _Draws, node: Node) -> Node:
     like = value_of(node)
-    p = node.args[1] if len(node.args) > 1 else node.args[0]
+    p = g.within(node.args[-1], 0.0, 1.0, "bernoulli expects all elements of p to be in [0, 1]")
     wide = _wide(value_of(p).dtype) if isinstance(p, Node) else torch.float32
     u = g.uniform(like, node.args, wide)
     hit = g.call(aten.lt.Tensor if isinstance(p, Node) else aten.lt.Scalar, u, p)
@@ -227,7 +241,7 @@ def _dropout(g: _Draws, node: Node) -> tuple[Node, Node]:
     if train is False:
         ones = g.call(aten.full_like.default, x, True, dtype=torch.bool)
         return g.call(aten.clone.default, x), ones
-    keep = 1.0 - p
+    keep = 1.0 - g.within(p, 0.0, 1.0, "dropout expects p to be in [0, 1]")
     mask = g.call(aten.lt.Scalar, g.uniform(like, node.args, torch.float32), keep)
     kept = g.call(aten.mul.Tensor, x, mask)
     return g.call(aten.mul.Scalar, kept, 1.0 / keep if keep else 0.0), mask

@@ -15,11 +15,13 @@ import torch
 
 import plait.runtime.philox  # noqa: F401 - it defines the operators
 from plait.ir import sizes as sz
+from plait.ir.checks import Check
 from plait.ir.dtypes import bf16, f16, f32, f64, i64
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Size
 from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
 from plait.lower.shape import result
 
@@ -34,6 +36,18 @@ Formula = Callable[[Recorder, Words], Node]
 def seed(ctx: Lowering) -> Any:
     assert ctx.node is not None
     return call_extern(ctx, ctx.node, (), {}, fallback=False)
+
+
+@lower(torch.ops.plait.within.default)
+def within(ctx: Lowering, x: View, low: float, high: float, message: str) -> View:
+    def body(ops: Recorder, i: tuple[Size, ...]) -> Node:
+        value = x.load(ops, i)
+        wide = ops.cast(value, compute_dtype(x.dtype))
+        ends = (ops.op(op, wide, ops.const(end, wide.dtype)) for op, end in (("ge", low), ("le", high)))
+        holds = ops.nonzero(ops.cast(ops.op("and", *ends), i64), Check("RuntimeError", message))
+        return ops.op("where", ops.op("eq", holds, ops.const(1, i64)), value, ops.const(0, x.dtype))
+
+    return result(ctx, body)
 
 
 def _draw(ctx: Lowering, key: View, offset: int, formula: Formula) -> View:

@@ -4,6 +4,7 @@
     plait::philox_uniform(seed, offset, size, dtype) -> Tensor            floats in [0, 1)
     plait::philox_normal(seed, offset, size, dtype) -> Tensor             standard normal floats
     plait::philox_randint(seed, offset, low, high, size, dtype) -> Tensor integers in [low, high)
+    plait::within(x, low, high, message) -> Tensor                        x; RuntimeError if an element is outside
 
 All results are contiguous CPU tensors. `plait::seed()` equals `aten::randint(2**63 - 1, [])`, and may be run as that.
 `offset` tells the random operators of one graph apart.
@@ -95,6 +96,16 @@ def _randint(
     return (low + (((w1 & 0x7FFFFFFF) << 32) | w0) % (high - low)).to(dtype)
 
 
+def _within(x: torch.Tensor, low: float, high: float, message: str) -> torch.Tensor:
+    if not bool(((x >= low) & (x <= high)).all()):
+        raise RuntimeError(message)
+    return x.clone()
+
+
+def _fake_within(x: torch.Tensor, low: float, high: float, message: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def _seed() -> torch.Tensor:
     drawn: torch.Tensor = torch.ops.aten.randint.default(2**63 - 1, [])
     return drawn
@@ -118,6 +129,7 @@ def _register() -> Any:
     library: Any = torch.library.Library("plait", "DEF")  # type: ignore[no-untyped-call]
     floats = "(Tensor seed, int offset, SymInt[] size, ScalarType dtype) -> Tensor"
     ints = "(Tensor seed, int offset, SymInt low, SymInt high, SymInt[] size, ScalarType dtype) -> Tensor"
+    checked = "(Tensor x, float low, float high, str message) -> Tensor"
     library.define("seed() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
     library.impl("seed", _seed, "CompositeExplicitAutograd")
     torch.library.register_fake("plait::seed", _fake_seed, lib=library)
@@ -125,6 +137,7 @@ def _register() -> Any:
         ("philox_uniform", floats, _uniform, _fake_float),
         ("philox_normal", floats, _normal, _fake_float),
         ("philox_randint", ints, _randint, _fake_randint),
+        ("within", checked, _within, _fake_within),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, run, "CPU")

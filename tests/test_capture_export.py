@@ -502,6 +502,17 @@ def test_changes_of_captured_tensors_are_refused() -> None:
             plait.compile(fn, (Y,))
 
 
+def test_compiled_things_inside_are_refused() -> None:
+    inner, outer = plait.compile(nn.Linear(6, 3), (X,)), nn.Linear(6, 3)
+    with pytest.raises(
+        Unsupported, match=rf"calls what plait.compile returned\n  at {__file__}:\d+\n  try: .*__wrapped"
+    ):
+        plait.compile(lambda x: inner(x) + 1, (X,))
+    outer.forward = inner  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match="a Linear whose forward is a Bound, not Python"):
+        plait.compile(outer, (X,))
+
+
 def test_errors_of_the_function_itself_come_out_with_its_line() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x + 1

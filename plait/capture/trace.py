@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import stateless
 
 from plait import compat
-from plait.errors import PlaitError, Unsupported, UserError
+from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.edit import aten, output_of
 
 
@@ -31,8 +31,11 @@ class FunctionModule(torch.nn.Module):
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
-        inner = fn.func if isinstance(fn, functools.partial) else fn
-        self.forward = fn if hasattr(inner, "__code__") else _in_python(fn)
+        self.forward = fn if _is_python(fn) else _in_python(fn)
+
+
+def _is_python(fn: Callable[..., Any]) -> bool:
+    return hasattr(fn.func if isinstance(fn, functools.partial) else fn, "__code__")
 
 
 def _in_python(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +121,9 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced, and what
     the module raises, with a note of the user's line.
     """
+    if not _is_python(module.forward):
+        kind = type(module.forward).__name__
+        raise Unsupported(f"plait.compile of a {type(module).__name__} whose forward is a {kind}, not Python")
     real_leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     is_tensor = [isinstance(x, torch.Tensor) for x in real_leaves]
     names = _leaf_names(module, args, kwargs)
@@ -158,6 +164,9 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
         graph, mutated = compat.export_graph(env, Flat(), inputs)
+    except InputError as error:
+        what = f"plait.compile of {_name_of(module)}, which calls what plait.compile returned"
+        raise Unsupported(what, where=_users_line(error), hint="call the function itself: its __wrapped__") from error
     except PlaitError:
         raise
     except Exception as error:

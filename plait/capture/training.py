@@ -19,6 +19,7 @@ from plait import _native, compat
 from plait.capture.direct import calls_custom_ops
 from plait.compile import Program
 from plait.graph.edit import output_of
+from plait.lower.symbols import is_ragged
 
 CompileBackward = Callable[[GraphModule, tuple[int, ...]], Program]
 
@@ -108,7 +109,8 @@ def _sources(backward: GraphModule, n_tangents: int) -> list[list[int]]:
 def _graph_reason(gm: GraphModule, meta: Any) -> str:
     """What of the graph itself the native node does not serve, or ""."""
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, int)):
+        val = node.meta.get("val")
+        if node.op == "placeholder" and (not isinstance(val, (torch.Tensor, torch.SymInt, int)) or is_ragged(val)):
             return "an input is neither a tensor nor a size"
     outputs = _outputs(gm)
     results = [n for n in outputs[: meta.num_forward] if isinstance(getattr(n, "meta", {}).get("val"), torch.Tensor)]

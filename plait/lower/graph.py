@@ -31,7 +31,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import from_torch
 from plait.lower.extern import call_extern
-from plait.lower.symbols import bindings, is_symbolic, size_hints, to_scalar_node, to_size
+from plait.lower.symbols import bindings, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
 
 aten = torch.ops.aten
 
@@ -131,9 +131,9 @@ class _Walk:
             return None
         if isinstance(val, torch.Tensor):
             return self._tensor_input(val)
-        if isinstance(val, torch.SymInt):
+        if isinstance(val, torch.SymInt) and not is_ragged(val):
             return self._int_input(to_size(val))
-        if is_symbolic(val):
+        if is_symbolic(val) and not is_ragged(val):
             raise Unsupported(f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor")
         self.inputs.append(None)
         return node if val is None and node.users else val

@@ -45,10 +45,9 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, (torch.SymInt, torch.SymBool)):
-        node = value.node
-        if node.is_nested_int():
+        if is_ragged(value):
             raise Unsupported(f"the ragged size {value} of a nested tensor")
-        shape_env, expr = node.shape_env, node.expr
+        shape_env, expr = value.node.shape_env, value.node.expr
     elif isinstance(value, sympy.Basic):
         expr = value
     else:
@@ -62,6 +61,11 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
 def unranged(condition: torch.SymBool) -> Size:
     """A condition as 0 or 1, decided by nothing that the ShapeEnv knows: it may know that from the condition."""
     return _size(condition.node.expr, {}, None)
+
+
+def is_ragged(value: object) -> bool:
+    """Whether value is the ragged size of a nested tensor: the name of its lengths, no number."""
+    return isinstance(value, torch.SymInt) and bool(value.node.is_nested_int())
 
 
 def is_symbolic(value: object) -> bool:

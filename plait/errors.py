@@ -38,6 +38,10 @@ class Unsupported(PlaitError):
     """A correct program that plait cannot compile."""
 
 
+class GradientError(Unsupported, RuntimeError):
+    """A gradient that plait cannot take. A RuntimeError too: code that asks autograd expects those."""
+
+
 class ToolchainError(Unsupported):
     """The machine's compiler is missing or refused a kernel."""
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from plait import _native
 from plait.capture.backend import plait_backend
+from plait.errors import GradientError, InternalError
 from tests.models import MODELS
 
 
@@ -247,6 +248,78 @@ def test_dynamic_batch_is_one_compilation() -> None:
     assert fn.native and len(fn.made) == 1
 
 
+def _scattered(reduce: str) -> Callable[..., Any]:
+    def scatter_reduce(x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[0]).unsqueeze(1).expand(-1, x.shape[1]) // 2
+        return x.exp().scatter_reduce(0, index, x.cos() + 2, reduce)
+
+    return scatter_reduce
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.cumprod(0),
+        lambda x: x.cumprod(1),
+        lambda x: tuple(c.sum() for c in x.split(3)),
+        lambda x: (x * x.shape[0]).exp() if x.shape[0] == 7 else x.sin() * x.shape[0],
+        lambda x: x.exp().scatter(0, (x[:2] > 0).long(), x[:2].cos()),
+        lambda x: x.exp().scatter_add(0, (x > 0).long(), x.cos()),
+        *map(_scattered, ("sum", "amax", "prod", "mean", "amin")),
+    ],
+)
+def test_sizes_that_tracing_finds_constant(fn: Callable[..., Any], dynamic: bool | None) -> None:
+    """The input that was a symbol stays one of the graph's inputs, and nothing reads it."""
+    compiled = Compiled(fn, dynamic=dynamic)
+    for n in (6, 7, 4, 10):
+        seen = []
+        for f in (fn, compiled):
+            torch.manual_seed(n)
+            x = leaf(n, 5)
+            outs = f(x)
+            sum((o * (o.detach() + 1.5)).sum() for o in (outs if isinstance(outs, tuple) else (outs,))).backward()
+            seen.append((outs, x.grad))
+        torch.testing.assert_close(seen[1], seen[0])
+    assert compiled.native
+
+
+def test_a_native_callable_that_is_refused_is_a_bug_of_plaits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise _native.LoadError("no such input")
+
+    monkeypatch.setattr(_native, "Training", refuse)
+    with pytest.raises(InternalError, match="bug in plait: no such input"):
+        torch.compile(torch.sin, backend="plait")(leaf(3))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda n: (n * 2).sin(),
+        lambda n: F.relu(n @ torch.arange(16.0).view(4, 4)),
+        lambda n: F.layer_norm(n, (4,)).softmax(1) + n,
+        lambda n: (lambda q: F.scaled_dot_product_attention(q, q, q))(n.unflatten(-1, (2, 2)).transpose(1, 2)),
+        lambda n: n.to_padded_tensor(0.0) * n.shape[0],
+    ],
+)
+def test_jagged_nested_tensors(fn: Callable[..., Any], grad: bool) -> None:
+    compiled = Compiled(fn)
+    for lengths in ((3, 5), (2, 7, 1), (4, 4)):
+        rows = [torch.randn(k, 4) for k in lengths]
+        seen = []
+        for f in (fn, compiled):
+            n = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=grad)
+            out = f(n)
+            assert out.requires_grad == grad
+            out = torch.cat([t.reshape(-1) for t in out.unbind()])
+            if grad:
+                (out**2).sum().backward()
+            seen.append((out, n.grad.values() if n.grad is not None else None))
+        torch.testing.assert_close(seen[1], seen[0])
+
+
 def test_dropout_has_one_mask() -> None:
     x = leaf(1000)
     fn = Compiled(lambda x: F.dropout(x, 0.5, True))
@@ -307,10 +380,17 @@ def test_double_backward_is_refused() -> None:
     (want,) = torch.autograd.grad(saving(x).sum(), x)
     torch.testing.assert_close(g.detach(), want)
     assert fn.native and g.requires_grad
-    with pytest.raises(RuntimeError, match="double backward"):
-        torch.autograd.grad(g.sum(), x)
-    with pytest.raises(RuntimeError, match="double backward"):
-        g.sum().backward()
+    for again in (lambda: torch.autograd.grad(g.sum(), x), lambda: g.sum().backward()):
+        with pytest.raises(GradientError, match=r"double backward.*\n  try: torch.func.grad inside") as caught:
+            again()
+        assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_gradient_inside_the_compiled_function_can_be_differentiated() -> None:
+    def penalty(x: Tensor) -> Tensor:
+        return (torch.func.grad(lambda y: (y.sin() * y).sum())(x) ** 2).sum()
+
+    check(penalty, leaf(5))
 
 
 @pytest.mark.parametrize("which", ["input", "result"])

@@ -63,6 +63,7 @@ void put(PyObject* dict, const char* key, PyObject* owned);  // steals `owned`
 // The exceptions of the module, made once by PyInit__native.
 inline PyObject *plan_error, *load_error;
 void set_error();  // sets the Python error for the exception in flight
+void set_plait_error(const char* type, const char* what);  // one of plait.errors
 // Throws the Python error that is set in a form that may travel to another thread.
 [[noreturn]] void throw_python_error();
 

@@ -36,14 +36,12 @@ void put(PyObject* dict, const char* key, PyObject* owned) {
   if (PyDict_SetItemString(dict, key, value.get()) < 0) throw PythonError{};
 }
 
-namespace {
-void raise_input_error(const char* what) {
+void set_plait_error(const char* type, const char* what) {
   const Ref errors(PyImport_ImportModule("plait.errors"));
   if (!errors) return;
-  const Ref type(PyObject_GetAttrString(errors.get(), "InputError"));
-  if (type) PyErr_SetString(type.get(), what);
+  const Ref found(PyObject_GetAttrString(errors.get(), type));
+  if (found) PyErr_SetString(found.get(), what);
 }
-}  // namespace
 
 void throw_python_error() {
   python_error error;
@@ -62,7 +60,7 @@ void set_error() {
   } catch (const LoadError& e) {
     PyErr_SetString(load_error, e.what());
   } catch (const InputError& e) {
-    raise_input_error(e.what());
+    set_plait_error("InputError", e.what());
   } catch (const InputTypeError& e) {
     PyErr_SetString(PyExc_TypeError, e.what());
   } catch (const std::bad_alloc&) {

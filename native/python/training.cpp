@@ -115,7 +115,15 @@ constexpr NodeHost kNodeHost{
         return run_backward(training_of(owner), run);
       } catch (const PythonError&) {
         throw_python_error();
+      } catch (const LoadError& e) {
+        set_plait_error("InternalError", e.what());
+        throw_python_error();
       }
+    },
+    [](const char* what) {
+      const Gil gil;
+      set_plait_error("GradientError", what);
+      throw_python_error();
     },
     [](void* owner) {
       const Gil gil;

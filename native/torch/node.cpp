@@ -6,7 +6,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/input_metadata.h>
 #include <torch/csrc/autograd/variable.h>
@@ -17,10 +16,28 @@ namespace plait {
 namespace ag = torch::autograd;
 namespace {
 
-constexpr const char* kDoubleBackward =
-    "a graph compiled by plait cannot be differentiated twice (double backward): its gradients "
-    "have no gradients. Run the function outside torch.compile, or differentiate it there with "
-    "create_graph=True";
+// What gradients come from, for those who want to differentiate them.
+class NoSecondBackward final : public ag::Node {
+ public:
+  NoSecondBackward(ag::edge_list&& edges, const NodeHost& host)
+      : Node(std::move(edges)), host_(host) {}
+  std::string name() const override { return "NoSecondBackward"; }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse(); }
+
+ private:
+  ag::variable_list apply(ag::variable_list&&) override {
+    refuse();
+    return {};
+  }
+  void refuse() const {
+    host_.refuse(
+        "a graph compiled by plait cannot be differentiated twice (double backward): its gradients "
+        "have no gradients\n  try: torch.func.grad inside the compiled function for the first "
+        "derivative, or the function outside of torch.compile");
+  }
+
+  const NodeHost& host_;
+};
 
 // A copy with these strides; dimensions of stride 0 are written once.
 at::Tensor restrided(const at::Tensor& t, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
@@ -50,11 +67,11 @@ at::Tensor tangent(at::Tensor grad, const Tangent& want, const ag::InputMetadata
 // The gradients, as results of a node that refuses to be applied. Its edges lead where the
 // backward pass went, so that whoever differentiates them comes upon it.
 void forbid_second(ag::variable_list& grads, const ag::Node& first,
-                   const ag::variable_list& tangents) {
+                   const ag::variable_list& tangents, const NodeHost& host) {
   ag::edge_list edges = first.next_edges();
   for (const at::Tensor& t : tangents)
     if (t.defined() && t.requires_grad()) edges.push_back(ag::impl::gradient_edge(t));
-  const NodePtr error = make_node<ag::Error>(kDoubleBackward, std::move(edges));
+  const NodePtr error = make_node<NoSecondBackward>(std::move(edges), host);
   for (at::Tensor& g : grads) {
     if (!g.defined()) continue;
     g = g.detach();
@@ -130,7 +147,7 @@ ag::variable_list PlaitBackward::apply(ag::variable_list&& grads) {
   ag::variable_list results = run_backward(facts_, host_, owner_, run, std::move(grads),
                                            {&input_metadata(0), num_inputs()});
   for (size_t k : absent) results[k] = at::Tensor();
-  if (create_graph) forbid_second(results, *this, given);
+  if (create_graph) forbid_second(results, *this, given, host_);
   return results;
 }
 

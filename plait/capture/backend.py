@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from plait import compat
+from plait import _native, compat
 from plait.capture.direct import DirectGraph
 from plait.capture.program import collector_paused, compile_captured
 from plait.capture.training import TrainingGraph
 from plait.compile import Program
 from plait.config import Config
-from plait.errors import PlaitError
+from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind
 from plait.graph.partition import partition
 from plait.log import KERNELS, PassLog
@@ -43,6 +43,8 @@ def plait_backend(
         return _compile(cfg, gm, example_inputs)
     except PlaitError as error:
         raise compat.through_dynamo(error) from error.__cause__
+    except _native.LoadError as error:  # from a callable around a program
+        raise compat.through_dynamo(InternalError(str(error))) from error
 
 
 def _compile(cfg: Config, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:

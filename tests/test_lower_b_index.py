@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from against_eager import same
 from lower_b import Evaluation, check, lowered
 
 aten = torch.ops.aten
@@ -114,6 +115,47 @@ def test_reductions(reduce: str, include_self: bool) -> None:
     check(scatter, ints(9, 4, 5, low=-9), ints(5, 3, 4), ints(9, 4, 5, low=-9))
     if reduce != "sum":
         check(lambda x, i, s: x.index_reduce(1, i, s, reduce, include_self=include_self), r(4, 5), ints(5, 4), r(4, 4))
+
+
+one, two = torch.tensor([0]), torch.ones(1, 3)
+INTO_SHARED = {
+    "index_fill": lambda x: x.index_fill(0, one, 9.0),
+    "index_put": lambda x: x.index_put((one,), torch.ones(3)),
+    "index_add": lambda x: x.index_add(0, one, two),
+    "index_copy": lambda x: x.index_copy(0, one, two),
+    "scatter": lambda x: x.scatter(0, torch.tensor([[0, 0, 0]]), 7.0),
+    "scatter_add": lambda x: x.scatter_add(0, torch.tensor([[0, 1, 0]]), two),
+    "scatter_reduce": lambda x: x.scatter_reduce(0, torch.tensor([[0, 1, 0]]), two, "amax"),
+    "a clone": lambda x: x.clone().index_fill_(0, one, 9.0),
+}
+
+
+@pytest.mark.parametrize("case", INTO_SHARED)
+def test_writes_to_a_tensor_whose_elements_share_memory(case: str) -> None:
+    fn = INTO_SHARED[case]
+    given = torch.arange(5.0)
+    same(lambda a, b: (fn(a), fn(b)), lambda: (given[:3].expand(2, 3), given.as_strided((3, 3), (1, 1))), calls=1)
+
+
+def test_writes_to_a_view_that_starts_its_memory() -> None:
+    def fn(p, q, i):
+        front = (p + 1).chunk(2, 1)[0]
+        return front.index_fill(1, i, 9.0) * 2, q[:, :2].index_put((i,), torch.ones(2)), q[:, ::2].index_fill(1, i, 0.0)
+
+    same(fn, lambda: (torch.arange(12.0).view(3, 4), torch.arange(15.0).view(3, 5), one), calls=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_half_types(dtype: torch.dtype) -> None:
+    def fn(x, i, s):
+        return x.scatter_reduce(0, i, s, "mean"), x.index_reduce(0, i, s, "mean", include_self=False)
+
+    same(fn, lambda: (torch.arange(4.0).to(dtype), torch.tensor([0, 1, 0]), torch.ones(3, dtype=dtype)), calls=1)
+
+
+def test_scaled_bools_are_added() -> None:
+    given = lambda: (torch.tensor([False, True, False]), torch.tensor([0, 2]), torch.tensor([True, False]))
+    same(lambda x, i, s: x.index_add(0, i, s, alpha=2), given, calls=1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from against_eager import same
 from lower_b import check, lowered
 
 from plait.ir.loops import Extern
@@ -84,6 +85,11 @@ def test_scans(dtype: torch.dtype) -> None:
     check(lambda a: a.cummax(1), x)
     check(lambda a: a.cummin(0), x)
     check(lambda a: a.cumsum(0), x[0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool])
+def test_running_extremes_of_small_types(dtype: torch.dtype) -> None:
+    same(lambda a: (a.cummax(1), a.cummin(0)), lambda: ((torch.arange(91) * 5 % 7 - 3).view(7, 13).to(dtype),), calls=1)
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,6 @@ class View:
         """Records the load of element `point`."""
         return ops.load(self.buf, self.at(point), self.dtype)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this is the buffer itself and not a proper view."""
-        return self.index == self.vars
-
     def remap(self, shape: tuple[Size, ...], fn: Callable[[tuple[Expr, ...]], Index]) -> View:
         """A view of this view: its element v is element fn(v) of self."""
         vars_ = loop_vars("v", shape)
@@ -170,6 +165,10 @@ class Lowering:
         b = self.buffers[buf]
         vars_ = loop_vars("v", b.shape)
         return View(buf, b.dtype, b.shape, vars_, vars_)
+
+    def is_whole(self, x: View) -> bool:
+        """Whether x is its buffer itself and not a proper view."""
+        return x.index == x.vars and x.shape == self.buffers[x.buf].shape
 
     def fix_layout(self, buf: str) -> None:
         """From now on the scheduler must keep this buffer's strides."""
@@ -304,7 +303,7 @@ class Lowering:
         """The symbol `value`, now defined as the value of one-element x (an integer or bool)."""
         atom = value.symbol
         assert atom is not None
-        whole = x if x.is_whole else self.copy(x.remap((), lambda _: (0,) * len(x.shape)))
+        whole = x if self.is_whole(x) else self.copy(x.remap((), lambda _: (0,) * len(x.shape)))
         self.fix_layout(whole.buf)
         self.ops.append(Item(atom.name, whole.buf))
         self.symbols[atom.name] = None
@@ -330,7 +329,7 @@ class Lowering:
     def finish_mutations(self) -> None:
         """Records the mutations, once everything that reads old contents is recorded."""
         sources = [
-            t if source.is_whole and source.buf == t else self._own(source)  # written in place
+            t if self.is_whole(source) and source.buf == t else self._own(source)  # written in place
             for t, source in self.mutations
         ]
         pairs = zip(self.mutations, sources, strict=True)
@@ -338,7 +337,7 @@ class Lowering:
 
     def _own(self, x: View) -> str:
         """A buffer of the graph's own that holds x."""
-        mine = x.is_whole and x.buf not in self.constants and not self.is_input(x.buf)
+        mine = self.is_whole(x) and x.buf not in self.constants and not self.is_input(x.buf)
         return x.buf if mine else self.copy(x).buf
 
     def is_input(self, buf: str) -> bool:

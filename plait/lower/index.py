@@ -21,7 +21,7 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.extern import call_extern
-from plait.lower.inplace import may_write
+from plait.lower.inplace import is_scattered, may_write, strides_like
 from plait.lower.shape import all_of, broadcast, compare, result, scalar
 from plait.lower.view import wrap_dim
 
@@ -210,11 +210,11 @@ def _replaced(ops: Recorder, x: View, i: Index, inside: list[Node], src: View, a
 def _written(ctx: Lowering, x: View, src: View, point: Callable[[tuple[Expr, ...]], Index]) -> View | None:
     """x with element point(i) replaced by src[i], in place: for an input that the graph overwrites in the end (of a
     cache little changes) and what comes of it. None for others: readers inline a choice between x and src."""
-    scattered = any(isinstance(op, Scatter) and op.out == x.buf for op in ctx.ops)
-    if not (scattered or ctx.is_input(x.buf)) or src.buf == x.buf or not may_write(ctx, x, ctx.buffers[x.buf].strides):
+    mine = is_scattered(ctx, x.buf) or ctx.is_input(x.buf)
+    if not mine or src.buf == x.buf or not may_write(ctx, x, ctx.buffers[x.buf].strides):
         return None
     ops, vars_ = Recorder(), loop_vars("i", src.shape)
-    out = ctx.new_buffer(x.dtype, x.shape, ctx.buffers[x.buf].strides)
+    out = ctx.new_buffer(x.dtype, x.shape, strides_like(ctx, x.buf))
     value = ops.cast(src.load(ops, vars_), x.dtype)
     ctx.ops.append(Scatter(out, x.buf, vars_, tuple(point(vars_)), (), value, "store", origin=ctx.origin))
     return ctx.whole(out)

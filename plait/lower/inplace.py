@@ -15,13 +15,14 @@ import torch.fx
 from plait.ir.loops import Alias, Extern, Pointwise, Reduction, Scan, Scatter
 from plait.ir.sizes import Size
 from plait.lower.core import Lowering, Value, View
+from plait.lower.view import dense_order
 
 aten = torch.ops.aten
 
 
 def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
     """Whether the current node may write the memory of x, one of its arguments, as a tensor of these strides."""
-    if not x.is_whole or ctx.buffers[x.buf].strides != strides:
+    if not ctx.is_whole(x) or ctx.buffers[x.buf].strides != strides:
         return False
     if ctx.is_input(x.buf):
         if x.buf not in ctx.donated and not _is_overwritten(ctx, x.buf):
@@ -30,6 +31,19 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
         return False
     values = (*ctx.floats.values(), *(source for _, source in ctx.mutations))  # both are read later
     return not count_uses(values, x.buf) and not any(_read_later(ctx, n) for n in _holders(ctx, x.buf))
+
+
+def strides_like(ctx: Lowering, buf: str) -> tuple[Size, ...] | None:
+    """The strides of a changed copy of a buffer: those of the buffer where they are dense, or where the copy may take
+    its place (an input that is overwritten, and what comes of it). Else None: elements may overlap or lie apart."""
+    b = ctx.buffers[buf]
+    kept = dense_order(b.shape, b.strides) is not None or is_scattered(ctx, buf) or _is_overwritten(ctx, buf)
+    return b.strides if kept else None
+
+
+def is_scattered(ctx: Lowering, buf: str) -> bool:
+    """Whether a buffer is what a Scatter makes."""
+    return any(isinstance(op, Scatter) and op.out == buf for op in ctx.ops)
 
 
 def buffers_of(value: Value) -> Iterator[str]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from plait.ir.dtypes import DType, bf16, f16, f32, f64, i64
+from plait.ir.dtypes import DType, b1, bf16, f16, f32, f64, i64, u8
 from plait.ir.loops import Node, Scan, loop_vars
 from plait.ir.record import Recorder
 from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
+from plait.lower.pointwise import convert
 from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten
@@ -67,7 +69,10 @@ def cumprod(ctx: Lowering, x: View, dim: int, *, dtype: torch.dtype | None = Non
 def _extreme(ctx: Lowering, x: View, dim: int, kind: str) -> tuple[View | None, ...]:
     if not x.shape:
         return ctx.copy(x), ctx.pointwise((), i64, lambda ops, i: ops.const(0, i64))
-    return _scan(ctx, x, dim, kind, x.dtype, (True, True))
+    wide = u8 if x.dtype == b1 else compute_dtype(x.dtype)
+    value, at = _scan(ctx, x, dim, kind, wide, (True, True))
+    assert value is not None
+    return convert(ctx, value, x.dtype), at
 
 
 @lower(aten.cummax.default)

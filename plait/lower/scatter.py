@@ -21,6 +21,7 @@ from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
 from plait.lower.index import at_least_1d, indexing
+from plait.lower.inplace import strides_like
 from plait.lower.shape import broadcast, result, scalar
 from plait.lower.view import wrap_dim
 
@@ -32,14 +33,13 @@ ScatterBody = Callable[[Recorder, tuple[Expr, ...]], tuple[Index, Node]]
 
 def scatter_loop(ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, body: ScatterBody) -> View:
     """A copy of base into which body's values go for every point of `shape`. mode as in Scatter."""
-    start = base if base.is_whole else ctx.copy(base)
+    start = base if ctx.is_whole(base) else ctx.copy(base)
     ops, vars_ = Recorder(), loop_vars("i", shape)
     point, value = body(ops, vars_)
     if value.dtype != base.dtype:
         raise TypeError(f"the body gives {value.dtype}, not {base.dtype}")
     index, args = ops.take_args(tuple(point))
-    buffer = ctx.buffers[start.buf]
-    out = ctx.new_buffer(base.dtype, base.shape, buffer.strides)
+    out = ctx.new_buffer(base.dtype, base.shape, strides_like(ctx, start.buf))
     if mode == "add" and base.dtype == b1:
         mode = "max"
     ctx.ops.append(Scatter(out, start.buf, vars_, index, args, value, mode, origin=ctx.origin))
@@ -127,8 +127,8 @@ def _reduced(
     compute = compute_dtype(x.dtype)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        n = ops.op("max", count.load(ops, i), ops.const(1, x.dtype))
-        a, b = ops.cast(total.load(ops, i), compute), ops.cast(n, compute)
+        a, b = (ops.cast(v.load(ops, i), compute) for v in (total, count))
+        b = ops.op("max", b, ops.const(1, compute))
         return ops.cast(ops.op("truediv" if compute.is_float else "floordiv", a, b), x.dtype)
 
     return ctx.pointwise(x.shape, x.dtype, body)
@@ -205,7 +205,8 @@ def _index_along(
         else:
             value = src.load(ops, i if len(src.shape) == len(i) else ())
         if alpha != 1:
-            value = ops.op("mul", ops.cast(value, compute), scalar(ctx, ops, alpha, compute))
+            times = "and" if compute == b1 else "mul"
+            value = ops.op(times, ops.cast(value, compute), scalar(ctx, ops, alpha, compute))
         return (*i[:d], at, *i[d + 1 :]), ops.cast(value, x.dtype)
 
     out = scatter_loop(ctx, flat, shape, mode, body)

@@ -292,7 +292,7 @@ def _as_strided(
     fits = not ctx.is_input(owner.buf) or (
         sz.known_le(0, inside) and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
     )
-    order = _dense_order(meta)
+    order = dense_order(tuple(map(to_size, meta.shape)), tuple(map(to_size, meta.stride())))
     if order is not None and fits and owner.dtype == x.dtype:
         dense = tuple(owner.shape[d] for d in order)
 
@@ -325,9 +325,8 @@ def _owner(ctx: Lowering) -> tuple[View, torch.Tensor]:
     return ctx.env[node], node.meta["val"]
 
 
-def _dense_order(meta: torch.Tensor) -> list[int] | None:
-    """The dimensions from outermost to innermost in memory if the tensor fills its memory without gaps, else None."""
-    shape, strides = [to_size(s) for s in meta.shape], [to_size(s) for s in meta.stride()]
+def dense_order(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> list[int] | None:
+    """The dimensions from outermost to innermost in memory if a tensor fills its memory without gaps, else None."""
     order: list[int] = [d for d, s in enumerate(shape) if s == 1]
     left = [d for d, s in enumerate(shape) if s != 1]
     want: Size = 1

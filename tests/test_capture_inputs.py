@@ -167,7 +167,7 @@ def test_a_parameter_that_is_given_as_a_changed_input() -> None:
             return self.lin(x)
 
     fn = plait.compile(Net(), (torch.zeros(4, 4),))
-    with pytest.raises(InputError, match="'x' and parameter or buffer 'lin.weight' share memory"):
+    with pytest.raises(InputError, match=r"'x' and parameter or buffer 'lin\.weight' share memory"):
         fn(lin.weight.detach())
 
 

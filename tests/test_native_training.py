@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from plait import _native
 from plait.capture.backend import plait_backend
-from plait.errors import GradientError, InternalError
+from plait.errors import GradientError, InternalError, Unsupported
 from tests.models import MODELS
 
 
@@ -318,6 +318,13 @@ def test_jagged_nested_tensors(fn: Callable[..., Any], grad: bool) -> None:
                 (out**2).sum().backward()
             seen.append((out, n.grad.values() if n.grad is not None else None))
         torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_a_ragged_size_is_no_number() -> None:
+    n = torch.nested.nested_tensor([torch.randn(k, 4) for k in (3, 5)], layout=torch.jagged)
+    for fn in (lambda n: (n * 2, n.shape[1]), lambda n: (n * 2, n.shape[1] * 2)):
+        with pytest.raises(Unsupported, match=r"the ragged size .* of a nested tensor, as a number"):
+            torch.compile(fn, backend="plait")(n)
 
 
 def test_dropout_has_one_mask() -> None:

@@ -371,6 +371,8 @@ class _Walk:
             return value
         if isinstance(value, float):
             return Scalar("float", value.hex())
+        if is_ragged(value):
+            return to_size(value)  # says why it cannot be
         raise Unsupported(f"a graph output of type {type(value).__name__}")
 
     def _number(self, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:

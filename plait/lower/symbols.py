@@ -46,7 +46,8 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
         return int(value)
     if isinstance(value, (torch.SymInt, torch.SymBool)):
         if is_ragged(value):
-            raise Unsupported(f"the ragged size {value} of a nested tensor")
+            hint = "read it from the nested tensor outside of the compiled function"
+            raise Unsupported(f"the ragged size {value} of a nested tensor, as a number", hint=hint)
         shape_env, expr = value.node.shape_env, value.node.expr
     elif isinstance(value, sympy.Basic):
         expr = value

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from plait.errors import UserError
+from plait.errors import UserError, warn_once
 
 
 def flag(default: Any, *, doc: str, env: str = "", in_key: bool = True, choices: tuple[Any, ...] = ()) -> Any:
@@ -60,13 +60,18 @@ class Config:
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Config:
-        """The defaults, overridden by the environment. Raises UserError for a value that does not parse."""
+        """The defaults, overridden by the environment, where an empty value is none. Raises UserError for a value that
+        does not parse, warns of a name that no flag has."""
         env = os.environ if environ is None else environ
         found: dict[str, Any] = {}
         for row in _rows():
             text = env.get(row.env)
-            if text is not None:
+            if text:
                 found[row.name] = row.parse(text)
+        known = [row.env for row in _rows()]
+        unknown = sorted(name for name in env if name.startswith("PLAIT_") and name not in known)
+        if unknown:
+            warn_once(f"plait knows no environment variable {', '.join(unknown)}: it reads {', '.join(known)}")
         return Config(**found) if found else _DEFAULT
 
     def with_options(self, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
@@ -105,7 +110,7 @@ MODES: dict[str, dict[str, Any]] = {
     "max-autotune-no-cudagraphs": {"opt_level": 3},
 }
 
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,15 @@
 
 `UserError` is a mistake of the caller, `Unsupported` is something that plait cannot do, `InternalError` is a bug of
 plait's own. A refusal in the middle of the compiler (a fusion that is not legal) is a value, never an exception.
-This file imports nothing; how errors pass through torch.compile unwrapped is known to `compat.py`.
+What the compiler gets round is a warning, by `warn_once`. This file imports nothing of plait; how errors pass through
+torch.compile unwrapped is known to `compat.py`.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from functools import cache
 
 
 class PlaitError(Exception):
@@ -24,6 +29,11 @@ class PlaitError(Exception):
         if hint:
             lines.append(f"  try: {hint}")
         super().__init__("\n".join(lines))
+
+    @property
+    def line(self) -> str:
+        """The whole text in one line."""
+        return "; ".join(line.strip() for line in str(self).splitlines() if line.strip())
 
 
 class UserError(PlaitError):
@@ -55,3 +65,20 @@ class InternalError(PlaitError):
             where=where,
             hint=hint or "report it with the folder that PLAIT_DEBUG_DIR=plait_debug writes",
         )
+
+
+_PASSED_OVER = ("plait", "torch", "contextlib", "functools")
+# What stands between the compiler and the user's line in a stack.
+
+
+@cache
+def warn_once(text: str, category: type[Warning] = UserWarning) -> None:
+    """A warning of one line, once a process and text, at the user's line that led here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED_OVER
+        or frame.f_code.co_filename.startswith("<eval_with_key>")  # what torch.fx made
+    ):
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__")
+    warnings.warn_explicit(" ".join(text.split()), category, frame.f_code.co_filename, frame.f_lineno, module)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from plait.config import Config
+from plait.errors import warn_once
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,10 +36,7 @@ class PassLog:
         self.verifiers = verifiers or {}
         self.times_ms: dict[str, float] = {}
         self._open: list[str] = []
-        self._folder: Path | None = None
-        root = cfg.debug_dir or ("plait_debug" if cfg.debug >= SOURCE else "")
-        if root:
-            self._folder = Path(root).expanduser() / name
+        self._root = cfg.debug_dir or ("plait_debug" if cfg.debug >= SOURCE else "")
 
     def __call__(self, step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """fn(*args, **kwargs), timed as `step` and then verified. Errors pass through untouched.
@@ -73,10 +71,21 @@ class PassLog:
 
     @property
     def folder(self) -> Path | None:
-        """This graph's debug folder, made on first use; None if no dumps are wanted."""
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        return self._folder
+        """This graph's debug folder, made on first use; None if no dumps are wanted or it cannot be made."""
+        if not self._root:
+            return None
+        try:
+            folder = Path(self._root).expanduser() / self.name
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no such home folder
+            self._give_up(error)
+            return None
+        return folder
+
+    def _give_up(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or error
+        warn_once(f"plait cannot write debug files to {self._root} ({reason}): it writes none")
+        self._root = ""
 
     def dump(self, filename: str, text: str | Callable[[], str]) -> None:
         """Writes a file into the debug folder, if there is one. A callable is called only if somebody reads."""
@@ -86,7 +95,10 @@ class PassLog:
             return
         content = text if isinstance(text, str) else text()
         if folder is not None:
-            (folder / filename).write_text(content)
+            try:
+                (folder / filename).write_text(content)
+            except OSError as error:
+                self._give_up(error)
         if tracing:
             _trace(f"plait_{self.name}_{filename}", content)
 

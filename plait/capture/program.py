@@ -9,12 +9,14 @@ import gc
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from plait.compile import Program, compile_graph
 from plait.config import Config
-from plait.errors import InternalError, PlaitError
+from plait.errors import InternalError, PlaitError, warn_once
 from plait.graph.captured import Captured
+from plait.runtime.toolchain import ToolchainMissing
 
 
 @contextmanager
@@ -32,9 +34,14 @@ def collector_paused() -> Iterator[None]:
 
 
 def compile_captured(captured: Captured, cfg: Config) -> Program:
-    """`compile_graph`; an unexpected exception becomes the cause of an InternalError that names the graph."""
+    """`compile_graph`, without kernels if it turns out that the machine cannot build them; an unexpected exception
+    becomes the cause of an InternalError that names the graph."""
     try:
-        return compile_graph(captured, cfg)
+        try:
+            return compile_graph(captured, cfg)
+        except ToolchainMissing as missing:
+            warn_once(f"plait runs every op as a call of ATen: {missing.line}")
+            return compile_graph(captured, replace(cfg, kernels=False))
     except PlaitError:
         raise
     except Exception as error:

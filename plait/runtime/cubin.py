@@ -199,7 +199,7 @@ class CubinPool:
 
         Raises ToolchainError with the compiler's words for the first job that it refuses.
         """
-        store = Store(Path(cfg.cache_dir).expanduser() / "cubins", ".cubin")
+        store = Store(Path(cfg.cache_dir) / "cubins", ".cubin")
         return [result.result() for result in [self._submit(job, store) for job in jobs]]
 
     def _submit(self, job: Job, store: Store) -> Future[Cubin]:

@@ -1,16 +1,16 @@
 """The machine's C++ compiler and vector instructions, and the way from kernel source to a shared object.
 
 `find_toolchain(cfg)` looks once; `Toolchain.compile(source, path)` writes a library that needs nothing but libc. Raises
-ToolchainMissing where no compiler works, which the pipeline turns into one warning and a fallback, and ToolchainError
-where it refuses a source.
+ToolchainMissing where no compiler works, which becomes one warning and a fallback, and ToolchainError where it refuses
+a source. Whether a compiler works is asked when a kernel fails, as that takes as long as building one.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -64,7 +64,7 @@ _GCC_LEVEL_2 = ("-O1", "-fgcse", "-fpeephole2", "-frerun-cse-after-loop", "-fsch
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A C++ compiler that works. compiler: the command. version: its first line of --version. isa: what it
+    """A C++ compiler. compiler: the command, quoted as for a shell. version: its first line of --version. isa: what it
     compiles for."""
 
     compiler: str
@@ -81,18 +81,39 @@ class Toolchain:
         return (*level, *BASE_FLAGS, *self.isa.flags)
 
     def compile(self, source: str, path: Path) -> None:
-        """Writes the shared object of a source at path. Raises ToolchainError with the compiler's own words."""
-        with tempfile.TemporaryDirectory(prefix="plait-") as folder:
-            cpp = Path(folder) / "kernels.cpp"
-            cpp.write_text(source)
-            command = [self.compiler, *self.flags, str(cpp), *self.isa.libraries, "-o", str(path)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                first = "\n".join(done.stderr.splitlines()[:20])
-                raise ToolchainError(
-                    f"{self.compiler} refused a kernel (exit code {done.returncode}):\n{first}",
-                    hint="PLAIT_DEBUG=4 writes the source; PLAIT_CXX chooses another compiler",
-                )
+        """Writes the shared object of a source at path, whose folder it may use.
+
+        Raises ToolchainError with the compiler's own words, ToolchainMissing (and is not found again) if it refuses
+        every source, OSError if the folder is full.
+        """
+        refusal = self._refusal(source, path)
+        if refusal is None:
+            return
+        (path.parent / "room").write_bytes(bytes(1 << 20))
+        general = self._refusal('extern "C" int plait_probe() { return 0; }', path)
+        if general is not None:
+            _broken[self.compiler] = f"{self.compiler} cannot compile: {(general.splitlines() or ['no output'])[0]}"
+            _find.cache_clear()
+            raise ToolchainMissing(_broken[self.compiler])
+        path.unlink()
+        first = "\n".join(refusal.splitlines()[:20])
+        raise ToolchainError(
+            f"{self.compiler} refused a kernel:\n{first}",
+            hint="PLAIT_DEBUG=4 writes the source; PLAIT_CXX chooses another compiler",
+        )
+
+    def _refusal(self, source: str, path: Path) -> str | None:
+        """What the compiler says, if it writes no library at path."""
+        cpp = path.with_suffix(".cpp")
+        cpp.write_text(source)
+        command = [*shlex.split(self.compiler), *self.flags, str(cpp), *self.isa.libraries, "-o", str(path)]
+        env = {**os.environ, "TMPDIR": str(path.parent)}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        return None if done.returncode == 0 and path.is_file() else done.stderr
+
+
+_broken: dict[str, str] = {}
+"""Compilers that answered and then refused every source, with what they said."""
 
 
 def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
@@ -113,20 +134,41 @@ def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
 
 
 def find_toolchain(cfg: Config) -> Toolchain:
-    """The compiler that cfg names, else $CXX, c++, g++, clang++: the first that exists. Raises ToolchainMissing."""
+    """The compiler that cfg names, else $CXX, c++, g++, clang++: the first that works.
+
+    Each may have arguments. Raises ToolchainMissing."""
     return _find(cfg.cpp_compiler, os.environ.get("CXX", ""), os.environ.get("PATH", ""), cfg.isa, cfg.opt_level)
 
 
 @lru_cache(maxsize=8)
 def _find(named: str, cxx: str, path: str, isa: str, opt_level: int) -> Toolchain:
     tried = [named] if named else [c for c in (cxx, "c++", "g++", "clang++") if c]
-    for command in tried:
-        found = shutil.which(command, path=path)
-        if found is None:
+    broken = []
+    for name in tried:
+        command = _command(name, path)
+        if command is None:
             continue
-        done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+        compiler = shlex.join(command)
+        if compiler in _broken:
+            broken.append(_broken[compiler])
+            continue
+        try:
+            done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+        except OSError:  # no program, though it may be executed
+            continue
         if done.returncode == 0:
-            return Toolchain(found, done.stdout.partition("\n")[0], detect_isa(isa), opt_level)
+            return Toolchain(compiler, done.stdout.partition("\n")[0], detect_isa(isa), opt_level)
     raise ToolchainMissing(
-        f"no C++ compiler found (tried {', '.join(tried)})", hint="install g++ or clang++, or name one with PLAIT_CXX"
+        f"no C++ compiler found (tried {'; '.join([', '.join(tried), *broken])})",
+        hint="install g++ or clang++, or name one with PLAIT_CXX",
     )
+
+
+def _command(name: str, path: str) -> list[str] | None:
+    """The words of a command such as "ccache g++", the first with its folder; None if there is no such program."""
+    try:
+        words = [name] if shutil.which(name, path=path) else shlex.split(name)
+    except ValueError:  # an open quote
+        return None
+    found = shutil.which(words[0], path=path) if words else None
+    return [found, *words[1:]] if found else None

@@ -79,8 +79,8 @@ def through_dynamo(error: PlaitError) -> Exception:
 @lru_cache(maxsize=1)
 def kept_whole() -> tuple[Any, ...]:
     """Operators whose decomposition loses: the gradient of an attention kernel is wrong, integers of linspace are
-    others, an index out of range or a probability above 1 is no error or another one, borders become gathers by
-    computed indices, and a row put into a tensor becomes a choice."""
+    others, an index out of range or a probability above 1 is no error or another one, a NaN has a gradient, borders
+    become gathers by computed indices, and a row put into a tensor becomes a choice."""
     aten = torch.ops.aten
     return (
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -95,6 +95,7 @@ def kept_whole() -> tuple[Any, ...]:
         aten.nll_loss_forward.default,
         aten.nll_loss2d_forward.default,
         aten.roll.default,
+        aten.smooth_l1_loss_backward.default,
         aten.select_scatter.default,
         aten.reflection_pad1d.default,
         aten.reflection_pad2d.default,

@@ -92,6 +92,37 @@ def test_running_extremes_of_small_types(dtype: torch.dtype) -> None:
     same(lambda a: (a.cummax(1), a.cummin(0)), lambda: ((torch.arange(91) * 5 % 7 - 3).view(7, 13).to(dtype),), calls=1)
 
 
+inf, nan = float("inf"), float("nan")
+EXTREME = {
+    "asinh": (torch.asinh, torch.tensor([1e30, -2e25, 3.0, inf, -inf, nan, -0.0, 1e13]).repeat(9)),
+    "acosh": (torch.acosh, torch.tensor([1e30, 2e25, 3.0, inf, -inf, nan, -1e30, 1e13]).repeat(9)),
+    "asinh of f64": (torch.asinh, torch.full((64,), -1e200, dtype=torch.float64)),
+    "floor division": (lambda x: x // 0.3, torch.tensor([3e38, -3e38, inf, 1.0, nan, -0.1]).repeat(9)),
+    "a NaN's variance": (lambda x: torch.var(x, correction=0), torch.tensor(nan)),
+    "variance": (lambda x: x.var(1), torch.full((4, 31), 2e37)),
+    "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), torch.full((4, 31), 2e37)),
+    "mean of an infinity": (lambda x: torch.var_mean(x, 1)[1], torch.tensor([[inf, 1.0, 2.0], [3.0, 4.0, 5.0]])),
+    "no elements": (lambda x: ((x + 1)[66:], (x + 1).flip(0).narrow(0, 66, 51)), torch.ones(127, 0)),
+}
+
+
+@pytest.mark.parametrize("case", EXTREME)
+def test_extreme_inputs(case: str) -> None:
+    fn, x = EXTREME[case]
+    same(fn, lambda: (x.clone(),), calls=1)
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_of_smooth_l1_loss(reduction: str, beta: float) -> None:
+    def fn(x, y):
+        return F.smooth_l1_loss(x, y, reduction=reduction, beta=beta)
+
+    x, y = torch.tensor([inf, nan, 1.0, 0.2, -3.0, 0.0]), torch.tensor([0.0, 0.0, nan, 0.4, 2.0, 0.0])
+    same(fn, lambda: (x.clone(), y.clone()), grad=True, calls=1)
+    same(fn, lambda: (x[3:].clone(), y[3:].clone()), grad=True, calls=1)
+
+
 @pytest.mark.parametrize(
     "fn",
     [

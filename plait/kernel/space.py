@@ -216,13 +216,16 @@ def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     dtype = s.value.dtype
     n = const(count, dtype) if isinstance(count, int) else cast(node("index", (), count, i64), dtype)
     zero = const(0, dtype)
-    mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), n))
+    # Scaled by a power of two, which is exact, the sum does not overflow where the mean does not.
+    scale = const(2.0 ** -(count - 1).bit_length() if isinstance(count, int) and count else 2.0**-32, dtype)
+    mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), node("mul", (n, scale))))
     if not isinstance(count, int) or count == 0:
         mean = node("where", (node("eq", (n, zero)), zero, mean))
     off = node("sub", (s.value, mean))
     accs[f"{s.name}.mean"] = mean
     accs[f"{s.name}.count"] = n
-    return [Reduce(f"{s.name}.sum", "sum", s.value), Reduce(f"{s.name}.m2", "sum", node("mul", (off, off)))]
+    scaled = node("mul", (s.value, scale))
+    return [Reduce(f"{s.name}.sum", "sum", scaled), Reduce(f"{s.name}.m2", "sum", node("mul", (off, off)))]
 
 
 def _mapped(s: Stmt, fn: Callable[[Node], Node]) -> Stmt:

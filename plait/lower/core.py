@@ -257,6 +257,8 @@ class Lowering:
         for d in range(len(strides) - 1, -1, -1):
             if x.shape[d] == 1:
                 strides[d] = sz.mul(x.shape[d + 1], strides[d + 1]) if d + 1 < len(strides) else 1
+        if 0 in x.shape:  # of no elements the first may lie beyond the memory
+            rest = 0
         self.fix_layout(x.buf)
         return TensorArg(x.buf, x.shape, tuple(strides), rest)
 

@@ -1,4 +1,5 @@
-"""The negative log likelihood: a gather along the classes and weighted sums, which fuse with the log_softmax before.
+"""The negative log likelihood: a gather along the classes and weighted sums, which fuse with the log_softmax before;
+and the gradient of smooth_l1_loss.
 
 Targets are checked at run time as eager checks them, but for those that are ignored.
 """
@@ -13,10 +14,11 @@ from plait.ir.checks import Check
 from plait.ir.dtypes import i64
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr, Size
+from plait.ir.sizes import Expr, Size, numel
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.index import at_least_1d
+from plait.lower.pointwise import Maths, elementwise
 from plait.lower.shape import result
 
 aten = torch.ops.aten
@@ -71,3 +73,20 @@ def nll_loss(
         return ops.cast(value, x.dtype)
 
     return result(ctx, combined, 0), result(ctx, lambda ops, i: ops.cast(total_weight(ops), x.dtype), 1)
+
+
+@lower(aten.smooth_l1_loss_backward.default)
+def smooth_l1_loss_backward(ctx: Lowering, grad: View, x: View, target: View, reduction: int, beta: float) -> View:
+    """The gradient of x."""
+
+    def formula(m: Maths, g: Node, a: Node, b: Node) -> Node:
+        off = m("sub", a, b)
+        if reduction == _MEAN:
+            g = m("truediv", g, m.cast(m.ops.index(numel(ctx.out_shape())), g.dtype))
+        if beta == 0:
+            slope = m("sign", off)
+        else:
+            slope = m("max", m("min", m("truediv", off, beta), 1.0), -1.0)
+        return m("mul", g, slope)
+
+    return elementwise(ctx, formula, (grad, x, target))

@@ -7,6 +7,7 @@ pointwise_nn.py and pointwise_special.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -176,10 +177,26 @@ def row(op: str) -> Formula:
 
 # ---------------------------------------------------------------------------------------------- one argument
 for _name in (
-    "acos acosh asin asinh atan atanh cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 reciprocal rsqrt "
+    "acos asin atan atanh cos cosh erf erfc exp exp2 expm1 lgamma log log10 log1p log2 reciprocal rsqrt "
     "sin sinh sqrt tan tanh"
 ).split():
     register(overloads(_name), row(_name), FLOAT)
+
+
+def _area(op: str) -> Formula:
+    """asinh or acosh. The vector functions square their argument: of a large x it is log(2x)."""
+
+    def formula(m: Maths, x: Node) -> Node:
+        a = m("abs", x)
+        far = m("add", m("log", a), math.log(2))
+        far = m("copysign", far, x) if op == "asinh" else m("where", m("lt", x, 0), math.nan, far)
+        return m("where", m("gt", a, 2.0**40), far, m(op, x))
+
+    return formula
+
+
+for _name in ("acosh", "asinh"):
+    register(overloads(_name), _area(_name), FLOAT)
 
 
 def unless_integer(op: str) -> Formula:
@@ -317,7 +334,8 @@ def floor_divide(m: Maths, a: Node, b: Node) -> Node:
     low = m("floor", div)
     low = m("where", m("gt", m("sub", div, low), 0.5), m("add", low, 1), low)
     out = m("where", m("ne", div, 0), low, m("copysign", m.const(0.0, a.dtype), quotient))
-    return m("where", m("eq", b, 0), quotient, out)
+    over = m("and", m("isinf", quotient), m("not", m("isinf", a)))  # fmod of vectors is NaN then
+    return m("where", m("or", over, m("eq", b, 0)), quotient, out)
 
 
 def _trunc_divide(m: Maths, a: Node, b: Node) -> Node:

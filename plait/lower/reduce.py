@@ -84,8 +84,10 @@ class Axes:
         if kind in ("argmax", "argmin"):
             return (fill(0, i64),)
         same = ctx.pointwise((), dtype, lambda ops, i: body(ops, (), ()))
-        found = (same, fill(0, dtype), fill(1, dtype))
-        return tuple(v if want else None for v, want in zip(found, outs, strict=False))
+        if kind == "welford":  # x - x is 0 for numbers and NaN for NaN and infinities
+            off = ctx.pointwise((), dtype, lambda ops, i: ops.op("sub", *[same.load(ops, ())] * 2))
+            return tuple(v if want else None for v, want in zip((same, off, fill(1, dtype)), outs, strict=True))
+        return (same,)
 
 
 def _plain(ops: Recorder, x: Node) -> Node:
@@ -235,18 +237,20 @@ def _var_mean(
     axes = Axes(x, dim)
     mean, m2 = moments(ctx, axes, compute_dtype(x.dtype))
     var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0))
-    return axes.restore(var, keepdim), axes.restore(_mean_or_nan(ctx, axes, mean, ctx.out_dtype(1)), keepdim)
+    return axes.restore(var, keepdim), axes.restore(_mean_or_nan(ctx, axes, mean, m2, ctx.out_dtype(1)), keepdim)
 
 
-def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, out: DType) -> View:
-    """Welford's mean of nothing is 0, eager's is NaN."""
-    if sz.known_lt(0, axes.numel):
+def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) -> View:
+    """Welford's mean of nothing is 0 and that of an infinity infinite, eager's is NaN."""
+    if axes.numel == 1:
         return convert(ctx, mean, out)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        empty = ops.op("eq", ops.index(axes.numel), ops.const(0, i64))
+        lost = ops.op("isnan", m2.load(ops, i))
+        if not sz.known_lt(0, axes.numel):
+            lost = ops.op("or", lost, ops.op("eq", ops.index(axes.numel), ops.const(0, i64)))
         nan = ops.const(float("nan"), mean.dtype)
-        return ops.cast(ops.op("where", empty, nan, mean.load(ops, i)), out)
+        return ops.cast(ops.op("where", lost, nan, mean.load(ops, i)), out)
 
     return ctx.pointwise(axes.shape, out, body)
 

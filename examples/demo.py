@@ -163,7 +163,7 @@ def main() -> int:
         if args.backend == "plait":
             import plait
 
-            report = plait.explain(encoder, inputs, quiet=True)
+            report = plait.explain(encoder, *inputs, quiet=True)
             externs = sum(report.extern_calls.values())
             print(
                 f"launched          {report.kernels} kernels and {externs} calls of PyTorch's own operators; "

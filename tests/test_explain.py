@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -168,15 +169,13 @@ def test_what_was_compiled_before_an_error_is_printed(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_arguments_are_given_as_to_compile() -> None:
-    def scaled(x: torch.Tensor, mode: float, quiet: torch.Tensor) -> torch.Tensor:
-        return x * mode + quiet
+def test_arguments_are_given_as_in_a_call() -> None:
+    def scaled(x: torch.Tensor, by: float, mode: torch.Tensor) -> torch.Tensor:
+        return x * by + mode
 
     x = inputs()
-    for given in ((x, 3.0, x), {"x": x, "mode": 3.0, "quiet": x}):
-        assert plait.explain(scaled, given, quiet=True).kernels == 1
-    with pytest.raises(plait.UserError, match="example_inputs must be a tuple of arguments, got int"):
-        plait.explain(scaled, 3)  # type: ignore[arg-type]
+    assert plait.explain(scaled, x, 3.0, x, quiet=True).kernels == 1
+    assert plait.explain(functools.partial(scaled, mode=x), x, by=3.0, quiet=True).kernels == 1
     with pytest.raises(plait.UserError, match=r"plait\.explain needs a function or module, got int"):
         plait.explain(3, x)  # type: ignore[arg-type]
 
@@ -207,7 +206,7 @@ def test_equal_kernels_and_reasons_are_counted_together() -> None:
         return x
 
     with torch.no_grad():
-        report = plait.explain(layers, (inputs(), torch.randn(96, 96)), quiet=True)
+        report = plait.explain(layers, inputs(), torch.randn(96, 96), quiet=True)
     assert report.kernels == 6
     assert re.search(r"\n  6 x plait_tanh_native_layer_norm_\w+: tanh, native_layer_norm; about", report.text)
     assert len(report.text.splitlines()) < 15

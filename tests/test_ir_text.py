@@ -262,7 +262,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, fn: object, *args: object) -> Iter
     shown = show.show_loops
     with monkeypatch.context() as patch:
         patch.setattr(show, "show_loops", lambda log, p: (programs.append(p), shown(log, p)))
-        report = plait.explain(fn, args, quiet=True)  # type: ignore[arg-type]
+        report = plait.explain(fn, *args, quiet=True)  # type: ignore[arg-type]
     assert len(programs) == len(report.graphs) > 0
     yield from programs
     yield from (g.plan for g in report.graphs)

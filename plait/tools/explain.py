@@ -1,4 +1,4 @@
-"""`plait.explain(fn, (x, y))`: compiles and runs fn once and says what became of it.
+"""`plait.explain(fn, *args)`: compiles and runs fn once and says what became of it.
 
 In: a function or module with example arguments. Out: a `Report` with a record of every graph: inference graphs, or
 forward and backward graphs where gradients are needed, and why Dynamo broke a graph. fn is called once; what was
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait import compat
 from plait.capture.backend import plait_backend
-from plait.capture.export import check_callable, example_arguments, record_of
+from plait.capture.export import check_callable, record_of
 from plait.config import Config
 from plait.tools.report import Report
 from plait.wrapper.program import CompileRecord, observers
@@ -25,24 +25,23 @@ from plait.wrapper.program import CompileRecord, observers
 
 def explain(
     fn: Callable[..., Any],
-    example_inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor = (),
-    *,
+    *args: Any,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     details: bool = False,
     quiet: bool = False,
+    **kwargs: Any,
 ) -> Report:
-    """Compiles fn for example_inputs, calls it with them once, prints the report and returns it.
+    """Compiles fn, calls it with these arguments once, prints the report and returns it.
 
-    example_inputs: as for plait.compile, positional arguments, or a mapping of keyword arguments, or one tensor.
-    options, mode: as for torch.compile. details: print every kernel, call and refusal of every graph after the summary.
+    options, mode: as for torch.compile; a keyword argument of fn that has one of the four names here is given through
+    functools.partial. details: print every kernel, call and refusal of every graph after the summary.
     quiet: do not print. Where a result needs gradients that fn did not take itself, the backward graphs are compiled
     and run as well, and no `.grad` changes. Raises what fn or the compiler raises, after printing what was compiled
     before, and UserError for wrong arguments.
     """
     Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.explain")
-    args, kwargs = example_arguments(example_inputs)
     if record := record_of(fn):
         return _shown(Report((record,), (), "compiled by plait.compile before, not run again"), details, quiet)
     records: list[CompileRecord] = []

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import plait
 from plait.config import MODES, Config, list_modes, list_options
 from plait.errors import UserError
 from plait.log import IR, REASONS, STAGES, PassLog
+
+FLAGS = dataclasses.fields(Config)
 
 
 def test_environment_overrides_defaults() -> None:
@@ -36,6 +39,20 @@ def test_environment_overrides_defaults() -> None:
 def test_bad_environment(name: str, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Config.from_env({name: text})
+
+
+def test_an_empty_environment_variable_counts_as_unset() -> None:
+    assert Config.from_env({f.metadata["env"] or f"PLAIT_{f.name.upper()}": "" for f in FLAGS}) == Config()
+
+
+def test_an_unknown_environment_name_is_one_warning_that_lists_the_known_ones() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Config.from_env({"PLAIT_DEBG": "3", "PLAIT_DEBUG": "1", "PATH": "/bin"})
+    (warning,) = caught
+    assert "PLAIT_DEBG:" in str(warning.message) and "PLAIT_DEBUG_DIR, " in str(warning.message)
+    assert warning.filename == __file__
 
 
 def test_options_come_on_top_of_the_mode() -> None:
@@ -106,6 +123,20 @@ def test_dumps_go_to_a_folder_a_graph(tmp_path: Path) -> None:
     log.dump("b.txt", lambda: "two")
     assert (tmp_path / "graph_7" / "a.txt").read_text() == "one"
     assert (tmp_path / "graph_7" / "b.txt").read_text() == "two"
+
+
+def test_a_debug_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "graph" / "a.txt").mkdir(parents=True)
+    for root in (str(tmp_path / "file"), "~nouser/x", str(tmp_path)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                log = PassLog(Config(debug_dir=root), "graph")
+                log.dump("a.txt", "one")
+                assert log.folder is None
+        assert [w.filename for w in caught] == [__file__]
+        assert str(caught[0].message).startswith(f"plait cannot write debug files to {root} (")
 
 
 def test_no_text_is_built_that_nobody_reads() -> None:

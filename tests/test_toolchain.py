@@ -6,13 +6,18 @@ import ctypes
 import dataclasses
 import multiprocessing
 import os
+import shutil
 import stat
+import tempfile
 import time
+import types
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import plait
 from plait.config import Config
 from plait.errors import ToolchainError, UserError
 from plait.runtime import toolchain
@@ -87,6 +92,52 @@ def test_a_broken_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_toolchain(Config()).compiler != str(broken)
 
 
+def write_compiler(path: Path, otherwise: str) -> str:
+    """A program that answers --version and does something else for everything else."""
+    path.write_text(f'#!/bin/sh\ncase "$*" in *--version*) echo my compiler 1.0;; *) {otherwise};; esac\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("otherwise", ["echo no cc1plus >&2; exit 1", "exit 0"])
+def test_a_compiler_that_only_answers_counts_as_missing(tmp_path: Path, otherwise: str) -> None:
+    cfg = config(tmp_path, cpp_compiler=write_compiler(tmp_path / "broken c++", otherwise))
+    x = torch.randn(16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(2):
+            options = {"cpp_compiler": f"'{cfg.cpp_compiler}'", "cache_dir": cfg.cache_dir}
+            compiled = plait.compile(lambda a, k=k: a.sin() + k, (x,), options=options)
+            torch.testing.assert_close(compiled(x), x.sin() + k)
+    first = next(w for w in caught if "runs every op as a call of ATen" in str(w.message))
+    assert "broken c++' cannot compile" in str(first.message) and "\n" not in str(first.message)
+    assert first.filename == __file__
+    with pytest.raises(ToolchainMissing, match="cannot compile"):
+        find_toolchain(cfg)
+
+
+def test_the_next_compiler_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = write_compiler(tmp_path / "c++", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CXX", raising=False)
+    found = find_toolchain(Config())
+    assert found.compiler == broken
+    assert answer(get_or_build(SOURCE, found, config(tmp_path)).path) == 42
+    assert find_toolchain(Config()).compiler != broken
+
+
+def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = find_toolchain(Config())
+    named = find_toolchain(config(tmp_path, cpp_compiler=f"{plain.compiler} -O3 '-DANSWER=40 + 2'"))
+    source = SOURCE.replace("42", "ANSWER")
+    assert answer(get_or_build(source, named, config(tmp_path)).path) == 42
+    assert cache_key(SOURCE, named) != cache_key(SOURCE, plain)
+    monkeypatch.setenv("CXX", f"env {plain.compiler}")
+    assert find_toolchain(Config()).compiler == f"{shutil.which('env')} {plain.compiler}"
+    with pytest.raises(ToolchainMissing):
+        find_toolchain(config(tmp_path, cpp_compiler="g++ 'open"))
+
+
 def test_refused_source_shows_the_compilers_words(tmp_path: Path) -> None:
     with pytest.raises(ToolchainError, match=r"refused a kernel.*\n.*error"):
         get_or_build("this is not C++", find_toolchain(Config()), config(tmp_path))
@@ -138,6 +189,67 @@ def test_folder_that_cannot_be_written_still_builds(tmp_path: Path) -> None:
     with pytest.warns(CacheWarning, match="cannot write kernels"):
         built = get_or_build(SOURCE, find_toolchain(Config()), config(tmp_path))
     assert answer(built.path) == 42
+
+
+def test_warnings_do_not_repeat_for_every_entry(tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("a file where the folder should be")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(3):
+            get_or_build(f"{SOURCE}// {k}", find_toolchain(Config()), config(tmp_path))
+    assert len(caught) == 1 and caught[0].filename == __file__ and "\n" not in str(caught[0].message)
+
+
+def test_a_home_folder_that_does_not_exist_still_builds() -> None:
+    with pytest.warns(CacheWarning, match="cannot write kernels to ~nouser/x"):
+        built = get_or_build(SOURCE, find_toolchain(Config()), config(Path("~nouser/x")))
+    assert answer(built.path) == 42
+
+
+def test_a_folder_in_an_entrys_place_is_replaced(tmp_path: Path) -> None:
+    tools, cfg = find_toolchain(Config()), config(tmp_path)
+    path = get_or_build(SOURCE, tools, cfg).path
+    path.unlink()
+    path.mkdir()
+    (path / "file").touch()
+    with pytest.warns(CacheWarning, match="damaged cache entry"):
+        assert get_or_build(SOURCE, tools, cfg).path == path
+    assert get_or_build(SOURCE, tools, cfg).hit and answer(path) == 42
+
+
+def mounted(monkeypatch: pytest.MonkeyPatch, *noexec: str) -> None:
+    """Folders below these look as if mounted noexec."""
+
+    def statvfs(path: object) -> types.SimpleNamespace:
+        return types.SimpleNamespace(f_flag=os.ST_NOEXEC if str(path).startswith(noexec) else 0)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+
+def test_no_library_is_loaded_from_a_noexec_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, cfg = find_toolchain(Config()), config(tmp_path)
+    before = get_or_build(SOURCE, tools, cfg).path
+    mounted(monkeypatch, str(tmp_path))
+    with pytest.warns(CacheWarning, match="mounted noexec"):
+        built = get_or_build(SOURCE, tools, cfg)
+    assert not built.hit and built.path != before and answer(built.path) == 42
+    mounted(monkeypatch, "/")
+    with pytest.raises(ToolchainMissing, match=r"no folder to build kernels in \(mounted noexec\)"):
+        get_or_build(SOURCE, tools, cfg)
+
+
+def test_a_full_folder_for_temporary_files_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full takes no byte: every file made below this TMPDIR fails as on a full disk."""
+    write = Path.write_text
+
+    def write_text(path: Path, text: str) -> int:
+        return write(Path("/dev/full") if path.is_relative_to(tmp_path / "full") else path, text)
+
+    (tmp_path / "full").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    monkeypatch.setattr(Path, "write_text", write_text)
+    built = get_or_build(SOURCE, find_toolchain(Config()), config(tmp_path))
+    assert answer(built.path) == 42 and not list((tmp_path / "full").iterdir())
 
 
 def _build_in_child(folder: str, results: multiprocessing.Queue) -> None:  # type: ignore[type-arg]

@@ -89,7 +89,7 @@ class Toolchain:
         refusal = self._refusal(source, path)
         if refusal is None:
             return
-        (path.parent / "room").write_bytes(bytes(1 << 20))
+        path.with_suffix(".cpp").write_bytes(bytes(1 << 20))  # is there room at all?
         general = self._refusal('extern "C" int plait_probe() { return 0; }', path)
         if general is not None:
             _broken[self.compiler] = f"{self.compiler} cannot compile: {(general.splitlines() or ['no output'])[0]}"

@@ -25,7 +25,12 @@ class Boxed:
 @final
 class Program:
     def __new__(
-        cls, plan: bytes, library: Library | None, constants: Sequence[torch.Tensor], callables: Sequence[object]
+        cls,
+        plan: bytes,
+        library: Library | None,
+        constants: Sequence[torch.Tensor],
+        callables: Sequence[object],
+        cubins: str | None = None,
     ) -> Program: ...
     def __call__(self, *args: Any) -> tuple[Any, ...]: ...
     @property
@@ -92,3 +97,6 @@ class Direct:
 def arena_stats() -> dict[str, int]: ...
 def trim_arenas() -> None: ...
 def math_addresses(names: Sequence[str]) -> tuple[int, ...]: ...
+def launch_cubin(
+    path: str, name: str, device: int, pointers: Sequence[int], sizes: Sequence[int], grid: int
+) -> None: ...

@@ -6,21 +6,25 @@ what it made. A constraint on order is a comment on its line.
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
+
+import torch
 
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.clean import clean_graph
 from plait.ir.verify import verify as verify_loops
-from plait.kernel.cpp import emit_library
 from plait.kernel.target import Source
+from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
 from plait.lower.graph import Lowered, load_rules, lower_graph
-from plait.runtime.cache import Built, get_or_build
-from plait.runtime.toolchain import Toolchain, ToolchainMissing, find_toolchain
+from plait.runtime.cubin import triton_version
+from plait.runtime.store import Built
+from plait.runtime.toolchain import find_toolchain
 from plait.schedule import schedule
+from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel, Plan
 from plait.schedule.verify import verify_plan
 from plait.wrapper import show
@@ -28,7 +32,7 @@ from plait.wrapper.build import build
 from plait.wrapper.measure import measured
 from plait.wrapper.passes import run_passes
 from plait.wrapper.program import CompileRecord, Program, observe
-from plait.wrapper.targets import TARGETS
+from plait.wrapper.targets import TARGETS as WRAPPERS
 
 __all__ = ["Program", "compile_graph"]
 
@@ -38,13 +42,12 @@ load_rules()  # now, not while the first graph waits
 def compile_graph(captured: Captured, cfg: Config) -> Program:
     """Compiles one graph.
 
-    Raises Unsupported, with the user's line, for what plait cannot compile, and InternalError where a stage broke a
-    rule of its IR.
+    Raises Unsupported, with the user's line, for what plait cannot compile, ToolchainMissing where the machine cannot
+    build its kernels, and InternalError where a stage broke a rule of its IR.
     """
     log = PassLog(cfg, captured.name, {"lower": _verify_loops, "schedule": verify_plan})
-    toolchain = _toolchain(cfg)
-    if toolchain is None:
-        cfg = replace(cfg, kernels=False)
+    if cfg.kernels:
+        _find_tools(captured, cfg)
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
     show.show_graph(log, "0_captured.py", captured.graph)
@@ -53,17 +56,17 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     lowered = log("lower", lower_graph, captured, cfg)
     show.show_loops(log, lowered.program)
     plan = log("schedule", schedule, lowered.program, cfg, log)
-    source = log("emit kernels", _emit, plan, toolchain)
-    plan = _name_kernels(plan, source)  # equal kernels now have one name
+    sources = log("emit kernels", _emit, plan, cfg)
+    plan = _name_kernels(plan, sources)  # equal kernels now have one name
     show.show_plan(log, plan)
-    show.show_source(log, source.text)
-    library = log("build kernels", _build, source, toolchain, cfg)
+    show.show_sources(log, sources)
+    built = log("build kernels", _build, sources, cfg)
     wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs)
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
-    path = None if library is None else str(library.path)
-    show.show_wrapper(log, wrapper, path, lowered.constants)
-    loaded = log("load", TARGETS[cfg.wrapper], wrapper, path, lowered.constants, lowered.callables)
-    loaded = measured(log, loaded, wrapper, path, lowered.constants)
+    libraries = {kind: str(b.path) for kind, b in built.items()}
+    show.show_wrapper(log, wrapper, libraries, lowered.constants)
+    loaded = log("load", WRAPPERS[cfg.wrapper], wrapper, libraries, lowered.constants, lowered.callables)
+    loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
 
     record = CompileRecord(
         name=captured.name,
@@ -73,8 +76,8 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
         wrapper=wrapper,
         aten_ops=aten_ops,
         times_ms=log.times_ms,
-        kernel_source=source.text,
-        cache_hit=None if library is None else library.hit,
+        kernel_source="\n".join(s.text for s in sources.values()),
+        cache_hit=all(b.hit for b in built.values()) if built else None,
         fallback_reasons=lowered.reasons,
         wrapper_reason=captured.wrapper_reason,
     )
@@ -86,34 +89,34 @@ def _verify_loops(lowered: Lowered) -> None:
     verify_loops(lowered.program, "lower")
 
 
-def _emit(plan: Plan, toolchain: Toolchain | None) -> Source:
-    kernels = [s for s in plan.steps if isinstance(s, Kernel)]
-    if not kernels:
-        return Source("", {})
-    assert toolchain is not None, "without a compiler, nothing is lowered to kernels"
-    return emit_library(kernels, toolchain.isa)
+def _emit(plan: Plan, cfg: Config) -> dict[str, Source]:
+    """The sources of all kernels, by kind of device."""
+    kinds: dict[str, list[Kernel]] = {}
+    for s in plan.steps:
+        if isinstance(s, Kernel):
+            kinds.setdefault(s.device.partition(":")[0], []).append(s)
+    anywhere = unaligned(plan)
+    return {kind: KERNELS[kind].emit(kernels, anywhere, cfg) for kind, kernels in kinds.items()}
 
 
-def _build(source: Source, toolchain: Toolchain | None, cfg: Config) -> Built | None:
-    return None if toolchain is None or not source.entry_points else get_or_build(source.text, toolchain, cfg)
+def _build(sources: Mapping[str, Source], cfg: Config) -> dict[str, Built]:
+    return {kind: KERNELS[kind].build(source, cfg) for kind, source in sources.items()}
 
 
-def _name_kernels(plan: Plan, source: Source) -> Plan:
-    steps = tuple(replace(s, name=source.entry_points[s.name]) if isinstance(s, Kernel) else s for s in plan.steps)
-    return replace(plan, steps=steps)
+def _name_kernels(plan: Plan, sources: Mapping[str, Source]) -> Plan:
+    names = {k: n for source in sources.values() for k, n in source.entry_points.items()}
+    grids = {k: g for source in sources.values() for k, g in source.grids.items()}
+    steps = (
+        replace(s, name=names[s.name], grid=grids.get(s.name, 1)) if isinstance(s, Kernel) else s for s in plan.steps
+    )
+    return replace(plan, steps=tuple(steps))
 
 
-def _toolchain(cfg: Config) -> Toolchain | None:
-    """The machine's C++ compiler; without one, None and one warning a process."""
-    if not cfg.kernels:
-        return None
-    try:
-        return find_toolchain(cfg)
-    except ToolchainMissing as missing:
-        _warn_once(str(missing).replace("\n", ";"))
-        return None
-
-
-@cache
-def _warn_once(text: str) -> None:
-    warnings.warn(f"plait runs every op as a call of ATen: {text}", stacklevel=2)
+def _find_tools(captured: Captured, cfg: Config) -> None:
+    """Raises ToolchainMissing, before anything else is done, where the machine lacks what kernels for the graph's
+    devices are built with."""
+    values = [n.meta.get("val") for n in captured.graph.graph.nodes if n.op == "placeholder"]
+    if any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values):
+        triton_version()
+    else:
+        find_toolchain(cfg)

@@ -78,11 +78,12 @@ class PassLog:
             folder = Path(self._root).expanduser() / self.name
             folder.mkdir(parents=True, exist_ok=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: no such home folder
-            self._give_up(error)
+            self.give_up(error)
             return None
         return folder
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
+        """Writes no files any more, and says why."""
         reason = getattr(error, "strerror", None) or error
         warn_once(f"plait cannot write debug files to {self._root} ({reason}): it writes none")
         self._root = ""
@@ -98,7 +99,7 @@ class PassLog:
             try:
                 (folder / filename).write_text(content)
             except OSError as error:
-                self._give_up(error)
+                self.give_up(error)
         if tracing:
             _trace(f"plait_{self.name}_{filename}", content)
 

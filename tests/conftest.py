@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+collect_ignore = [] if torch.cuda.is_available() else ["test_gpu.py"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PLAIT_VERIFY", "1")

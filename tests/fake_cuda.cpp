@@ -36,6 +36,16 @@ int cuCtxGetDevice(int* device) {
   *device = 3;
   return 0;
 }
+int cuCtxGetCurrent(void** context) {
+  *context = nullptr;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  note("retain %d\n", device);
+  *context = context;
+  return 0;
+}
+int cuCtxSetCurrent(void*) { return 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   *value = attribute == 97 && device == 3 ? 232448 : -1;
   return 0;

@@ -348,7 +348,7 @@ def check(seed: int, isa: Isa, folder: Path, threads: int = 1, show: bool = Fals
     maker = Maker(seed)
     kernel = maker.kernel()
     if show:
-        print(NullTarget().emit_library([kernel], isa).text)
+        print(NullTarget().emit([kernel]).text)
         print({b.name: (b.dtype, b.shape, b.strides) for b in kernel.args}, maker.dynamic)
     loaded = Loaded([kernel], isa, folder)
     if show:

@@ -108,7 +108,7 @@ def program(inputs: tuple[Input, ...], *body: Instr, n_constants: int = 0, n_cal
 
 def build(p: WrapperProgram, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()) -> Program:
     """Encodes and loads."""
-    return load(encode(p), library(), constants, callables)
+    return load(encode(p), {"cpu": library()}, constants, callables)
 
 
 def ret(*names: str) -> Return:

@@ -190,9 +190,9 @@ def test_missing_operator_kernel_and_argument():
         build(program((tensor("x", 4),), extern("aten::mm", Ref("x"), outs=("o",)), ret("o")))
     p = program((tensor("x", 8),), alloc("o", 8), launch("k_inc", "x", "o", n=8), ret("o"))
     with pytest.raises(LoadError, match="kernel library"):
-        load(encode(p), None)
+        load(encode(p), {})
     with pytest.raises(LoadError, match=r"no_such\.so"):
-        load(encode(p), "/tmp/no_such.so")
+        load(encode(p), {"cpu": "/tmp/no_such.so"})
     with pytest.raises(LoadError, match="1 constants and got 0"):
         build(program((), Constant("w", 0), ret("w"), n_constants=1))
 
@@ -277,7 +277,7 @@ def test_python_calls_and_custom_operators_run_without_autocast():
 
 
 def test_seed_is_drawn_without_python():
-    prog = build(program((), extern("plait::seed", outs=("s",)), ret("s")))
+    prog = build(program((), extern("plait::seed", Literal("device", "cpu"), outs=("s",)), ret("s")))
     torch.manual_seed(7)
     want = [torch.randint(2**63 - 1, (), dtype=torch.int64) for _ in range(3)]
     torch.manual_seed(7)

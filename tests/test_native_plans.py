@@ -88,7 +88,7 @@ def with_checksum(plan: bytes) -> bytes:
 
 
 def make(plan: bytes):
-    return load(plan, library(), [torch.zeros(8)], [lambda *args, **kwargs: None])
+    return load(plan, {"cpu": library()}, [torch.zeros(8)], [lambda *args, **kwargs: None])
 
 
 def test_the_undamaged_program_runs():
@@ -174,7 +174,7 @@ def test_damaged_programs_without_kernels_never_crash_when_called():
     called = 0
     for damaged in corruptions(encode(p), 3000, seed=3):
         try:
-            prog = load(damaged, None)
+            prog = load(damaged, {})
         except (PlanError, LoadError):
             continue
         try:
@@ -219,7 +219,7 @@ X = TensorInput("x", f32, (4,), (1,))
 )
 def test_verifier(inputs: tuple[Input, ...], body: tuple[Instr, ...], text: str):
     with pytest.raises(PlanError, match=text):
-        load(encode(program(inputs, *body)), None)
+        load(encode(program(inputs, *body)), {})
 
 
 def test_dtypes_that_plans_do_not_know_are_refused_by_the_writer():

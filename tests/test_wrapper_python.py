@@ -71,8 +71,8 @@ call = alloc(f32[4] @ (1,))
 copy(call, torch, bump=False)
 return (call, torch, ref['9 lives'], lambda_ + 1)
 """)
-    source = make_python(p)
-    assert source == make_python(p)
+    source = make_python(p, {})
+    assert source == make_python(p, {})
     scope: dict[str, Any] = {}
     exec(compile(source, "g", "exec"), scope)
     x, y = torch.randn(4), torch.randn(4)
@@ -84,7 +84,7 @@ return (call, torch, ref['9 lives'], lambda_ + 1)
 
 
 def test_the_module_imports_torch_and_the_runtime_only() -> None:
-    imports = [s for s in make_python(table.example()).splitlines() if "import" in s]
+    imports = [s for s in make_python(table.example(), {}).splitlines() if "import" in s]
     assert imports == ["import torch", "from plait.runtime import generated as rt"]
 
 

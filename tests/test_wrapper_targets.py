@@ -568,11 +568,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def native(case: Case, program: WrapperProgram, library: str) -> Any:
-    return load(encode(program), library, case.constants, case.callables)
+    return load(encode(program), {"cpu": library}, case.constants, case.callables)
 
 
 def python(case: Case, program: WrapperProgram, library: str) -> Any:
-    return load_python(make_python(program), library, case.constants, case.callables)
+    return load_python(make_python(program, {}), {"cpu": library}, case.constants, case.callables)
 
 
 TARGETS = {"native": native, "python": python}

@@ -35,6 +35,9 @@ Driver::Driver(const char* library) {
   find(handle, init, "cuInit");
   find(handle, error_string, "cuGetErrorString");
   find(handle, current_device, "cuCtxGetDevice");
+  find(handle, current_context, "cuCtxGetCurrent");
+  find(handle, retain_context, "cuDevicePrimaryCtxRetain");
+  find(handle, set_context, "cuCtxSetCurrent");
   find(handle, device_attribute, "cuDeviceGetAttribute");
   find(handle, load_module, "cuModuleLoadData");
   find(handle, unload_module, "cuModuleUnload");

@@ -22,9 +22,13 @@ struct DriverError : std::runtime_error {
   int code;
 };
 
-using Function = struct FunctionHandle*;
-using Module = struct ModuleHandle*;
-using Stream = struct StreamHandle*;
+// The driver's handles: pointers to what only it knows.
+struct DriverFunction;
+struct DriverModule;
+struct DriverStream;
+using Function = DriverFunction*;
+using Module = DriverModule*;
+using Stream = DriverStream*;
 
 // As in the driver's interface (cuda.h, CUlaunchAttribute and CUlaunchConfig); a test compares.
 struct Attribute {
@@ -58,9 +62,21 @@ class Driver {
   }
   [[noreturn]] void fail(int code, std::string_view what) const;
 
+  // A thread that has not met CUDA yet gets the context that the runtime uses on this device.
+  void need_context(int device) const {
+    void* context = nullptr;
+    if (current_context(&context) == 0 && context) [[likely]]
+      return;
+    check(retain_context(&context, device), "cuDevicePrimaryCtxRetain");
+    check(set_context(context), "cuCtxSetCurrent");
+  }
+
   int (*init)(unsigned);
   int (*error_string)(int, const char**);
   int (*current_device)(int*);
+  int (*current_context)(void**);
+  int (*retain_context)(void**, int);
+  int (*set_context)(void*);
   int (*device_attribute)(int*, int, int);
   int (*load_module)(Module*, const void*);
   int (*unload_module)(Module);

@@ -9,7 +9,7 @@
 //   symbols:  n, then name each
 //   slots:    n, then (name, dtype) each
 //   inputs:   n, then (kind, id) each; a tensor goes on with dtype, rank, sizes, strides, device
-//   kernels:  n, then (name, n_args, n_sizes, n checks, (error, message) each) each
+//   kernels:  n, then (name, n_args, n_sizes, n checks, (error, message) each, device) each
 //   body:     n, then (opcode, words of this instruction, fields) each
 // Every count and id is checked as it is read, so that no byte string can make the reader leave its
 // bounds.
@@ -124,7 +124,8 @@ class Parser {
       std::string name = in_.string();
       const int32_t n_args = in_.id(0, INT32_MAX, "kernel argument count");
       const int32_t n_sizes = in_.id(0, INT32_MAX, "kernel size count");
-      plan_.kernels.push_back({std::move(name), n_args, n_sizes, checks()});
+      auto failing = checks();
+      plan_.kernels.push_back({std::move(name), n_args, n_sizes, std::move(failing), in_.string()});
     }
     for (size_t n = in_.count(); n > 0; --n) {
       const int32_t opcode = in_.id(0, static_cast<int64_t>(std::variant_size_v<Instr>), "opcode");
@@ -301,12 +302,14 @@ class Parser {
              {},
              0,
              true,
-             true};
+             true,
+             0};
     for (size_t n = in_.count(); n > 0; --n) l.sizes.push_back(expr());
     l.outs = slots();
     l.work_ns = expr();
     l.parallel = in_.flag();
     l.barrier = in_.flag();
+    l.grid = expr();
     return l;
   }
 

@@ -26,7 +26,7 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr uint32_t kPlanVersion = 2;
+inline constexpr uint32_t kPlanVersion = 3;
 
 // Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
 // does not know.
@@ -170,6 +170,7 @@ struct Launch {
   std::vector<SlotId> outs;
   ExprId work_ns;
   bool parallel, barrier;
+  ExprId grid;
 };
 // A result is a tensor slot, a symbol (an int result) or dropped.
 struct Result {
@@ -226,6 +227,7 @@ struct Kernel {
   std::string name;
   int32_t n_args, n_sizes;
   std::vector<Check> checks;  // a kernel that returns k > 0 fails with checks[k - 1]
+  std::string device;
 };
 
 struct Plan {

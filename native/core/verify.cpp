@@ -246,6 +246,7 @@ class Verifier {
     for (SlotId s : i.outs) tensor(s);
     for (ExprId e : i.sizes) use(e);
     use(i.work_ns);
+    use(i.grid);
   }
   void check(const CallExtern& i) {
     for (const Operand& o : i.args) operand(o);

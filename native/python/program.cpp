@@ -217,7 +217,9 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     Py_buffer bytes;
     PyObject *library = nullptr, *constants = nullptr, *callables = nullptr;
-    if (!PyArg_ParseTuple(args, "y*OOO", &bytes, &library, &constants, &callables)) return nullptr;
+    const char* cubins_path = nullptr;
+    if (!PyArg_ParseTuple(args, "y*OOO|z", &bytes, &library, &constants, &callables, &cubins_path))
+      return nullptr;
     const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> release(&bytes, PyBuffer_Release);
     Plan plan =
         read_plan({static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
@@ -227,6 +229,8 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
         throw InputTypeError("library must be a Library or None");
       kernels = reinterpret_cast<PyLibrary*>(library)->value;
     }
+    std::shared_ptr<Cubins> cubins;
+    if (cubins_path) cubins = std::make_shared<Cubins>(cubins_path);
     std::vector<at::Tensor> tensors;
     const Items given(constants, "constants must be a sequence of tensors");
     for (Py_ssize_t i = 0; i < given.n; ++i) {
@@ -239,7 +243,7 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
     if (state->callables.size() != static_cast<size_t>(plan.n_callables))
       throw LoadError("the program wants " + std::to_string(plan.n_callables) +
                       " callables and got " + std::to_string(calls.n));
-    state->program = std::make_unique<Program>(std::move(plan), std::move(kernels),
+    state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(cubins),
                                                std::move(tensors), kHost, state.get());
     state->outputs = plan_outputs(*state->program);
     Ref self = Ref::check(type->tp_alloc(type, 0));
@@ -357,7 +361,7 @@ PyMemberDef program_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyProgram, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot program_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables): a compiled "
+    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables, cubins=None): a compiled "
                                   "program, called with its inputs, returns a tuple.")},
     {Py_tp_new, reinterpret_cast<void*>(program_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},

@@ -76,16 +76,17 @@ class Resolver {
     fail("cannot take this operand as argument '" + argument_ + "'");
   }
 
-  // plait::seed() is aten::randint(2**63 - 1, [], dtype=int64): its own kernel is written in
-  // Python.
+  // plait::seed(d) is aten::randint(2**63 - 1, [], dtype=int64, device=d): its own kernel is
+  // written in Python.
   Call seed() {
     out_.name = in_.op;
     out_.outs = in_.outs;
     out_.op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::randint", "");
     const auto dtype = static_cast<int64_t>(c10::ScalarType::Long);
     const IValue none;
-    out_.stack = {
-        IValue(INT64_MAX), IValue(std::vector<int64_t>{}), IValue(dtype), none, none, none};
+    if (in_.args.size() != 1 || in_.args[0].kind != Operand::Kind::device) mismatch();
+    out_.stack = {IValue(INT64_MAX), IValue(std::vector<int64_t>{}), IValue(dtype), none,
+                  IValue(c10::Device(in_.args[0].text)), none};
     return std::move(out_);
   }
 

@@ -1,5 +1,6 @@
 // native/torch/load.cpp: Plan -> Program. Everything that can be decided once is decided here.
 #include <ATen/Context.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <climits>
@@ -73,6 +74,11 @@ class Loader {
     for (const Input& i : plan_.inputs) learn(i);
     for (at_ = 0; at_ < n_instrs(); ++at_)
       std::visit([this](const auto& i) { learn(i); }, plan_.body[static_cast<size_t>(at_)]);
+    std::optional<c10::DeviceGuard> on_gpu;
+    if (p_.gpu_) {
+      on_gpu.emplace(p_.gpu_->device());
+      p_.gpu_->stream();  // kernels are loaded into a current context
+    }
     drops_.resize(plan_.body.size());
     for (size_t s = 0; s < p_.slots_.size(); ++s) plan_drop(static_cast<SlotId>(s));
     for (at_ = 0; at_ < n_instrs(); ++at_) {
@@ -82,7 +88,7 @@ class Loader {
     }
     flatten_patches();
     int64_t work_ns = 0;
-    p_.small_ = p_.externs_.empty() && p_.pythons_.empty();
+    p_.small_ = p_.externs_.empty() && p_.pythons_.empty() && !p_.gpu_;
     for (const RegionInfo& r : p_.regions_) {
       p_.small_ = p_.small_ && r.is_static && r.work_ns < kSmallRegionNs;
       work_ns += r.work_ns;
@@ -201,6 +207,21 @@ class Loader {
     SlotInfo& s = info(i.id);
     s.kind = i.kind == Input::Kind::tensor ? Kind::input : Kind::opaque;
     s.meta = meta(i.shape, s.dtype);
+    if (i.kind == Input::Kind::tensor) s.device = device(i.device);
+  }
+  // The programs of this process use one GPU each.
+  c10::Device device(const std::string& text) {
+    if (text == "cpu") return c10::kCPU;
+    c10::Device d(c10::kCPU);
+    try {
+      d = c10::Device(text);
+    } catch (const c10::Error&) {
+      throw LoadError("there is no device '" + text + "'");
+    }
+    if (!d.is_cuda()) throw LoadError("a tensor on device '" + text + "'");
+    if (!p_.gpu_) p_.gpu_.emplace(d);
+    if (p_.gpu_->device() != d) throw LoadError("a program on several GPUs");
+    return d;
   }
   void learn(const Symbol& i) {
     if (i.source != Symbol::Source::expr) use_header(i.tensor);
@@ -210,8 +231,7 @@ class Loader {
   void learn(const AssertAlignment& i) { touch(i.tensor); }
   void learn(const CheckFinite& i) { use_header(i.tensor); }
   void learn(const Arena& i) {
-    if (i.device != "cpu") throw LoadError("an arena on device '" + i.device + "'");
-    define(i.slot, Kind::arena);
+    define(i.slot, Kind::arena).device = device(i.device);
     p_.arena_slot_ = i.slot;
     p_.arena_bytes_ = constant(i.nbytes).value_or(0);
   }
@@ -226,8 +246,9 @@ class Loader {
     s.folded = true;
   }
   void learn(const Alloc& i) {
-    if (i.device != "cpu") throw LoadError("an allocation on device '" + i.device + "'");
-    scalar_type(define(i.slot, Kind::alloc, i.shape).dtype);
+    SlotInfo& s = define(i.slot, Kind::alloc, i.shape);
+    s.device = device(i.device);
+    scalar_type(s.dtype);
   }
   void learn(const Reuse& i) {
     SlotInfo& s = define(i.slot, Kind::view, i.shape);
@@ -255,6 +276,7 @@ class Loader {
   void learn(const Constant& i) {
     SlotInfo& s = define(i.slot, Kind::constant);
     const at::Tensor& t = p_.constants_[static_cast<size_t>(i.index)];
+    if (is_odd(t)) p_.constants_[static_cast<size_t>(i.index)] = t.clone();
     s.offset = i.index;
     s.dtype = from_scalar_type(t.scalar_type());
     s.meta.is_static = true;
@@ -262,6 +284,7 @@ class Loader {
     s.meta.strides = t.strides().vec();
   }
   void learn(const Launch& i) {
+    device(plan_.kernels[static_cast<size_t>(i.kernel)].device);
     for (SlotId s : i.outs)
       if (info(info(s).root).kind == Kind::input) info(info(s).root).written = true;
     for (SlotId s : i.args) touch(s);
@@ -418,6 +441,7 @@ class Loader {
   void emit(const View& i) { emit_slot(i.slot); }
   void emit(const Constant&) {}
   void emit(const Launch& i) {
+    if (plan_.kernels[static_cast<size_t>(i.kernel)].device != "cpu") return emit_grid(i);
     LaunchInfo l{i.kernel,
                  kernel(i.kernel),
                  {static_cast<int32_t>(p_.n_bufs_), static_cast<int32_t>(i.args.size())},
@@ -433,6 +457,35 @@ class Loader {
     for (ExprId e : i.sizes) l.dynamic_sizes = l.dynamic_sizes || !constant(e);
     p_.n_syms_ += static_cast<int64_t>(i.sizes.size());
     region_.push_back(std::move(l));
+  }
+  void emit_grid(const Launch& i) {
+    close_region();
+    GridLaunch l{i.kernel,
+                 grid_kernel(i.kernel),
+                 {static_cast<int32_t>(p_.n_bufs_), static_cast<int32_t>(i.args.size())},
+                 {static_cast<int32_t>(p_.n_syms_), static_cast<int32_t>(i.sizes.size())},
+                 {static_cast<int32_t>(p_.n_params_), 0},
+                 i.sizes,
+                 false,
+                 i.grid};
+    l.params.n = static_cast<int32_t>(l.loaded->n_parameters());
+    for (SlotId s : i.args) add_buf(s);
+    need(i.sizes);
+    need(std::vector<ExprId>{i.grid});
+    for (ExprId e : i.sizes) l.dynamic_sizes = l.dynamic_sizes || !constant(e);
+    p_.n_syms_ += l.sizes.n;
+    p_.n_params_ += l.params.n;
+    push(StepKind::launch, static_cast<int32_t>(p_.grid_launches_.size()));
+    p_.grid_launches_.push_back(std::move(l));
+  }
+  const cuda::Kernel* grid_kernel(int32_t k) {
+    if (!p_.cubins_) throw LoadError("the program has GPU kernels and no file of them was given");
+    p_.kernels_.resize(plan_.kernels.size());
+    auto& loaded = p_.kernels_[static_cast<size_t>(k)];
+    const Kernel& kernel = plan_.kernels[static_cast<size_t>(k)];
+    if (!loaded)
+      loaded = p_.cubins_->load(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
+    return loaded.get();
   }
   KernelFn kernel(int32_t k) {
     kernels_.resize(plan_.kernels.size());
@@ -455,7 +508,10 @@ class Loader {
     close_region();
     need_operands(i);
     ExternCall call = resolve_extern(i, constants_);
-    bind_gemm(call);
+    if (p_.gpu_)
+      call.road = ExternCall::Road::boxed;  // the other roads are those of the CPU
+    else
+      bind_gemm(call);
     push(StepKind::call_extern, static_cast<int32_t>(p_.externs_.size()));
     p_.stack_size_ = std::max(p_.stack_size_, call.stack.size());
     p_.externs_.push_back(std::move(call));
@@ -531,10 +587,11 @@ class Loader {
   int at_ = -1;
 };
 
-Program::Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants,
-                 const Host& host, void* owner)
+Program::Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
+                 std::vector<at::Tensor> constants, const Host& host, void* owner)
     : plan_(std::move(plan)),
       library_(std::move(library)),
+      cubins_(std::move(cubins)),
       constants_(std::move(constants)),
       host_(host),
       owner_(owner) {
@@ -543,7 +600,8 @@ Program::Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Te
                     " constants and got " + std::to_string(constants_.size()));
   full_precision_ =
       at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
-  Loader(*this).run();
+  Loader loader(*this);
+  loader.run();
 }
 
 }  // namespace plait

@@ -19,7 +19,9 @@
 #include <memory>
 #include <optional>
 
+#include "accelerator.h"
 #include "core/arena.h"
+#include "core/cubins.h"
 #include "core/library.h"
 #include "core/plan.h"
 #include "core/region.h"
@@ -90,6 +92,7 @@ struct SlotInfo {
   bool escapes = false;        // somebody may keep the at::Tensor
   bool needs_pointer = false;  // of a root: Frame::pointers is filled
   bool written = false;        // an input that the program changes
+  c10::Device device = c10::kCPU;  // of an input
   Meta meta;
   Range patches;  // of a root
 };
@@ -156,6 +159,17 @@ struct LaunchInfo {
   bool parallel, barrier;
 };
 
+// A launch on the GPU: nothing but what changes from call to call is left to do.
+struct GridLaunch {
+  int32_t kernel;
+  const cuda::Kernel* loaded;
+  Range args, sizes;  // into Frame::bufs and Frame::syms
+  Range params;       // into Frame::params: their addresses, then those of scratch memory
+  std::vector<ExprId> size_ids;
+  bool dynamic_sizes = false;
+  ExprId grid;
+};
+
 enum class StepKind : int32_t {
   eval,
   define,
@@ -165,6 +179,7 @@ enum class StepKind : int32_t {
   pointer,
   header,
   region,
+  launch,
   call_extern,
   call_python,
   copy,
@@ -194,7 +209,10 @@ struct Frame {
   std::vector<int64_t> values;  // of expressions
   std::vector<void*> bufs;      // kernel arguments
   std::vector<int64_t> syms;
-  std::vector<Task> tasks;              // one a launch
+  std::vector<Task> tasks;              // one a launch on the CPU
+  std::vector<void*> params;            // of launches on the GPU: addresses in bufs and syms
+  void* scratch[2] = {nullptr, nullptr};  // of the launch at hand: global, profile
+  cuda::Stream stream = nullptr;
   std::vector<at::Tensor> tensors;      // by slot: what the frame owns
   std::vector<const at::Tensor*> refs;  // by slot: &tensors[slot], or the caller's
   std::vector<char*> pointers;          // by slot, of roots
@@ -202,7 +220,6 @@ struct Frame {
   std::vector<c10::IValue> stack;
   ArenaBlock arena;
   at::Storage arena_storage;  // borrows arena's memory for headers of Places
-  char* arena_at = nullptr;   // where the patches of the arena point
   bool owns_inputs = false;
   // Inputs that are lazily negated or conjugated and are changed: their values in memory, which the
   // program changes, go back into them.
@@ -214,8 +231,8 @@ struct Frame {
 class Program {
  public:
   // Throws PlanError, LoadError. callables are borrowed objects of the host.
-  Program(Plan plan, std::shared_ptr<Library> library, std::vector<at::Tensor> constants,
-          const Host& host, void* owner);
+  Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
+          std::vector<at::Tensor> constants, const Host& host, void* owner);
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
@@ -254,9 +271,9 @@ class Program {
   void bind_header(Frame& f, SlotId s) const;
   caffe2::TypeMeta type_of(const Frame& f, const SlotInfo& i) const;
   void share_version(Frame& f, SlotId s) const;
-  const std::string& kernel_name(int32_t launch) const;
   void run_steps(Frame& f) const;
   void run_region(Frame& f, const RegionInfo& r, bool profiled) const;
+  void run_launch(Frame& f, const GridLaunch& l, bool profiled) const;
   void copy(Frame& f, const Copy& c) const;
   void call_extern(Frame& f, const ExternCall& c) const;
   void call_boxed(Frame& f, const ExternCall& c) const;
@@ -286,6 +303,9 @@ class Program {
 
   Plan plan_;
   std::shared_ptr<Library> library_;
+  std::shared_ptr<Cubins> cubins_;
+  std::optional<Accelerator> gpu_;
+  std::vector<std::unique_ptr<cuda::Kernel>> kernels_;  // of the GPU, by number in the plan
   std::vector<at::Tensor> constants_;
   Host host_;
   void* owner_;
@@ -296,6 +316,7 @@ class Program {
   std::vector<ExprId> evals_;                      // what eval steps compute, in order
   std::vector<Step> steps_;
   std::vector<LaunchInfo> launches_;
+  std::vector<GridLaunch> grid_launches_;
   std::vector<RegionInfo> regions_;
   std::vector<ExternCall> externs_;
   std::vector<PythonCall> pythons_;
@@ -303,7 +324,7 @@ class Program {
   const std::vector<Operand>* outputs_ = nullptr;
   SlotId arena_slot_ = kNone;
   int64_t arena_bytes_ = 0;
-  int64_t n_bufs_ = 0, n_syms_ = 0;
+  int64_t n_bufs_ = 0, n_syms_ = 0, n_params_ = 0;
   size_t stack_size_ = 0;
   bool needs_guard_ = false;
   bool full_precision_ = true;  // float matmuls may not be rounded to bfloat16 or TF32
@@ -315,6 +336,8 @@ class Program {
 // Conjugated or negated by a bit of the tensor, or zeros without memory: kernels and headers of
 // views know no such bits.
 bool is_lazy(const at::Tensor& t);
+// On a GPU, and no multiple of 16, which kernels are compiled for.
+bool is_odd(const at::Tensor& t);
 at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single);  // row-major, float or double
 c10::ScalarType scalar_type(DType dtype);                          // throws LoadError for opaque
 const char* torch_name(DType dtype);                               // "float32"

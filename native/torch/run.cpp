@@ -7,6 +7,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <x86intrin.h>
@@ -99,13 +100,18 @@ at::DataPtr allocate_bytes(int64_t nbytes, c10::Allocator* allocator) {
   return {reinterpret_cast<void*>(aligned), block, std::free, c10::kCPU};
 }
 
-at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type) {
-  c10::Allocator* allocator = c10::GetCPUAllocator();
-  auto storage =
-      c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, nbytes,
-                                            allocate_bytes(nbytes, allocator), allocator, true);
+c10::DispatchKeySet keys_of(c10::Device device) {
+  return c10::DispatchKeySet(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+}
+
+// gpu: where it is made; null: on the host.
+at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type, const Accelerator* gpu = nullptr) {
+  c10::Allocator* allocator = gpu ? gpu->allocator() : c10::GetCPUAllocator();
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t{}, nbytes,
+      gpu ? gpu->allocate(nbytes) : allocate_bytes(nbytes, allocator), allocator, true);
   return at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      std::move(storage), keys_of(gpu ? gpu->device() : c10::Device(c10::kCPU)),
       c10::scalarTypeToTypeMeta(type)));
 }
 
@@ -121,6 +127,11 @@ at::Tensor materialised(const at::Tensor& t) {
 }
 
 }  // namespace
+
+bool is_odd(const at::Tensor& t) {
+  return !t.device().is_cpu() && t.has_storage() &&
+         reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()->data()) % 16 != 0;
+}
 
 bool is_lazy(const at::Tensor& t) {
   using K = c10::DispatchKey;
@@ -176,6 +187,7 @@ std::unique_ptr<Frame> Program::take_frame() {
   f->values = values_;
   f->bufs.resize(static_cast<size_t>(n_bufs_));
   f->syms.resize(static_cast<size_t>(n_syms_));
+  f->params.resize(static_cast<size_t>(n_params_));
   f->tensors.resize(slots_.size());
   f->pointers.resize(slots_.size());
   f->opaques.resize(slots_.size());
@@ -187,6 +199,16 @@ std::unique_ptr<Frame> Program::take_frame() {
     f->tasks.push_back({l.fn, f->bufs.data() + l.args.first, f->syms.data() + l.sizes.first,
                         l.parallel && values_[static_cast<size_t>(l.work_ns)] >= kSplitTaskNs,
                         l.barrier});
+  }
+  for (const GridLaunch& l : grid_launches_) {
+    void** param = f->params.data() + l.params.first;
+    for (int32_t i = 0; i < l.args.n; ++i) *param++ = &f->bufs[static_cast<size_t>(l.args.first + i)];
+    for (int32_t i = 0; i < l.sizes.n; ++i) {
+      int64_t& size = f->syms[static_cast<size_t>(l.sizes.first + i)];
+      size = values_[static_cast<size_t>(l.size_ids[static_cast<size_t>(i)])];
+      *param++ = &size;
+    }
+    for (void*& pointer : f->scratch) *param++ = &pointer;
   }
   for (size_t s = 0; s < slots_.size(); ++s) {
     if (slots_[s].kind != SlotInfo::Kind::constant) continue;
@@ -217,8 +239,15 @@ Program::Misfit Program::misfit(const Input& input, const at::Tensor& t) const {
   if (want != c10::ScalarType::Undefined && impl->dtype().toScalarType() != want)
     return Misfit::dtype;
   const c10::DispatchKeySet keys = impl->key_set();
-  if (!keys.has(c10::DispatchKey::CPU) || keys.has(c10::DispatchKey::Python)) return Misfit::device;
-  return Misfit::none;
+  const c10::Device device = slots_[static_cast<size_t>(input.id)].device;
+  const bool there = device.is_cpu() ? keys.has(c10::DispatchKey::CPU)
+                                     : keys.has(c10::DispatchKey::CUDA) && impl->device() == device;
+  // Attention gives the state of its random numbers on the host, though the fake tensors say
+  // otherwise. What only operators take may be anywhere.
+  if (!there && !device.is_cpu() && impl->dim() == 0 &&
+      !slots_[static_cast<size_t>(input.id)].needs_pointer)
+    return Misfit::none;
+  return there && !keys.has(c10::DispatchKey::Python) ? Misfit::none : Misfit::device;
 }
 
 void Program::require_fit(const Input& input, const at::Tensor& t) const {
@@ -238,7 +267,7 @@ void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
   const SlotInfo& slot = slots_[s];
   if (f.owns_inputs) f.tensors[s] = t;
   f.refs[s] = f.owns_inputs ? &f.tensors[s] : &t;
-  if (is_lazy(t)) [[unlikely]] {
+  if (is_lazy(t) || (slot.needs_pointer && is_odd(t))) [[unlikely]] {
     f.owns_inputs = true;  // the frame drops the copy after the call
     at::Tensor values = materialised(t);
     if (slot.written) f.written_back.emplace_back(t, values);
@@ -252,7 +281,9 @@ void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
 
 void Program::define(Frame& f, SlotId s, at::Tensor value) const {
   const size_t i = static_cast<size_t>(s);
-  f.tensors[i] = value.defined() && is_lazy(value) ? materialised(value) : std::move(value);
+  const bool copied =
+      value.defined() && (is_lazy(value) || (slots_[i].needs_pointer && is_odd(value)));
+  f.tensors[i] = copied ? materialised(value) : std::move(value);
   if (!slots_[i].needs_pointer) return;
   if (!f.tensors[i].defined())
     throw std::runtime_error("'" + slots_[i].name + "' is needed and was not returned");
@@ -286,6 +317,7 @@ void Program::reset(Frame& f) const noexcept {
   f.stack.clear();
   f.written_back.clear();
   f.arena = ArenaBlock();
+  if (gpu_ && f.arena_storage) f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, gpu_->device()});
   f.owns_inputs = false;
 }
 
@@ -294,18 +326,24 @@ void Program::reset(Frame& f) const noexcept {
 void Program::take_arena(Frame& f, const Step& step) const {
   const int64_t nbytes = value(f, step.b);
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
-  f.arena = ArenaBlock(nbytes);
-  char* data = f.arena.data();
-  const auto size = static_cast<size_t>(f.arena.size());
-  if (data == f.arena_at && f.arena_storage.nbytes() == size) return;
-  f.arena_at = data;
+  const c10::Device device = slots_[static_cast<size_t>(step.a)].device;
+  at::DataPtr block;
+  auto size = static_cast<size_t>(nbytes);
+  if (device.is_cpu()) {
+    f.arena = ArenaBlock(nbytes);
+    block = at::DataPtr(f.arena.data(), device);
+    size = static_cast<size_t>(f.arena.size());
+  } else {
+    block = gpu_->allocate(nbytes);
+  }
+  char* data = static_cast<char*>(block.get());
+  if (f.arena_storage && data == f.arena_storage.data() && f.arena_storage.nbytes() == size) return;
   patch(f, step.a, data);
   if (!f.arena_storage)
-    f.arena_storage = at::Storage(
-        c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, f.arena.size(),
-                                              at::DataPtr(data, c10::kCPU), nullptr, false));
+    f.arena_storage = at::Storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t{}, size, at::DataPtr(nullptr, device), nullptr, false));
   c10::StorageImpl* storage = f.arena_storage.unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(at::DataPtr(data, c10::kCPU));
+  storage->set_data_ptr_noswap(std::move(block));
   storage->set_nbytes(size);
 }
 
@@ -314,7 +352,7 @@ void Program::allocate(Frame& f, SlotId s) const {
   const Extents e(i.meta, f.values);
   const int64_t nbytes = i.meta.is_static ? i.meta.nbytes : e.nbytes(element_size(i.dtype));
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
-  t = new_tensor(nbytes, i.scalar);
+  t = new_tensor(nbytes, i.scalar, i.device.is_cpu() ? nullptr : &*gpu_);
   if (i.meta.contiguous)
     t.unsafeGetTensorImpl()->set_sizes_contiguous(e.sizes);
   else
@@ -338,9 +376,10 @@ void Program::set_pointer(Frame& f, SlotId s) const {
   if (i.kind == SlotInfo::Kind::place) {
     const int64_t offset = value(f, i.offset),
                   nbytes = Extents(i.meta, f.values).nbytes(element_size(i.dtype));
-    if (offset < 0 || nbytes > f.arena.size() || offset > f.arena.size() - nbytes)
+    const auto room = static_cast<int64_t>(f.arena_storage.nbytes());
+    if (offset < 0 || nbytes > room || offset > room - nbytes)
       throw std::runtime_error("'" + i.name + "' reaches beyond its arena");
-    return patch(f, s, f.arena.data() + offset);
+    return patch(f, s, f.pointers[static_cast<size_t>(i.base)] + offset);
   }
   const SlotInfo& base = slots_[static_cast<size_t>(i.base)];
   char* from = i.relative
@@ -371,7 +410,7 @@ void Program::bind_header(Frame& f, SlotId s) const {
     t.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
   else
     t = at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(
-        at::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), type_of(f, i)));
+        at::Storage(storage), keys_of(storage.device()), type_of(f, i)));
   if (cached && i.meta.is_static) {
     t.unsafeGetTensorImpl()->set_storage_offset(offset);
     return;
@@ -449,7 +488,8 @@ void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
   };
   if (profiled) [[unlikely]] {
     for (int32_t k = 0; k < r.n && failure.code == 0; ++k) {
-      RECORD_FUNCTION(kernel_name(r.first + k), std::vector<c10::IValue>());
+      const auto kernel = static_cast<size_t>(launches_[static_cast<size_t>(r.first + k)].kernel);
+      RECORD_FUNCTION(plan_.kernels[kernel].name, std::vector<c10::IValue>());
       failure = run(k, 1);
       failure.task = k;
     }
@@ -471,8 +511,24 @@ void Program::fail_check(int32_t launch, int64_t code) const {
   TORCH_CHECK(false, check.message, " (in kernel ", k.name, ")");
 }
 
-const std::string& Program::kernel_name(int32_t launch) const {
-  return plan_.kernels[static_cast<size_t>(launches_[static_cast<size_t>(launch)].kernel)].name;
+void Program::run_launch(Frame& f, const GridLaunch& l, bool profiled) const {
+  if (l.dynamic_sizes)
+    for (size_t i = 0; i < l.size_ids.size(); ++i)
+      f.syms[static_cast<size_t>(l.sizes.first) + i] = value(f, l.size_ids[i]);
+  const int64_t grid = value(f, l.grid);
+  if (grid <= 0) return;
+  void** params = f.params.data() + l.params.first;
+  const cuda::KernelFacts& facts = l.loaded->facts();
+  if (facts.global_scratch == 0 && facts.profile_scratch == 0 && !profiled) [[likely]]
+    return l.loaded->launch(f.stream, static_cast<uint64_t>(grid), params);
+  RECORD_FUNCTION(plan_.kernels[static_cast<size_t>(l.kernel)].name, std::vector<c10::IValue>());
+  // The allocator hands memory out in the order of the stream: it may go back at once.
+  const int64_t programs = grid * facts.num_ctas;
+  const c10::DataPtr global = gpu_->allocate(programs * facts.global_scratch),
+                     profile = gpu_->allocate(programs * facts.profile_scratch);
+  f.scratch[0] = global.get();
+  f.scratch[1] = profile.get();
+  l.loaded->launch(f.stream, static_cast<uint64_t>(grid), params);
 }
 
 void Program::copy(Frame& f, const Copy& c) const {
@@ -480,6 +536,7 @@ void Program::copy(Frame& f, const Copy& c) const {
   const at::Tensor& src = *f.refs[static_cast<size_t>(c.src)];
   const bool plain = dst.scalar_type() == src.scalar_type() && dst.is_contiguous() &&
                      src.is_contiguous() && dst.sizes() == src.sizes() && src.device().is_cpu() &&
+                     dst.device().is_cpu() &&
                      !src.is_neg() && !src.is_conj() && !dst.is_neg() && !dst.is_conj();
   if (plain && dst.nbytes() <= kSmallCopyBytes) {
     if (dst.nbytes() > 0) std::memmove(dst.mutable_data_ptr(), src.const_data_ptr(), dst.nbytes());
@@ -566,6 +623,8 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::pointer: return set_pointer(f, s.a);
     case StepKind::header: return bind_header(f, s.a);
     case StepKind::region: return run_region(f, regions_[static_cast<size_t>(s.a)], profiled);
+    case StepKind::launch:
+      return run_launch(f, grid_launches_[static_cast<size_t>(s.a)], profiled);
     case StepKind::call_extern: {
       const ExternCall& c = externs_[static_cast<size_t>(s.a)];
       if (!profiled || c.road == ExternCall::Road::boxed) return call_extern(f, c);
@@ -594,6 +653,11 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
 
 void Program::run_steps(Frame& f) const {
   const bool profiled = at::hasCallbacks();
+  std::optional<c10::DeviceGuard> on_gpu;
+  if (gpu_) {
+    on_gpu.emplace(gpu_->device());
+    f.stream = gpu_->stream();
+  }
   if (!needs_guard_) {
     for (const Step& s : steps_) step(f, s, profiled);
     if (!f.written_back.empty()) [[unlikely]]

@@ -26,11 +26,11 @@ _DROPPED_META = ("val", "tensor_meta", "original_aten", "desc", "eager_input_val
 
 
 class _Draws:
-    """The draws of one graph: makes nodes next to the random node that is being replaced."""
+    """The draws of one graph, with a seed a device: makes nodes next to the random node that is being replaced."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.graph = gm.graph
-        self.seed: Node | None = None
+        self.seeds: dict[torch.device, Node] = {}
         self.n_draws = 0
         self.at: Node | None = None
 
@@ -46,12 +46,13 @@ class _Draws:
             node.meta["val"] = target(*values[0], **values[1])
         return node
 
-    def _next(self) -> tuple[Node, int]:
-        if self.seed is None:
-            self.seed = self.call(torch.ops.plait.seed.default)
-            self.seed.meta["recompute"] = compat.MUST_SAVE
+    def _next(self, like: torch.Tensor) -> tuple[Node, int]:
+        seed = self.seeds.get(like.device)
+        if seed is None:
+            seed = self.seeds[like.device] = self.call(torch.ops.plait.seed.default, like.device)
+            seed.meta["recompute"] = compat.MUST_SAVE
         self.n_draws += 1
-        return self.seed, self.n_draws - 1
+        return seed, self.n_draws - 1
 
     def _shaped(self, like: torch.Tensor, sources: Sequence[Any], draw: Callable[[list[Any]], Node]) -> Node:
         """draw(size) with like's sizes, in like's order of dimensions if it is a dense permutation."""
@@ -79,17 +80,17 @@ class _Draws:
         raise LookupError(f"no node holds size {wanted}")
 
     def uniform(self, like: torch.Tensor, sources: Sequence[Any], dtype: torch.dtype) -> Node:
-        seed, k = self._next()
+        seed, k = self._next(like)
         op = torch.ops.plait.philox_uniform.default
         return self._shaped(like, sources, lambda size: self.call(op, seed, k, size, dtype))
 
     def normal(self, like: torch.Tensor, sources: Sequence[Any], dtype: torch.dtype) -> Node:
-        seed, k = self._next()
+        seed, k = self._next(like)
         op = torch.ops.plait.philox_normal.default
         return self._shaped(like, sources, lambda size: self.call(op, seed, k, size, dtype))
 
     def randint(self, low: Any, high: Any, like: torch.Tensor, sources: Sequence[Any]) -> Node:
-        seed, k = self._next()
+        seed, k = self._next(like)
         op = torch.ops.plait.philox_randint.default
         return self._shaped(like, sources, lambda size: self.call(op, seed, k, low, high, size, like.dtype))
 
@@ -301,7 +302,7 @@ def _replaceable(node: Node) -> bool:
         return False
     value = value_of(node)
     first = value[0] if isinstance(value, (tuple, list)) else value
-    if not isinstance(first, torch.Tensor) or first.device.type != "cpu" or first.layout != torch.strided:
+    if not isinstance(first, torch.Tensor) or first.device.type not in ("cpu", "cuda") or first.layout != torch.strided:
         return False
     is_int = "randint" in str(node.target) or "bernoulli" in str(node.target) or "geometric" in str(node.target)
     return first.dtype in _FLOATS or (is_int and not first.dtype.is_complex)

@@ -162,3 +162,10 @@ REDUCTIONS: dict[str, str] = {
     "argmin": "i64 position of the first minimum; first NaN wins",
     "welford": "three results: mean, m2 = sum of squared deviations, count (all of the body's float dtype)",
 }
+
+ATOMICS: dict[str, tuple[str, ...]] = {
+    "add": ("f16", "bf16", "f32", "f64", "i32", "i64", "u32", "u64"),
+    "min": ("i32", "i64", "u32", "u64", "f32", "f64"),
+    "max": ("i32", "i64", "u32", "u64", "f32", "f64"),
+}
+"""How points that collide may combine on a GPU: mode of a store -> dtypes that it has an atomic for."""

@@ -6,18 +6,20 @@ Kernels that differ only in names are written once. The text depends on the kern
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
-from plait.ir.loops import Load, Node, walk
+from plait.config import Config
 from plait.kernel.cpp_expr import SCALAR, VECTOR
 from plait.kernel.cpp_nest import kernel_body
 from plait.kernel.cpp_passes import plan_nest
 from plait.kernel.cpp_prelude import prelude_for
-from plait.kernel.space import linear_space, stmt_nodes
+from plait.kernel.same import part_operands, structure, symbol_for
+from plait.kernel.space import linear_space
 from plait.kernel.target import Source
-from plait.runtime.toolchain import Isa
-from plait.schedule.plan import Kernel, Reduce
+from plait.runtime.cache import get_or_build
+from plait.runtime.store import Built
+from plait.runtime.toolchain import Isa, find_toolchain
+from plait.schedule.plan import Kernel
 
 _SPECIAL = {
     "const": "cpp_expr.literal", "index": "Values._index", "cast": "cpp_expr.scalar_cast, vector_cast",
@@ -32,9 +34,13 @@ class CppTarget:
     name = "cpp"
     table: Mapping[str, object] = {**{op: (SCALAR[op], VECTOR[op]) for op in SCALAR}, **_SPECIAL}
 
-    def emit_library(self, kernels: Sequence[Kernel], isa: Isa) -> Source:
-        """The source of all kernels."""
-        return emit_library(kernels, isa)
+    def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
+        """One translation unit. Vectors are read from any address."""
+        return emit_library(kernels, find_toolchain(cfg).isa)
+
+    def build(self, source: Source, cfg: Config) -> Built:
+        """The shared object."""
+        return get_or_build(source.text, find_toolchain(cfg), cfg)
 
 
 def emit_library(kernels: Sequence[Kernel], isa: Isa) -> Source:
@@ -60,7 +66,7 @@ class _Library:
         key = structure(kernel)
         symbol = self.shared.get(key)
         if symbol is None:
-            symbol = self.shared[key] = _symbol(kernel.name, self.taken)
+            symbol = self.shared[key] = symbol_for(kernel.name, self.taken)
             text = emit_calls(kernel, symbol, parts) if parts else None
             self.functions.append(text or emit_function(kernel, symbol, self.isa))
         return symbol
@@ -70,7 +76,7 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
     """The C++ function of a kernel with parts: one call a part. parts: their symbols."""
     n_checks, lines = 0, []
     for n, (part, name) in enumerate(zip(kernel.parts, parts, strict=True)):
-        bufs, sizes = _part_operands(kernel, part)
+        bufs, sizes = part_operands(kernel, part)
         lines.append(f"void* const b{n}[] = {{{', '.join(f'bufs[{k}]' for k in bufs)}}};")
         if sizes:
             lines.append(f"const i64 z{n}[] = {{{', '.join(f'syms[{k}]' for k in sizes)}}};")
@@ -81,13 +87,6 @@ def emit_calls(kernel: Kernel, symbol: str, parts: Sequence[str]) -> str:
         else:
             lines.append(f"{call};")
     return _function(f'extern "C" i64 {symbol}', "\n".join((*lines, "return 0;")))
-
-
-def _part_operands(kernel: Kernel, part: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which buffers and which sizes of a kernel are those of its part."""
-    names = [b.name for b in kernel.args]
-    sizes = [str(s) for s in kernel.sizes]
-    return (tuple(names.index(b.name) for b in part.args), tuple(sizes.index(str(s)) for s in part.sizes))
 
 
 def emit_function(kernel: Kernel, symbol: str, isa: Isa) -> str:
@@ -106,15 +105,6 @@ def _function(head: str, body: str) -> str:
     return f"{head}(i64 tid, i64 nthreads, void* const* bufs, const i64* syms) {{\n{_indented(body)}}}\n"
 
 
-def _symbol(name: str, taken: set[str]) -> str:
-    base = re.sub(r"\W", "_", name)
-    symbol, k = base, 1
-    while symbol in taken:
-        symbol, k = f"{base}_{k}", k + 1
-    taken.add(symbol)
-    return symbol
-
-
 def _indented(text: str) -> str:
     """Lines indented by their nesting."""
     out, depth = [], 1
@@ -125,33 +115,3 @@ def _indented(text: str) -> str:
         if line.endswith("{"):
             depth += 1
     return "\n".join(out) + "\n"
-
-
-def structure(kernel: Kernel) -> object:
-    """A hashable value that is equal for kernels that differ only in the names of kernel, buffers and reductions."""
-    if kernel.parts:
-        return tuple((structure(p), _part_operands(kernel, p)) for p in kernel.parts)
-    buffers = {b.name: k for k, b in enumerate(kernel.args)}
-    accs = {s.name: k for k, s in enumerate(s for s in kernel.stmts if isinstance(s, Reduce))}
-    numbers: dict[Node, int] = {}
-    rows: list[object] = []
-    for n in walk([n for s in kernel.stmts for n in stmt_nodes(s)]):
-        attr: object = n.attr
-        if isinstance(n.attr, Load):
-            attr = (buffers[n.attr.buf], n.attr.index, n.attr.masked)
-        elif n.op == "acc":
-            name, _, part = str(n.attr).rpartition(".")
-            attr = (accs[str(n.attr)], "") if n.attr in accs else (accs[name], part)
-        elif isinstance(n.attr, (bool, int, float)):
-            attr = repr(n.attr)
-        numbers[n] = len(numbers)
-        rows.append((n.op, n.dtype.name, attr, tuple(numbers[a] for a in n.args)))
-    stmts: list[object] = []
-    for s in kernel.stmts:
-        nodes = tuple(numbers[n] for n in stmt_nodes(s))
-        if isinstance(s, Reduce):
-            stmts.append((accs[s.name], s.kind, nodes, s.running))
-        else:
-            stmts.append((buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic))
-    layout = tuple((b.dtype.name, b.strides) for b in kernel.args)
-    return (kernel.vars, kernel.rvars, tuple(rows), tuple(stmts), layout, kernel.sizes, kernel.sequential)

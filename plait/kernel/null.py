@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from plait.ir.loops import Node, walk
 from plait.ir.ops import OPS, SPECIAL
 from plait.kernel.target import Source
-from plait.runtime.toolchain import Isa
 from plait.schedule.plan import Kernel, Reduce
 
 
@@ -23,7 +22,7 @@ class NullTarget:
         **{op: f"{op}[{{attr}}]({{args}})" for op in SPECIAL},
     }
 
-    def emit_library(self, kernels: Sequence[Kernel], isa: Isa) -> Source:
+    def emit(self, kernels: Sequence[Kernel]) -> Source:
         """One block of text a kernel."""
         text = "\n".join(self._kernel(n) for k in kernels for n in k.nests)
         return Source(text, {k.name: k.name for k in kernels})

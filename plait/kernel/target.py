@@ -1,32 +1,44 @@
-"""What a kernel target is: a name, one table with a row for every op, and a way from kernels to source text.
+"""What a kernel target is: a name, one table with a row for every op, and the ways from kernels to a file that runs.
 
-A new target is one entry module and a row in TARGETS. A test proves that no target's table has a hole.
+A new target is one entry module and a row in `targets.TARGETS`. A test proves that no target's table has a hole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from plait.runtime.toolchain import Isa
+from plait.config import Config
+from plait.ir.sizes import Size
+from plait.runtime.store import Built
 from plait.schedule.plan import Kernel
 
 
 @dataclass(frozen=True)
 class Source:
-    """One translation unit. entry_points: kernel name -> symbol; kernels that are equal but for names share one."""
+    """The kernels of one kind of device. text: what people read. entry_points: kernel name -> symbol; kernels that are
+    equal but for names share one. grids: kernel name -> programs of a launch. units: what the target compiles, where
+    that is not the text as a whole."""
 
     text: str
     entry_points: Mapping[str, str]
+    grids: Mapping[str, Size] = field(default_factory=dict)
+    units: tuple[Any, ...] = ()
 
 
 class Target(Protocol):
-    """Turns kernels into source. table: op name (of ops.OPS and ops.SPECIAL) -> how the target writes it."""
+    """Turns kernels into source and source into a file. table: op name (of ops.OPS and ops.SPECIAL) -> how the target
+    writes it."""
 
     name: str
     table: Mapping[str, object]
 
-    def emit_library(self, kernels: Sequence[Kernel], isa: Isa) -> Source:
-        """The source of all kernels: equal input gives byte-identical text."""
+    def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
+        """The source of all kernels: equal input gives byte-identical text. unaligned: buffers that may start anywhere,
+        the others start at multiples of 16 bytes."""
+        ...
+
+    def build(self, source: Source, cfg: Config) -> Built:
+        """The built kernels, from the store on disk where they are there. Raises ToolchainError."""
         ...

@@ -5,16 +5,25 @@ The module stands alone (a reader can import and run it) and depends on the kern
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
-from plait.errors import Unsupported
+import torch
+
+from plait.config import Config
+from plait.errors import Unsupported, UserError
 from plait.ir.loops import Load, walk
+from plait.ir.ops import ATOMICS
 from plait.ir.sizes import Size, bounds, ceildiv, mul
+from plait.kernel.same import structure, symbol_for
 from plait.kernel.space import Space, linear_space
+from plait.kernel.target import Source
 from plait.kernel.triton_body import Writer
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton_tiles import Tile, plan_tile
+from plait.runtime.cubin import Job, get_or_build_pack
+from plait.runtime.store import Built
 from plait.schedule.plan import Kernel, Store
 
 _HEAD = """import triton
@@ -22,12 +31,6 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 """
-ATOMICS: dict[str, tuple[str, ...]] = {
-    "add": ("f16", "bf16", "f32", "f64", "i32", "i64", "u32", "u64"),
-    "min": ("i32", "i64", "u32", "u64", "f32", "f64"),
-    "max": ("i32", "i64", "u32", "u64", "f32", "f64"),
-}
-"""How points that collide may combine: mode of a store -> dtypes that the device has an atomic for."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class TritonKernel:
 
     text: a module that defines function `name`. signature: Triton's type of each argument: pointers in the order of
     Kernel.args, then one i64 a size symbol. grid: number of programs, an expression over the size symbols.
-    checks: it holds run-time checks, which are compiled in with debug=True.
+    checks: it holds run-time checks, which are compiled in with debug=True. aligned: positions of pointers that are
+    multiples of 16.
     """
 
     name: str
@@ -46,6 +50,7 @@ class TritonKernel:
     num_warps: int
     num_stages: int
     checks: bool
+    aligned: tuple[int, ...] = ()
 
 
 class TritonTarget:
@@ -53,6 +58,49 @@ class TritonTarget:
 
     name = "triton"
     table: Mapping[str, object] = {**TABLE, **SPECIAL_ROWS}
+
+    def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
+        """A module a kernel."""
+        shared: dict[object, TritonKernel] = {}
+        taken: set[str] = set()
+        units: dict[str, TritonKernel] = {}
+        for k in kernels:
+            aligned = tuple(n for n, b in enumerate(k.args) if b.name not in unaligned)
+            key = structure(k), aligned
+            if key not in shared:
+                shared[key] = replace(emit_kernel(k, symbol_for(k.name, taken)), aligned=aligned)
+            units[k.name] = shared[key]
+        text = "\n\n".join(unit.text for unit in shared.values())
+        capability = compute_capability(kernels[0].device, cfg)
+        jobs = tuple(_job(unit, capability) for unit in shared.values())
+        return Source(text, {n: u.name for n, u in units.items()}, {n: u.grid for n, u in units.items()}, jobs)
+
+    def build(self, source: Source, cfg: Config) -> Built:
+        """A pack of cubins."""
+        return get_or_build_pack(source.units, cfg)
+
+
+def _job(unit: TritonKernel, capability: int) -> Job:
+    return Job(
+        name=unit.name,
+        text=unit.text,
+        signature=unit.signature,
+        capability=capability,
+        num_warps=unit.num_warps,
+        num_stages=unit.num_stages,
+        aligned=unit.aligned,
+        checks=unit.checks,
+    )
+
+
+def compute_capability(device: str, cfg: Config) -> int:
+    """What kernels for a device are compiled for: 90 for sm_90. Raises UserError for an option that is no such name."""
+    if cfg.gpu_arch == "auto":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    if not re.fullmatch(r"sm_\d+", cfg.gpu_arch):
+        raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint="auto, or a name such as sm_90")
+    return int(cfg.gpu_arch[3:])
 
 
 def emit_kernel(kernel: Kernel, symbol: str) -> TritonKernel:

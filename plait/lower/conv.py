@@ -37,14 +37,24 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
     return call_extern(ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, exact=True, flops=flops)
 
 
-@lower(aten._scaled_dot_product_flash_attention_for_cpu.default)
+@lower(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     flops = sz.product((4, *q.shape, k.shape[-2]))
     return call_extern(ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, exact=True, flops=flops)
 
 
-@lower(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@lower(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
 def attention_backward(ctx: Lowering, grad: View, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     flops = sz.product((10, *q.shape, k.shape[-2]))

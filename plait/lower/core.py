@@ -23,6 +23,7 @@ from plait.ir.loops import (
     Buffer,
     Extern,
     Item,
+    Load,
     Mutate,
     Node,
     Op,
@@ -31,10 +32,11 @@ from plait.ir.loops import (
     Scalar,
     TensorArg,
     loop_vars,
+    walk,
 )  # fmt: skip
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.dtypes import from_torch
+from plait.lower.dtypes import device_name, from_torch
 from plait.lower.symbols import to_size
 
 Index = Sequence[Size]
@@ -146,6 +148,13 @@ class Lowering:
         """How to read each float symbol inside a body (see symbols.to_scalar_node)."""
         return {name: _scalar_reader(x) for name, x in self.floats.items()}
 
+    def device(self) -> str:
+        """Where the current node's first tensor is; the host where it makes none."""
+        val = None if self.node is None else self.node.meta.get("val")
+        values = val if isinstance(val, (tuple, list)) else (val,)
+        found = next((v for v in values if isinstance(v, torch.Tensor)), None)
+        return "cpu" if found is None else device_name(found.device)
+
     def out_strides(self, k: int | None = None) -> tuple[Size, ...] | None:
         """Eager's strides of the current node's (k-th) result, None if row-major."""
         meta = self.out_meta(k)
@@ -153,11 +162,17 @@ class Lowering:
 
     # ---- buffers
     def new_buffer(
-        self, dtype: DType, shape: tuple[Size, ...], strides: tuple[Size, ...] | None = None, fixed: bool = False
+        self,
+        dtype: DType,
+        shape: tuple[Size, ...],
+        strides: tuple[Size, ...] | None = None,
+        fixed: bool = False,
+        device: str | None = None,
     ) -> str:
-        """Declares a buffer. Its strides are row-major unless given."""
+        """Declares a buffer. Its strides are row-major, and it is where the current node's result is, unless given."""
         name = f"buf{len(self.buffers)}"
-        self.buffers[name] = Buffer(name, dtype, shape, strides or sz.contiguous_strides(shape), fixed=fixed)
+        strides = strides or sz.contiguous_strides(shape)
+        self.buffers[name] = Buffer(name, dtype, shape, strides, device or self.device(), fixed)
         return name
 
     def whole(self, buf: str) -> View:
@@ -184,7 +199,8 @@ class Lowering:
         value = body(Recorder(), vars_)
         if value.dtype != dtype:
             raise TypeError(f"the body gives {value.dtype}, not {dtype}")
-        buf = self.new_buffer(dtype, shape, strides)
+        read = next((n.attr.buf for n in walk((value,)) if isinstance(n.attr, Load)), None)
+        buf = self.new_buffer(dtype, shape, strides, device=None if read is None else self.buffers[read].device)
         self.ops.append(Pointwise(buf, vars_, value, origin=self.origin))
         return self.whole(buf)
 
@@ -228,7 +244,7 @@ class Lowering:
         rows = sz.contiguous_strides(x.shape)
         if given is None or (strides is not None and not _same_layout(x.shape, strides, rows)):
             raise NoRule(f"a strided copy of {x.dtype} elements without a loop")
-        out = self.new_buffer(x.dtype, x.shape, rows, fixed=True)
+        out = self.new_buffer(x.dtype, x.shape, rows, True, self.buffers[x.buf].device)
         rowmajor = (("memory_format", Scalar("memory_format", "contiguous_format")),)
         self.ops.append(
             Extern((out,), "aten::clone", (given,), rowmajor, may_keep=False, fallback=False, origin=self.origin)
@@ -296,7 +312,7 @@ class Lowering:
         """Memory of x seen in another way (as_strided, another dtype). offset: from x's buffer's first element (or
         its storage's start)."""
         self.fix_layout(x.buf)
-        out = self.new_buffer(dtype, shape, strides, fixed=True)
+        out = self.new_buffer(dtype, shape, strides, True, self.buffers[x.buf].device)
         self.ops.append(Alias(out, x.buf, offset, relative))
         return self.whole(out)
 

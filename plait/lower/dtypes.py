@@ -28,6 +28,11 @@ FROM_TORCH: dict[torch.dtype, DType] = {
 TO_TORCH: dict[DType, torch.dtype] = {v: k for k, v in FROM_TORCH.items()}
 
 
+def device_name(device: torch.device) -> str:
+    """'cpu', or a device with its number: 'cuda:0'."""
+    return device.type if device.type in ("cpu", "meta") else f"{device.type}:{device.index or 0}"
+
+
 def from_torch(dtype: torch.dtype) -> DType:
     """The IR's name of a torch dtype; `opaque` for those that only extern calls understand (float8, quantised...)."""
     return FROM_TORCH.get(dtype, ir.opaque)

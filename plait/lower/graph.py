@@ -29,7 +29,7 @@ from plait.ir.dtypes import LOOP_DTYPES, b1, f64, opaque
 from plait.ir.loops import Buffer, Extern, LoopProgram, Number, Scalar, TensorArg
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
-from plait.lower.dtypes import from_torch
+from plait.lower.dtypes import device_name, from_torch
 from plait.lower.extern import call_extern
 from plait.lower.symbols import bindings, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
 
@@ -92,6 +92,7 @@ class _Walk:
         self.constants: dict[str, View] = {}
         self.outputs: tuple[TensorArg | Scalar | Size, ...] = ()
         self.results: dict[torch.fx.Node, TensorArg] = {}
+        self.moved: dict[tuple[View, str], View] = {}
 
     def run(self) -> Lowered:
         ctx = self.ctx
@@ -144,7 +145,7 @@ class _Walk:
         dense = val.layout == torch.strided
         strides = tuple(to_size(s) for s in val.stride()) if dense else sz.contiguous_strides(shape)
         dtype = from_torch(val.dtype) if dense else opaque
-        self.ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=val.device.type, fixed=True)
+        self.ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(val.device), fixed=True)
         self.ctx.input_buffers.add(name)
         self.inputs.append(name)
         if dense:
@@ -235,7 +236,7 @@ class _Walk:
             with torch.utils._python_dispatch._disable_current_modes():  # value is no fake tensor
                 number = value.item()  # a literal: fused like any number
             return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
-        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=value.device.type, fixed=True)
+        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(value.device), fixed=True)
         ctx.constants.append(name)
         ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
         return ctx.whole(name)
@@ -290,13 +291,51 @@ class _Walk:
                 return self._extern(node, args, kwargs, f"{foreign} elements")
         mark = self.ctx.mark()
         try:
-            return self._settle(rule(self.ctx, *args, **kwargs), node.meta.get("val"))
+            value = self._settle(rule(self.ctx, *self._beside(args), **self._beside(kwargs)), node.meta.get("val"))
+            self._check_devices(mark[0])
+            return value
         except _RULE_ERRORS as e:
             self.ctx.undo(mark)
             if not isinstance(target, OpOverload):
                 raise
             said = str(e) if isinstance(e, NoRule) else e.what if isinstance(e, PlaitError) else f"rule failed: {e!r}"
             return self._extern(node, args, kwargs, said)
+
+    def _beside(self, values: Any) -> Any:
+        """Arguments of a rule: numbers that lie in the host's memory come to where the result is."""
+        where = self.ctx.device()
+        if where == "cpu":
+            return values
+        if isinstance(values, dict):
+            return {k: self._beside(v) for k, v in values.items()}
+        if isinstance(values, (list, tuple)):
+            return type(values)(self._beside(v) for v in values)
+        if isinstance(values, View) and not values.shape and self.ctx.buffers[values.buf].device == "cpu":
+            return self._moved(values, where)
+        return values
+
+    def _moved(self, x: View, where: str) -> View:
+        """A copy of a number on another device; all its readers share it."""
+        found = self.moved.get((x, where))
+        if found is None:
+            given = self.ctx.tensor_arg(x)
+            out = self.ctx.new_buffer(x.dtype, (), device=where, fixed=True)
+            device = (("device", Scalar("device", where)),)
+            self.ctx.ops.append(Extern((out,), "aten::_to_copy", (given,), device, may_keep=False, fallback=False))
+            found = self.moved[x, where] = self.ctx.whole(out)
+        return found
+
+    def _check_devices(self, start: int) -> None:
+        """Raises NoRule where a loop recorded since `start` touches memory of two devices."""
+        for op in self.ctx.ops[start:]:
+            if not isinstance(op, loops.Loop):
+                continue
+            nodes = [op.body, *op.index_args] if isinstance(op, loops.Scatter) else [op.body]
+            names = [n.attr.buf for n in loops.walk(nodes) if isinstance(n.attr, loops.Load)]
+            names += [op.out] if isinstance(op, (loops.Pointwise, loops.Scatter)) else [o for o in op.outs if o]
+            touched = {self.ctx.buffers[b].device for b in names}
+            if len(touched) > 1:
+                raise NoRule(f"operands on {' and '.join(sorted(touched))}")
 
     def _extern(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str) -> Value:
         if not isinstance(node.target, OpOverload):

@@ -14,7 +14,7 @@ from plait.ir.dtypes import LOOP_DTYPES, opaque
 from plait.ir.loops import ExternArg, ListArg, Scalar, TensorArg
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View
-from plait.lower.dtypes import FROM_TORCH, from_torch
+from plait.lower.dtypes import FROM_TORCH, device_name, from_torch
 from plait.lower.symbols import to_size
 
 NO = Scalar("none")
@@ -136,12 +136,12 @@ def results(
 
 def _result_buffer(ctx: Lowering, val: torch.Tensor) -> View:
     """A buffer with exactly the strides of a fake result; symbols that first appear in its sizes are read from it."""
-    dtype = from_torch(val.dtype)
+    dtype, where = from_torch(val.dtype), device_name(val.device)
     if val.layout != torch.strided:
-        return ctx.whole(ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), fixed=True))
+        return ctx.whole(ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), None, True, where))
     shape = tuple(to_size(s) for s in val.shape)
     strides = tuple(to_size(s) for s in val.stride())
-    buf = ctx.new_buffer(dtype, shape, strides, fixed=True)
+    buf = ctx.new_buffer(dtype, shape, strides, True, where)
     _bind_symbols(ctx, buf, shape)
     return ctx.whole(buf)
 

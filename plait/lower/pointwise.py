@@ -22,6 +22,7 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import TO_TORCH, compute_dtype, from_torch
+from plait.lower.extern import call_extern
 from plait.lower.symbols import to_scalar_node
 
 aten = torch.ops.aten
@@ -511,10 +512,11 @@ def convert(ctx: Lowering, x: View, dtype: DType, shape: tuple[Size, ...] | None
 
 
 @lower(aten._to_copy.default, torch.ops.prims.convert_element_type.default, any_dtype=True)
-def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> View:
+def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
     want = ctx.out_dtype()
-    if ctx.out_meta().device.type != ctx.buffers[x.buf].device:
-        raise NoRule("a copy between devices")
+    if ctx.device() != ctx.buffers[x.buf].device:
+        assert ctx.node is not None
+        return call_extern(ctx, ctx.node, (x,), ctx.node.kwargs, fallback=False)
     if x.dtype == want:
         return x
     if x.dtype.kind in "co" or want.kind in "co":

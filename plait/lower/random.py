@@ -33,9 +33,9 @@ Formula = Callable[[Recorder, Words], Node]
 
 
 @lower(torch.ops.plait.seed.default)
-def seed(ctx: Lowering) -> Any:
+def seed(ctx: Lowering, device: torch.device) -> Any:
     assert ctx.node is not None
-    return call_extern(ctx, ctx.node, (), {}, fallback=False)
+    return call_extern(ctx, ctx.node, (device,), {}, fallback=False)
 
 
 @lower(torch.ops.plait.within.default)

@@ -15,6 +15,7 @@ import torch
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Node, Scatter, loop_vars
+from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
@@ -42,6 +43,8 @@ def scatter_loop(ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, 
     out = ctx.new_buffer(base.dtype, base.shape, strides_like(ctx, start.buf))
     if mode == "add" and base.dtype == b1:
         mode = "max"
+    if mode != "store" and ctx.buffers[out].device != "cpu" and base.dtype.name not in ATOMICS.get(mode, ()):
+        raise NoRule(f"{base.dtype} elements that collide and combine by '{mode}' on a GPU")
     ctx.ops.append(Scatter(out, start.buf, vars_, index, args, value, mode, origin=ctx.origin))
     return ctx.whole(out)
 

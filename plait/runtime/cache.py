@@ -6,20 +6,11 @@ The loader does not mind the checksum that follows the shared object in an entry
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from plait.config import Config
-from plait.runtime.store import Store, in_scratch, key_of
+from plait.runtime.store import Built, Store, in_scratch, key_of
 from plait.runtime.toolchain import Toolchain, ToolchainMissing, find_toolchain
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A kernel library on disk. hit: it was there already."""
-
-    path: Path
-    hit: bool
 
 
 def cache_key(source: str, toolchain: Toolchain) -> str:

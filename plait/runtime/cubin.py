@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import queue
+import struct
 import subprocess
 import sys
 import threading
@@ -23,7 +24,8 @@ from typing import Any, BinaryIO
 
 from plait.config import Config
 from plait.errors import ToolchainError
-from plait.runtime.store import Store, key_of
+from plait.runtime.store import Built, Store, key_of
+from plait.runtime.toolchain import ToolchainMissing
 
 WORKER = Path(__file__).parent / "triton_worker.py"
 MAX_WORKERS = 8
@@ -94,11 +96,11 @@ class Cubin:
 
 
 def triton_version() -> str:
-    """The version of the installed Triton, without importing it. Raises ToolchainError if there is none."""
+    """The version of the installed Triton, without importing it. Raises ToolchainMissing if there is none."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
-        raise ToolchainError("Triton is not installed", hint="pip install triton") from None
+        raise ToolchainMissing("Triton is not installed", hint="pip install triton") from None
 
 
 class _Worker:
@@ -226,6 +228,30 @@ class CubinPool:
             self._jobs.put(None)
         for w in workers:
             w.stop()
+
+
+_PACK = struct.Struct("<10q")
+
+
+def pack(cubins: Mapping[str, Cubin]) -> bytes:
+    """Kernels by name as one file; native/core/cubins.cpp says how and reads it."""
+    parts = [b"PLAITCUB", struct.pack("<2q", 1, len(cubins))]
+    for name, c in cubins.items():
+        texts = (name.encode(), c.symbol.encode(), c.image)
+        facts = (c.num_warps, c.num_ctas, c.shared, c.global_scratch[0], c.profile_scratch[0], c.cooperative, c.pdl)
+        parts += [_PACK.pack(*map(len, texts), *facts), *texts]
+    return b"".join(parts)
+
+
+def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:
+    """The file with all kernels, each under its job's name. Raises ToolchainError for the first that Triton refuses."""
+    store = Store(Path(cfg.cache_dir) / "kernels", ".cubins")
+    key = key_of(f"{job.name} {job.key()}" for job in jobs)
+    found = store.find(key)
+    if found is not None:
+        return Built(found, True)
+    cubins = pool().compile(jobs, cfg)
+    return Built(store.put(key, pack({job.name: c for job, c in zip(jobs, cubins, strict=True)})), False)
 
 
 _pools: dict[int, CubinPool] = {}

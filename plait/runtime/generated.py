@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
+from plait._native import launch_cubin
 from plait.runtime.mathtable import NAMES
 from plait.runtime.timing import Boxed as Boxed
 from plait.runtime.timing import Watch
@@ -82,11 +83,35 @@ class Kernel:
                 tensors[k].copy_(plain[k])
 
 
+class GpuKernel:
+    """A kernel of a pack of cubins: called with tensors and integers, it is put on the device's current stream."""
+
+    def __init__(self, pack: str, name: str, device: str) -> None:
+        self.pack, self.name, self.device = pack, name, torch.device(device)
+
+    def __call__(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
+    ) -> None:
+        """Runs `grid` programs. Copies of tensors are used that do not start at a multiple of 16 bytes; those at the
+        positions `writes` are copied back."""
+        used = [_for_gpu(t) for t in tensors]
+        with torch.cuda.device(self.device):
+            launch_cubin(self.pack, self.name, self.device.index, [t.data_ptr() for t in used], list(sizes), grid)
+        for k in writes:
+            if used[k] is not tensors[k]:
+                tensors[k].copy_(used[k])
+
+
+def _for_gpu(t: Tensor) -> Tensor:
+    plain = _without_lazy_bits(t)
+    return plain if plain.data_ptr() % 16 == 0 else plain.clone(memory_format=torch.preserve_format)
+
+
 def _without_lazy_bits(t: Tensor) -> Tensor:
     """t, or its values in memory with its strides if a bit of t says conjugate or negate: kernels know no such bits."""
     if not (t.is_neg() or t.is_conj()):
         return t
-    held = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+    held = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
     whole = [slice(0, 1) if r == 0 else slice(None) for r in t.stride()]
     held[tuple(whole)].copy_(t[tuple(whole)])
     return held

@@ -6,7 +6,7 @@ extension `plait._native`; docs/native-interface.md says what they take and retu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch  # torch's libraries have to be in the process before the extension
 
@@ -14,16 +14,20 @@ import plait.runtime.philox  # noqa: F401  (defines operators that programs call
 from plait._native import Bound, Library, LoadError, PlanError, Program, arena_stats, trim_arenas
 from plait.runtime import mathtable
 
-__all__ = ["Bound", "LoadError", "PlanError", "Program", "arena_stats", "load", "trim_arenas"]
+__all__ = ["Bound", "Libraries", "LoadError", "PlanError", "Program", "arena_stats", "load", "trim_arenas"]
+
+Libraries = Mapping[str, str]
+"""Kind of device ('cpu', 'cuda') -> path of the file with a program's kernels for it."""
 
 
 def load(
-    plan: bytes, library: str | None, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()
+    plan: bytes, libraries: Libraries, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()
 ) -> Program:
     """Verifies the plan and binds it to this process.
 
-    library: path of the kernel library, None for a program without kernels. constants, callables: the tables that the
-    plan numbers. Raises PlanError for damaged bytes, LoadError where a kernel, operator or table entry is missing.
+    constants, callables: the tables that the plan numbers. Raises PlanError for damaged bytes, LoadError where a
+    kernel, operator or table entry is missing.
     """
-    kernels = None if library is None else Library(library, mathtable.NAMES)
-    return Program(plan, kernels, list(constants), list(callables))
+    host = libraries.get("cpu")
+    kernels = None if host is None else Library(host, mathtable.NAMES)
+    return Program(plan, kernels, list(constants), list(callables), libraries.get("cuda"))

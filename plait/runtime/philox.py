@@ -1,12 +1,13 @@
 """The pure random operators of plait, their bits, and their slow reference.
 
-    plait::seed() -> Tensor                                               one int64 drawn from torch's default generator
+    plait::seed(device) -> Tensor           one int64 on the device, drawn from torch's default generator there
     plait::philox_uniform(seed, offset, size, dtype) -> Tensor            floats in [0, 1)
     plait::philox_normal(seed, offset, size, dtype) -> Tensor             standard normal floats
     plait::philox_randint(seed, offset, low, high, size, dtype) -> Tensor integers in [low, high)
     plait::within(x, low, high, message) -> Tensor                        x; RuntimeError if an element is outside
 
-All results are contiguous CPU tensors. `plait::seed()` equals `aten::randint(2**63 - 1, [])`, and may be run as that.
+All results are contiguous, on the seed's device. `plait::seed(d)` equals `aten::randint(2**63 - 1, [], device=d)`, and
+may be run as that.
 `offset` tells the random operators of one graph apart.
 
 The bits, for whoever emits kernels: let `i` be the linear (row-major) index of an element. Its four words are
@@ -58,7 +59,7 @@ def philox_words(seed: torch.Tensor, index: torch.Tensor, offset: int) -> Words:
 
 
 def _words(seed: torch.Tensor, offset: int, size: Sequence[int]) -> Words:
-    index = torch.arange(math.prod(size), dtype=torch.int64).reshape(list(size))
+    index = torch.arange(math.prod(size), dtype=torch.int64, device=seed.device).reshape(list(size))
     return philox_words(seed, index, offset)
 
 
@@ -106,13 +107,13 @@ def _fake_within(x: torch.Tensor, low: float, high: float, message: str) -> torc
     return torch.empty_like(x)
 
 
-def _seed() -> torch.Tensor:
-    drawn: torch.Tensor = torch.ops.aten.randint.default(2**63 - 1, [])
+def _seed(device: torch.device) -> torch.Tensor:
+    drawn: torch.Tensor = torch.ops.aten.randint.default(2**63 - 1, [], device=device)
     return drawn
 
 
-def _fake_seed() -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64)
+def _fake_seed(device: torch.device) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
 def _fake_float(seed: torch.Tensor, offset: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -130,7 +131,7 @@ def _register() -> Any:
     floats = "(Tensor seed, int offset, SymInt[] size, ScalarType dtype) -> Tensor"
     ints = "(Tensor seed, int offset, SymInt low, SymInt high, SymInt[] size, ScalarType dtype) -> Tensor"
     checked = "(Tensor x, float low, float high, str message) -> Tensor"
-    library.define("seed() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    library.define("seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
     library.impl("seed", _seed, "CompositeExplicitAutograd")
     torch.library.register_fake("plait::seed", _fake_seed, lib=library)
     for name, schema, run, fake in (
@@ -140,7 +141,7 @@ def _register() -> Any:
         ("within", checked, _within, _fake_within),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, run, "CPU")
+        library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"plait::{name}", fake, lib=library)
     return library
 

@@ -44,6 +44,14 @@ def key_of(parts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An entry that holds kernels. hit: it was there already."""
+
+    path: Path
+    hit: bool
+
+
 @dataclass(frozen=True)
 class Store:
     """Entries of one kind. folder: '~' stands for the home folder. suffix: of their files, such as '.so'."""

@@ -196,6 +196,8 @@ class _Fuser:
     def _fuse(self, a: int, b: int) -> Fused | Reason:
         """Fuses groups a and b if that is legal and sane."""
         x, y = self.nodes[a], self.nodes[b]
+        if self._device(x) != self._device(y):
+            return Reason("they run on different devices")
         why = self._limits(x, y) or self._between(a, b)
         if why is not None:
             return why
@@ -205,6 +207,9 @@ class _Fuser:
             return found
         self._join(a, b, host, guest, found)
         return Fused(x.group.name)
+
+    def _device(self, x: _Node) -> str:
+        return self.draft.program.buffers[next(iter(x.writes))].device
 
     def _limits(self, x: _Node, y: _Node) -> Reason | None:
         for n, other in ((x, y), (y, x)):

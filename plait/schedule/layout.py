@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from plait.ir.loops import Buffer
-from plait.ir.sizes import Atom, Expr, Size, coefficient, mul, smax, total
+from plait.ir.loops import Alias, Buffer
+from plait.ir.sizes import Atom, Expr, Size, coefficient, mod, mul, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
+from plait.schedule.plan import Plan
 
 Index = tuple[Size, ...]
 
@@ -75,3 +76,15 @@ def _strides_of(vars_: Sequence[Atom | None], flat: Size, hints: Hints) -> list[
             return None
         out.append(abs(hint(s, hints)))
     return out
+
+
+def unaligned(plan: Plan) -> frozenset[str]:
+    """Buffers that may start at any multiple of their element, since they are seen through a view with an offset. All
+    others start at multiples of 16 bytes."""
+    found: set[str] = set()
+    for step in plan.steps:
+        if isinstance(step, Alias):
+            nbytes = mul(step.offset, plan.buffers[step.out].dtype.nbytes)
+            if step.base in found or not step.relative or mod(nbytes, 16) != 0:
+                found.add(step.out)
+    return frozenset(found)

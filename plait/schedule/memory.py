@@ -110,7 +110,9 @@ def placeable(plan: Plan, alive: Mapping[str, Life]) -> list[Life]:
         symbols = free_symbols(life.nbytes) if not isinstance(life.nbytes, int) else frozenset()
         if life.name not in barred and all(a.name in known for a in symbols) and life.nbytes != 0:
             out.append(life)
-    return out
+    # An arena is on one device: the GPU if there is one.
+    device = max((plan.buffers[life.name].device for life in out), default="cpu")
+    return [life for life in out if plan.buffers[life.name].device == device]
 
 
 def _known_at_start(program: LoopProgram) -> set[str]:

@@ -71,7 +71,8 @@ class Kernel:
     points must run in row-major order on one thread (scatters that collide, ordered).
     work_ns: estimate on one core. origin: source lines and ATen ops.
     parts: nests that one launch runs one after the other with nothing in between, since none needs what another makes;
-    such a kernel has no axes and statements of its own, and its args, outs and sizes are those of all."""
+    such a kernel has no axes and statements of its own, and its args, outs and sizes are those of all. grid: programs
+    of a launch, on devices that launch grids; known once the kernel is emitted."""
 
     name: str
     vars: tuple[Expr, ...]
@@ -85,11 +86,17 @@ class Kernel:
     origin: tuple[str, ...] = ()
     parts: tuple[Kernel, ...] = ()
     hints: tuple[int, ...] = ()
+    grid: Size = 1
 
     @property
     def hint_of(self) -> dict[str, int]:
         """The hints by symbol."""
         return dict(zip(map(str, self.sizes), self.hints, strict=False))
+
+    @property
+    def device(self) -> str:
+        """Where its buffers are, and it runs."""
+        return self.args[0].device if self.args else "cpu"
 
     @property
     def nests(self) -> tuple[Kernel, ...]:

@@ -128,7 +128,7 @@ class _Split:
     def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
         stem = next(o for o in self.op.outs if o is not None)
         name = f"{stem}_{suffix}"
-        self.buffers[name] = Buffer(name, dtype, shape, contiguous_strides(shape))
+        self.buffers[name] = Buffer(name, dtype, shape, contiguous_strides(shape), self.buffers[stem].device)
         return name
 
     def first(self, kind: str, outs: tuple[str | None, ...]) -> Reduction:

@@ -108,6 +108,8 @@ class _Kernel:
         args = [b.name for b in k.args]
         if len(set(args)) != len(args):
             raise self.fail("an argument occurs twice")
+        if len({b.device for b in k.args}) > 1:
+            raise self.fail("its arguments are on several devices")
         if any(self.plan.buffers.get(b.name) != b for b in k.args):
             raise self.fail("an argument's layout is not the plan's")
         if set(k.outs) != {s.buf for s in k.stmts if isinstance(s, Store)} or not k.outs:

@@ -52,6 +52,12 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> ins.Wra
     return place_frees(program)
 
 
+def _definition(k: Kernel) -> ins.DefineKernel:
+    # On a GPU a check that fails ends the process's use of the device, as eager's does: nothing is returned.
+    checks = k.checks if k.device == "cpu" else ()
+    return ins.DefineKernel(k.name, len(k.args), len(k.sizes), checks, k.device)
+
+
 class _Builder:
     """The instructions so far and what they defined.
     how: name -> 'input', 'constant', 'place', 'alloc', 'result', 'view' or 'symbol'."""
@@ -107,13 +113,16 @@ class _Builder:
             self.how[name] = "constant"
         kernels = [s for s in self.plan.steps if isinstance(s, Kernel)]
         # Launches of equal kernels share one definition.
-        defines = dict.fromkeys(ins.DefineKernel(k.name, len(k.args), len(k.sizes), k.checks) for k in kernels)
+        defines = dict.fromkeys(_definition(k) for k in kernels)
         self.body.extend(defines)
         memory = self.plan.memory
         if memory.offsets:
             if not all(a.name in self.how for a in free_symbols(memory.arena_nbytes)):
                 raise InternalError(f"the arena's size {memory.arena_nbytes} is not known when the program starts")
-            self.body.append(ins.Arena(ARENA, memory.arena_nbytes))
+            devices = {self.buffer(n).device for n in memory.offsets}
+            if len(devices) > 1:
+                raise InternalError(f"an arena on {' and '.join(sorted(devices))}")
+            self.body.append(ins.Arena(ARENA, memory.arena_nbytes, *devices))
 
     # ---- steps
     def add_step(self, step: Step) -> None:
@@ -151,6 +160,7 @@ class _Builder:
                 outs=k.outs,
                 work_ns=k.work_ns,
                 parallel=not k.sequential or bool(k.apart),
+                grid=k.grid,
             )
         )
 

@@ -232,12 +232,14 @@ class Constant:
 class DefineKernel:
     """Declares kernel `name` of the kernel library, with n_args buffer arguments and n_sizes integer arguments.
 
-    checks: where a launch returns k > 0, the call fails with checks[k - 1]."""
+    checks: where a launch returns k > 0, the call fails with checks[k - 1]. device: 'cpu' or 'cuda:N'; each kind of
+    device has a library of its own."""
 
     name: str
     n_args: int
     n_sizes: int
     checks: tuple[Check, ...] = ()
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ class Launch:
     outs: the subset of args that it writes. work_ns: estimated nanoseconds on one core, an expression (decides
     parallelism and whether the GIL is released). parallel: the kernel may be split over threads. barrier: it must not
     start before all earlier launches of its region ended on every thread (False only where no data flows between
-    them)."""
+    them). grid: programs to launch on a GPU, where nothing runs for 0 of them; 1 on a CPU."""
 
     kernel: str
     args: tuple[str, ...]
@@ -256,6 +258,7 @@ class Launch:
     work_ns: Size
     parallel: bool = True
     barrier: bool = True
+    grid: Size = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from plait.log import KERNELS, PassLog
+from plait.runtime.load import Libraries
 from plait.runtime.timing import Boxed, table, time_kernels
-from plait.wrapper.instructions import Launch, WrapperProgram
+from plait.wrapper.instructions import DefineKernel, Launch, WrapperProgram
 from plait.wrapper.python import load_python, make_python
 from plait.wrapper.targets import Loaded
 
@@ -39,17 +40,20 @@ class MeasuredProgram:
 
 
 def measured(
-    log: PassLog, loaded: Loaded, program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor]
+    log: PassLog, loaded: Loaded, program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor]
 ) -> Loaded:
     """loaded itself, or where kernel times are to be seen (level 2) a program that prints them at its first call."""
     if not log.shows(KERNELS) or not any(isinstance(i, Launch) for i in program.body):
+        return loaded
+    if any(isinstance(i, DefineKernel) and i.device != "cpu" for i in program.body):
+        log.note(KERNELS, f"{log.name}: kernels on a GPU are not timed")
         return loaded
     if program.n_callables:
         log.note(KERNELS, f"{log.name}: kernels are not timed: the program calls Python functions")
         return loaded
 
     def measure(args: list[Any]) -> None:
-        call = load_python(make_python(program, library or ""), library, constants, ()).boxed
+        call = load_python(make_python(program, libraries), libraries, constants, ()).boxed
         try:
             with torch.random.fork_rng(devices=[]):
                 launches = time_kernels(call, lambda: copies(args))

@@ -53,7 +53,7 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 _MAGIC = b"PLAITNPL"
 _DTYPE = {name: code for code, name in enumerate(DTYPES)}
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
@@ -117,6 +117,7 @@ class _Encoder:
         for k in self._kernels.values():
             head += [self._string(k.name), k.n_args, k.n_sizes, len(k.checks)]
             head += [w for c in k.checks for w in (ERRORS.index(c.error), self._string(c.message))]
+            head += [self._string(k.device)]
         texts = [s.encode() for s in self._strings]
         words = [len(texts)]
         offset = 0
@@ -303,7 +304,7 @@ class _Encoder:
     def _launch(self, i: Launch) -> list[int]:
         words = [self._kernel_ids[i.kernel], *self._slots_of(i.args)]
         words += [len(i.sizes), *(self._size(s) for s in i.sizes), *self._slots_of(i.outs)]
-        return [*words, self._size(i.work_ns), int(i.parallel), int(i.barrier)]
+        return [*words, self._size(i.work_ns), int(i.parallel), int(i.barrier), self._size(i.grid)]
 
     def _source(self, value: SizeOf | ItemOf | Size) -> list[int]:
         match value:

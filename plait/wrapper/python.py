@@ -22,26 +22,38 @@ from plait.ir.dtypes import DTYPES, DType, opaque
 from plait.ir.sizes import Atom, Expr, Size, free_symbols
 from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
+from plait.runtime.load import Libraries
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import input_sizes
 
 _RESERVED = frozenset(
     {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "torch", "rt", "args", "outer", "call", "inputs"}
-    | {"library", "constants", "callables", "bind", "LIBRARY", "CONSTANTS", "SIGNATURE", "nan", "inf", "example_inputs"}
+    | {
+        "libraries",
+        "constants",
+        "callables",
+        "bind",
+        "LIBRARIES",
+        "CONSTANTS",
+        "SIGNATURE",
+        "nan",
+        "inf",
+        "example_inputs",
+    }
 )
 
 
-def make_python(program: ins.WrapperProgram, library: str = "", constants: str = "") -> str:
+def make_python(program: ins.WrapperProgram, libraries: Libraries, constants: str = "") -> str:
     """The module's source.
 
-    library: path of the kernel library, constants: file of the saved constants beside the module; only its main part
-    uses them."""
-    return _Module(program, library, constants).text()
+    libraries: paths of the kernel libraries, constants: file of the saved constants beside the module; only its main
+    part uses them."""
+    return _Module(program, libraries, constants).text()
 
 
 def python_lines(program: ins.WrapperProgram) -> list[tuple[ins.Instr, list[str]]]:
     """Every instruction with the lines that it becomes."""
-    module = _Module(program, "", "")
+    module = _Module(program, {}, "")
     out = []
     for i in program.body:
         before = len(module.setup), len(module.body)
@@ -67,18 +79,18 @@ class PythonProgram:
 
 def load_python(
     source: str,
-    library: str | None,
+    libraries: Libraries,
     constants: Sequence[torch.Tensor],
     callables: Sequence[Callable[..., object]],
     filename: str = "<plait>",
 ) -> PythonProgram:
-    """Executes a module's source and binds it. Raises RuntimeError if the library lacks a kernel."""
+    """Executes a module's source and binds it. Raises RuntimeError if a library lacks a kernel."""
     name = f"{filename[:-1]} {len(linecache.cache)}>" if filename == "<plait>" else filename
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines
     module = ModuleType("plait_generated")
     module.__file__ = name
     exec(compile(source, name, "exec"), module.__dict__)
-    call: Any = module.__dict__["bind"](library, list(constants), list(callables))
+    call: Any = module.__dict__["bind"](libraries, list(constants), list(callables))
     call._boxed_call = True
     return PythonProgram(call, source)
 
@@ -111,12 +123,13 @@ class _Names(Scope):
 class _Module:
     """The text of one module. setup: lines of `bind` before the call, body: lines of the call."""
 
-    def __init__(self, p: ins.WrapperProgram, library: str, constants: str) -> None:
-        self.p, self.library, self.constants = p, library, constants
+    def __init__(self, p: ins.WrapperProgram, libraries: Libraries, constants: str) -> None:
+        self.p, self.libraries, self.constants = p, libraries, constants
         self.names = _Names()
         self.setup: list[str] = []
         self.foreign = {i.name for i in p.inputs}  # and views: memory that the caller may hold
         self.body: list[str] = []
+        self.devices = {i.name: i.device for i in p.body if isinstance(i, ins.DefineKernel)}
 
     def text(self) -> str:
         p = self.p
@@ -131,14 +144,14 @@ class _Module:
             "",
             "from plait.runtime import generated as rt",
             "",
-            f"LIBRARY = {self.library!r}",
+            f"LIBRARIES = {dict(self.libraries)!r}",
             f"CONSTANTS = {self.constants!r}",
             "SIGNATURE = (  # name, dtype and device of every input that is a tensor",
             *self.signature(),
             ")",
             "",
             "",
-            "def bind(library, constants, callables):",
+            "def bind(libraries, constants, callables):",
             '    """Binds kernels and the tables of constants and callables; gives call(list of inputs)."""',
             *(f"    {s}" for s in self.setup),
             "",
@@ -184,7 +197,7 @@ class _Module:
             return [*lines, f"    raise SystemExit('{self.p.name} calls Python objects, which no file can hold')"]
         return [
             *lines,
-            "    call = bind(LIBRARY, rt.load_constants(CONSTANTS, __file__), [])",
+            "    call = bind(LIBRARIES, rt.load_constants(CONSTANTS, __file__), [])",
             f"    rt.benchmark(call, example_inputs, {self.p.name!r})",
         ]
 
@@ -224,7 +237,11 @@ class _Module:
             case ins.DefineKernel():
                 checks = "".join(f"({c.error}, {c.message!r}), " for c in i.checks)
                 given = f", ({checks.rstrip()})" if checks else ""
-                self.setup.append(f"{name(i.name)} = rt.kernel(library, {i.name!r}{given})")
+                if i.device == "cpu":
+                    made = f"rt.kernel(libraries['cpu'], {i.name!r}{given})"
+                else:
+                    made = f"rt.GpuKernel(libraries['cuda'], {i.name!r}, {i.device!r})"
+                self.setup.append(f"{name(i.name)} = {made}")
             case ins.Launch():
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():
@@ -260,13 +277,14 @@ class _Module:
 
     def launch(self, i: ins.Launch) -> None:
         args = tuple_text([self.names.variable(a) for a in i.args])
-        more = "" if i.parallel else ", parallel=False"
+        sizes = self.names.sizes(i.sizes)
+        if self.devices[i.kernel] == "cpu":
+            more = f"work_ns={self.names.size(i.work_ns)}{'' if i.parallel else ', parallel=False'}"
+        else:
+            more = f"grid={self.names.size(i.grid)}"
         writes = tuple(k for k, a in enumerate(i.args) if a in i.outs and a in self.foreign)
         more += f", writes={writes}" if writes else ""
-        sizes = self.names.sizes(i.sizes)
-        self.body.append(
-            f"{self.names.variable(i.kernel)}({args}, {sizes}, work_ns={self.names.size(i.work_ns)}{more})"
-        )
+        self.body.append(f"{self.names.variable(i.kernel)}({args}, {sizes}, {more})")
 
     def call(self, i: ins.CallExtern | ins.CallPython) -> None:
         args = [self.operand(o) for o in i.args]

@@ -1,20 +1,23 @@
 """Every stage of a compilation in readable form: files of the debug folder, lines of the debug ladder.
 
 In: the data of a stage and the graph's `PassLog`, which knows who wants to see it. The files of one graph, in order:
-0_captured.py, 1_graph.py (FX), 2_loops.txt (before fusion), 3_plan.txt (after), 4_kernels.cpp, 5_wrapper.txt and
-6_module.py with 6_constants.pt, which runs by itself. docs/debug.md describes them. Nothing is built that nobody reads.
+0_captured.py, 1_graph.py (FX), 2_loops.txt (before fusion), 3_plan.txt (after), 4_kernels.cpp (4_kernels_cuda.py for a
+GPU), 5_wrapper.txt and 6_module.py with 6_constants.pt, which runs by itself. docs/debug.md describes them. Nothing is
+built that nobody reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.fx
 
 from plait.ir.loops import LoopProgram
 from plait.ir.text import program_text
+from plait.kernel.target import Source
 from plait.log import IR, KERNELS, REASONS, SOURCE, PassLog
+from plait.runtime.load import Libraries
 from plait.schedule.plan import Plan
 from plait.schedule.text import plan_text, refusal_lines, summary_lines
 from plait.wrapper.instructions import WrapperProgram
@@ -56,13 +59,12 @@ def show_plan(log: PassLog, plan: Plan) -> None:
         log.note(IR, f"{log.name}: plan\n{plan_text(plan)}")
 
 
-def show_source(log: PassLog, source: str) -> None:
-    """The kernels' source, as the C++ compiler sees it."""
-    if not source:
-        return
-    log.dump("4_kernels.cpp", source)
-    if log.shows(SOURCE):
-        log.note(SOURCE, f"{log.name}: kernels\n{source}")
+def show_sources(log: PassLog, sources: Mapping[str, Source]) -> None:
+    """The kernels' source as their compilers see it. sources: by kind of device."""
+    for kind, source in sources.items():
+        log.dump("4_kernels.cpp" if kind == "cpu" else f"4_kernels_{kind}.py", source.text)
+        if log.shows(SOURCE):
+            log.note(SOURCE, f"{log.name}: kernels\n{source.text}")
 
 
 def show_pass(log: PassLog, name: str, program: WrapperProgram) -> None:
@@ -71,13 +73,18 @@ def show_pass(log: PassLog, name: str, program: WrapperProgram) -> None:
         log.note(IR, f"{log.name}: wrapper after {name}\n{text(program)}")
 
 
-def show_wrapper(log: PassLog, program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor]) -> None:
+def show_wrapper(
+    log: PassLog, program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor]
+) -> None:
     """The final wrapper program, and the same as a Python module that runs by itself."""
     saved = CONSTANTS if constants else ""
     log.dump("5_wrapper.txt", lambda: text(program))
-    log.dump("6_module.py", lambda: make_python(program, library or "", saved))
+    log.dump("6_module.py", lambda: make_python(program, libraries, saved))
     if saved and log.folder is not None:
         with torch.utils._python_dispatch._disable_current_modes():  # constants are no fake tensors
-            torch.save([c.detach() for c in constants], log.folder / CONSTANTS)
+            try:
+                torch.save([c.detach() for c in constants], log.folder / CONSTANTS)
+            except (OSError, RuntimeError) as error:
+                log.give_up(error)
     if log.shows(SOURCE):
-        log.note(SOURCE, f"{log.name}: wrapper\n{make_python(program, library or '', saved)}")
+        log.note(SOURCE, f"{log.name}: wrapper\n{make_python(program, libraries, saved)}")

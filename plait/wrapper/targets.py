@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plait.runtime.load import load
+from plait.runtime.load import Libraries, load
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.python import load_python, make_python
@@ -27,18 +27,18 @@ class Loaded(Protocol):
 
 
 def _native(
-    program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor], callables: Sequence[Any]
+    program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Any]
 ) -> Loaded:
-    return load(encode(program), library, constants, callables)
+    return load(encode(program), libraries, constants, callables)
 
 
 def _python(
-    program: WrapperProgram, library: str | None, constants: Sequence[torch.Tensor], callables: Sequence[Any]
+    program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Any]
 ) -> Loaded:
-    return load_python(make_python(program, library or ""), library, constants, callables)
+    return load_python(make_python(program, libraries), libraries, constants, callables)
 
 
-TARGETS: dict[str, Callable[[WrapperProgram, str | None, Sequence[torch.Tensor], Sequence[Any]], Loaded]] = {
+TARGETS: dict[str, Callable[[WrapperProgram, Libraries, Sequence[torch.Tensor], Sequence[Any]], Loaded]] = {
     "native": _native,
     "python": _python,
 }

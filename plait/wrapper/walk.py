@@ -120,7 +120,7 @@ def sizes(i: ins.Instr) -> tuple[Size, ...]:
         case ins.Alloc() | ins.Reuse():
             return (*i.shape, *i.strides)
         case ins.Launch():
-            return (*i.sizes, i.work_ns)
+            return (*i.sizes, i.work_ns, i.grid)
         case ins.CallExtern() | ins.CallPython() | ins.Fill() | ins.Return():
             return tuple(s for o in operands(i) for s in operand_sizes(o))
         case (
@@ -203,7 +203,7 @@ def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size
         case ins.Launch():
             return replace(
                 i, args=tuple(map(ref, i.args)), sizes=many(i.sizes),
-                outs=tuple(map(ref, i.outs)), work_ns=size(i.work_ns),
+                outs=tuple(map(ref, i.outs)), work_ns=size(i.work_ns), grid=size(i.grid),
             )  # fmt: skip
         case ins.CallExtern() | ins.CallPython():
             args = tuple(map_operand(o, ref, size) for o in i.args)

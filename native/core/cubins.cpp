@@ -1,0 +1,74 @@
+// native/core/cubins.cpp: reads a pack of cubins.
+//
+// Layout, little-endian: 8 bytes magic "PLAITCUB", i64 version, i64 number of kernels; then for each
+// the words (bytes of name, bytes of symbol, bytes of image, num_warps, num_ctas, shared, global
+// scratch, profile scratch, cooperative, pdl), the name, the symbol and the image.
+#include "core/cubins.h"
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include "core/plan.h"
+
+namespace plait {
+namespace {
+constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'C', 'U', 'B'};
+constexpr int64_t kVersion = 1;
+constexpr int kWords = 10;
+
+class Bytes {
+ public:
+  Bytes(const std::string& data, const std::string& path) : data_(data), path_(path) {}
+  std::string take(int64_t n) {
+    if (n < 0 || static_cast<uint64_t>(n) > data_.size() - at_)
+      throw LoadError("damaged kernel file " + path_);
+    at_ += static_cast<size_t>(n);
+    return data_.substr(at_ - static_cast<size_t>(n), static_cast<size_t>(n));
+  }
+  int64_t word() {
+    int64_t value = 0;
+    std::memcpy(&value, take(8).data(), 8);
+    return value;
+  }
+
+ private:
+  const std::string& data_;
+  const std::string& path_;
+  size_t at_ = 0;
+};
+}  // namespace
+
+Cubins::Cubins(const std::string& path) : path_(path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw LoadError("cannot read kernel file " + path);
+  const std::string data{std::istreambuf_iterator<char>(file), {}};
+  Bytes in(data, path_);
+  if (in.take(8) != std::string(kMagic, 8) || in.word() != kVersion)
+    throw LoadError(path + " is no kernel file of this version");
+  for (int64_t n = in.word(); n > 0; --n) {
+    int64_t w[kWords];
+    for (int64_t& value : w) value = in.word();
+    const std::string name = in.take(w[0]);
+    Entry& e = entries_[name];
+    e.facts = {.symbol = in.take(w[1]),
+               .num_warps = static_cast<uint32_t>(w[3]),
+               .num_ctas = static_cast<uint32_t>(w[4]),
+               .shared = static_cast<uint32_t>(w[5]),
+               .global_scratch = w[6],
+               .profile_scratch = w[7],
+               .cooperative = w[8] != 0,
+               .pdl = w[9] != 0};
+    e.image = in.take(w[2]);
+  }
+}
+
+std::unique_ptr<cuda::Kernel> Cubins::load(const std::string& name, size_t n_arguments) const {
+  const auto found = entries_.find(name);
+  if (found == entries_.end()) throw LoadError("kernel '" + name + "' is not in " + path_);
+  const Entry& e = found->second;
+  return std::make_unique<cuda::Kernel>(cuda::Driver::machine(), e.image.data(), e.facts,
+                                        n_arguments);
+}
+
+}  // namespace plait

@@ -1,0 +1,31 @@
+// native/core/cubins.h: compiled GPU kernels in one file, as plait/runtime/cubin.py packs them.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "core/cuda.h"
+
+namespace plait {
+
+// The kernels of a program, by name. The images stay in memory: they are loaded into the context of
+// whichever device asks.
+class Cubins {
+ public:
+  explicit Cubins(const std::string& path);  // throws LoadError
+
+  // The kernel `name` in the current context, with this many arguments. Throws LoadError if there is
+  // none, DriverError if the driver refuses it.
+  std::unique_ptr<cuda::Kernel> load(const std::string& name, size_t n_arguments) const;
+
+ private:
+  struct Entry {
+    cuda::KernelFacts facts;
+    std::string image;
+  };
+  std::string path_;
+  std::map<std::string, Entry> entries_;
+};
+
+}  // namespace plait

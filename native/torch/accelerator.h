@@ -1,0 +1,31 @@
+// native/torch/accelerator.h: one GPU as programs need it: torch's memory, torch's current stream.
+//
+// Built without CUDA headers: what torch's CUDA library offers is found when a program first asks.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include "core/cuda.h"
+
+namespace plait {
+
+class Accelerator {
+ public:
+  explicit Accelerator(c10::Device device);  // throws LoadError where torch has no such device
+
+  c10::Device device() const { return device_; }
+  // The stream that torch's operators would be put on by this thread. Makes sure of a context.
+  cuda::Stream stream() const;
+  // From torch's caching allocator, for use on the current stream of the current device.
+  c10::DataPtr allocate(int64_t nbytes) const {
+    return allocator_->allocate(static_cast<size_t>(nbytes));
+  }
+  c10::Allocator* allocator() const { return allocator_; }
+
+ private:
+  c10::Device device_;
+  c10::Allocator* allocator_;
+};
+
+}  // namespace plait

@@ -1,0 +1,56 @@
+"""Which kernels are the same but for names, and the symbols that they get: equal ones are written and built once."""
+
+from __future__ import annotations
+
+import re
+
+from plait.ir.loops import Load, Node, walk
+from plait.kernel.space import stmt_nodes
+from plait.schedule.plan import Kernel, Reduce
+
+
+def symbol_for(name: str, taken: set[str]) -> str:
+    """A C identifier made of a kernel's name that is not taken yet; it is now."""
+    base = re.sub(r"\W", "_", name)
+    symbol, k = base, 1
+    while symbol in taken:
+        symbol, k = f"{base}_{k}", k + 1
+    taken.add(symbol)
+    return symbol
+
+
+def part_operands(kernel: Kernel, part: Kernel) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which buffers and which sizes of a kernel are those of its part."""
+    names = [b.name for b in kernel.args]
+    sizes = [str(s) for s in kernel.sizes]
+    return (tuple(names.index(b.name) for b in part.args), tuple(sizes.index(str(s)) for s in part.sizes))
+
+
+def structure(kernel: Kernel) -> object:
+    """A hashable value that is equal for kernels that differ only in the names of kernel, buffers and reductions."""
+    if kernel.parts:
+        return tuple((structure(p), part_operands(kernel, p)) for p in kernel.parts)
+    buffers = {b.name: k for k, b in enumerate(kernel.args)}
+    accs = {s.name: k for k, s in enumerate(s for s in kernel.stmts if isinstance(s, Reduce))}
+    numbers: dict[Node, int] = {}
+    rows: list[object] = []
+    for n in walk([n for s in kernel.stmts for n in stmt_nodes(s)]):
+        attr: object = n.attr
+        if isinstance(n.attr, Load):
+            attr = (buffers[n.attr.buf], n.attr.index, n.attr.masked)
+        elif n.op == "acc":
+            name, _, part = str(n.attr).rpartition(".")
+            attr = (accs[str(n.attr)], "") if n.attr in accs else (accs[name], part)
+        elif isinstance(n.attr, (bool, int, float)):
+            attr = repr(n.attr)
+        numbers[n] = len(numbers)
+        rows.append((n.op, n.dtype.name, attr, tuple(numbers[a] for a in n.args)))
+    stmts: list[object] = []
+    for s in kernel.stmts:
+        nodes = tuple(numbers[n] for n in stmt_nodes(s))
+        if isinstance(s, Reduce):
+            stmts.append((accs[s.name], s.kind, nodes, s.running))
+        else:
+            stmts.append((buffers[s.buf], s.index, nodes, s.full, s.mode, s.mask is not None, s.atomic))
+    layout = tuple((b.dtype.name, b.strides) for b in kernel.args)
+    return (kernel.vars, kernel.rvars, tuple(rows), tuple(stmts), layout, kernel.sizes, kernel.sequential)

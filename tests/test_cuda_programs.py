@@ -1,0 +1,155 @@
+"""Programs for a GPU, compiled on a machine without one: graphs of fake CUDA tensors, up to the bytes of the plan."""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from plait import compat
+from plait.config import Config
+from plait.errors import UserError
+from plait.graph.captured import Captured
+from plait.ir.loops import Alias, Extern
+from plait.kernel.triton import compute_capability
+from plait.runtime.cubin import Cubin, pack
+from plait.runtime.load import LoadError, load
+from plait.schedule.layout import unaligned
+from plait.schedule.plan import Kernel
+from plait.wrapper.instructions import Alloc, Arena, CallExtern, DefineKernel, Launch, TensorInput, WrapperProgram
+from plait.wrapper.native import encode
+from plait.wrapper.program import CompileRecord
+from plait.wrapper.python import make_python
+from plait.wrapper.text import read, text
+
+pipeline = importlib.import_module("plait.compile")
+
+
+class _NotLoaded:
+    boxed = None
+
+
+@pytest.fixture
+def compile_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The pipeline without its ends: nothing is built, nothing is loaded."""
+    monkeypatch.setattr(pipeline, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(pipeline, "_build", lambda sources, cfg: {})
+    monkeypatch.setattr(pipeline, "WRAPPERS", {"native": lambda *args: _NotLoaded()})
+    yield
+
+
+def record(fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode) -> CompileRecord:
+    with mode, torch.no_grad():
+        graph = make_fx(torch.func.functionalize(fn), compat.decomposition_table())(*args)
+    cfg = Config(gpu_arch="sm_90", verify=True)
+    return pipeline.compile_graph(Captured(graph, "test", "inference"), cfg).record
+
+
+def fakes(*shapes: Sequence[int], device: str = "cuda") -> tuple[FakeTensorMode, list[torch.Tensor]]:
+    mode = FakeTensorMode()
+    with mode:
+        return mode, [torch.empty(tuple(s), device=device) for s in shapes]
+
+
+def of(program: WrapperProgram, kind: type) -> list[Any]:
+    return [i for i in program.body if isinstance(i, kind)]
+
+
+def test_everything_is_on_the_device(compile_only: None) -> None:
+    mode, (x, w) = fakes((64, 128), (128,))
+    made = record(lambda x, w: F.layer_norm(F.gelu(x + w), (128,), w).sum(0), x, w, mode=mode)
+    p = made.wrapper
+    assert {i.device for i in p.inputs if isinstance(i, TensorInput)} == {"cuda:0"}
+    assert {i.device for i in of(p, Alloc) + of(p, Arena) + of(p, DefineKernel)} == {"cuda:0"}
+    assert all(isinstance(i.grid, int) and i.grid > 0 for i in of(p, Launch))
+    assert read(text(p)) == p and encode(p) == encode(read(text(p)))
+    assert "rt.GpuKernel(libraries['cuda']" in make_python(p, {"cuda": "x.cubins"})
+    assert made.kernel_source.count("@triton.jit\ndef plait_") == len({i.kernel for i in of(p, Launch)})
+
+
+def test_devices_stay_apart(compile_only: None) -> None:
+    mode, (x,) = fakes((8,))
+    with mode:
+        y = torch.empty(8)
+    made = record(lambda x, y: (x + 1, y * 2, x.cpu() + y), x, y, mode=mode)
+    kernels = [s for s in made.plan.steps if isinstance(s, Kernel)]
+    assert sorted(k.device for k in kernels) == ["cpu", "cuda:0"]
+    assert [i.op for i in of(made.wrapper, CallExtern)] == ["aten::_to_copy"]
+    assert made.fallback_reasons == {}
+
+
+def test_a_number_on_the_host_is_copied_once(compile_only: None) -> None:
+    mode, (x,) = fakes((8, 8))
+    with mode:
+        s = torch.empty(())
+    made = record(lambda x, s: (torch.sin(x * s) @ x) * s, x, s, mode=mode)
+    copies = [e for e in made.plan.steps if isinstance(e, Extern) and e.op == "aten::_to_copy"]
+    assert len(copies) == 1 and not copies[0].fallback
+
+
+def test_parts_of_a_long_sum_are_on_the_device(compile_only: None) -> None:
+    mode, (x,) = fakes((1000, 3001))
+    made = record(lambda x: (x.sum(), x.argmax()), x, mode=mode)
+    assert {b.device for b in made.plan.buffers.values()} == {"cuda:0"}
+    assert {k.device for k in made.plan.steps if isinstance(k, Kernel)} == {"cuda:0"}
+
+
+def test_random_numbers_have_a_seed_of_the_device(compile_only: None) -> None:
+    mode, (x,) = fakes((64,))
+    made = record(lambda x: F.dropout(x, 0.5) + torch.rand_like(x), x, mode=mode)
+    calls = of(made.wrapper, CallExtern)
+    assert [c.op for c in calls] == ["plait::seed"] and calls[0].args[0].text == "cuda:0"
+
+
+def test_what_collides_without_an_atomic_is_a_call(compile_only: None) -> None:
+    mode, (x,) = fakes((16,))
+    with mode:
+        at = torch.empty(4, dtype=torch.int64, device="cuda")
+        source = torch.empty(4, dtype=torch.int8, device="cuda")
+    scatter = record(lambda x, i, s: x.to(torch.int8).scatter_reduce(0, i, s, "prod"), x, at, source, mode=mode)
+    assert any("on a GPU" in why for why in scatter.fallback_reasons.values())
+    assert record(lambda x, i: x.index_add(0, i, x.narrow(0, 0, 4)), x, at, mode=mode).fallback_reasons == {}
+
+
+def test_views_with_an_offset_are_unaligned(compile_only: None) -> None:
+    mode, (x,) = fakes((64,))
+    made = record(lambda x: (x * 2).as_strided((8,), (1,), 3) + x.narrow(0, 0, 8), x, mode=mode)
+    views = [s.out for s in made.plan.steps if isinstance(s, Alias)]
+    assert unaligned(made.plan) == frozenset(views)
+
+
+def test_capability() -> None:
+    assert compute_capability("cuda:0", Config(gpu_arch="sm_100")) == 100
+    with pytest.raises(UserError, match="gpu_arch"):
+        compute_capability("cuda:0", Config(gpu_arch="hopper"))
+
+
+def test_without_a_gpu_loading_says_so(compile_only: None) -> None:
+    mode, (x,) = fakes((8,))
+    plan = encode(record(lambda x: x + 1, x, mode=mode).wrapper)
+    with pytest.raises(LoadError, match="built without CUDA"):
+        load(plan, {})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is another one with CUDA")
+def test_the_file_of_cubins_is_checked(compile_only: None, tmp_path: Path) -> None:
+    mode, (x,) = fakes((8,))
+    plan = encode(record(lambda x: x + 1, x, mode=mode).wrapper)
+    cubin = Cubin(b"image", "symbol", 4, 1, 0, (0, 1), (0, 1), False, False)
+    data = pack({"a": cubin, "b": cubin})
+    path = tmp_path / "k.cubins"
+    for bad in (b"", data[:7], data[:-1], b"X" + data[1:], data[:16] + struct.pack("<q", 3) + data[24:]):
+        path.write_bytes(bad)
+        with pytest.raises(LoadError, match=r"kernel file|k\.cubins"):
+            load(plan, {"cuda": str(path)})
+    path.write_bytes(data)
+    with pytest.raises(LoadError, match="built without CUDA"):
+        load(plan, {"cuda": str(path)})

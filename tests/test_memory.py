@@ -132,7 +132,7 @@ def live_bytes() -> int:
     gc.collect()
     held = {}
     for obj in gc.get_objects():
-        if type(obj) in (Tensor, nn.Parameter):
+        if type(obj) in (Tensor, nn.Parameter) and obj.layout == torch.strided:
             storage = obj.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())

@@ -9,33 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from plait.errors import InternalError
+from plait.ir import loops as ir
 from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS, Bound
 from plait.ir.dtypes import LOOP_DTYPES, b1, bf16, f16, f64, i64
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    ExternArg,
-    Item,
-    ListArg,
-    Load,
-    LoopProgram,
-    Mutate,
-    Node,
-    Number,
-    Op,
-    Pointwise,
-    Reduction,
-    Scan,
-    Scatter,
-    TensorArg,
-    check_of,
-    index_exprs,
-    is_arg,
-    walk,
-)  # fmt: skip
 from plait.ir.ops import CHECKED, OPS, REDUCTIONS, SPECIAL
 from plait.ir.sizes import Atom, Expr, Size
 
@@ -45,18 +22,18 @@ _SCANS = frozenset({"sum", "prod", "max", "min", "logaddexp"})
 _MODES = frozenset({"store", "add", "mul", "min", "max"})
 
 
-def verify(program: LoopProgram, passname: str) -> None:
+def verify(program: ir.LoopProgram, passname: str) -> None:
     """Checks the whole program. Raises InternalError naming the pass."""
     _Verify(program, passname).run()
 
 
 class _Verify:
-    def __init__(self, program: LoopProgram, passname: str) -> None:
+    def __init__(self, program: ir.LoopProgram, passname: str) -> None:
         self.program, self.passname = program, passname
         self.defined: set[str] = set()
         self.parts: set[str] = set()
-        self.seen: dict[Node, frozenset[Atom]] = {}
-        self.op: Op | None = None
+        self.seen: dict[ir.Node, frozenset[Atom]] = {}
+        self.op: ir.Op | None = None
 
     def fail(self, what: str) -> InternalError:
         name = "" if self.op is None else f" in {_name(self.op)}"
@@ -80,13 +57,13 @@ class _Verify:
         self.op = None
         for out in p.outputs:
             self.operand(out)
-            if isinstance(out, Number) and self.buffer(out.buf).dtype not in (f64, b1):
+            if isinstance(out, ir.Number) and self.buffer(out.buf).dtype not in (f64, b1):
                 raise self.fail(f"{out.buf} is no float and no bool")
         if unknown := [d for d in p.donated if d not in p.inputs]:
             raise self.fail(f"donated buffers that are no inputs: {unknown}")
 
     # ---- buffers and sizes
-    def buffer(self, name: str) -> Buffer:
+    def buffer(self, name: str) -> ir.Buffer:
         if name not in self.program.buffers:
             raise self.fail(f"buffer {name} is not declared")
         return self.program.buffers[name]
@@ -121,31 +98,31 @@ class _Verify:
         return found
 
     # ---- ops
-    def check(self, op: Op) -> None:
-        if isinstance(op, Pointwise):
+    def check(self, op: ir.Op) -> None:
+        if isinstance(op, ir.Pointwise):
             self.pointwise(op)
-        elif isinstance(op, Reduction):
+        elif isinstance(op, ir.Reduction):
             self.reduction(op)
-        elif isinstance(op, Scatter):
+        elif isinstance(op, ir.Scatter):
             self.scatter(op)
-        elif isinstance(op, Scan):
+        elif isinstance(op, ir.Scan):
             self.scan(op)
-        elif isinstance(op, Extern):
+        elif isinstance(op, ir.Extern):
             self.extern(op)
-        elif isinstance(op, Alias):
+        elif isinstance(op, ir.Alias):
             self.use(op.base)
             self.sizes((op.offset,))
             self.define(op.out)
-        elif isinstance(op, Item):
+        elif isinstance(op, ir.Item):
             self.use(op.buf)
             if op.name not in self.program.symbols:
                 raise self.fail(f"{op.name} is no symbol of the program")
-        elif isinstance(op, Assert):
+        elif isinstance(op, ir.Assert):
             self.sizes((op.expr,))
-        elif isinstance(op, Mutate):
+        elif isinstance(op, ir.Mutate):
             self.mutate(op)
 
-    def pointwise(self, op: Pointwise) -> None:
+    def pointwise(self, op: ir.Pointwise) -> None:
         out = self.buffer(op.out)
         if op.index is None:
             atoms = self.space(op.vars, out.shape)
@@ -162,7 +139,7 @@ class _Verify:
         if op.body.dtype != out.dtype:
             raise self.fail(f"the body gives {op.body.dtype}, the buffer holds {out.dtype}")
 
-    def reduction(self, op: Reduction) -> None:
+    def reduction(self, op: ir.Reduction) -> None:
         if op.kind not in REDUCTIONS:
             raise self.fail(f"no reduction {op.kind}")
         if len(op.outs) > (3 if op.kind == "welford" else 1):
@@ -180,7 +157,7 @@ class _Verify:
                 if self.buffer(name).dtype != dtype:
                     raise self.fail(f"{name} holds {self.buffer(name).dtype}, not {dtype}")
 
-    def scatter(self, op: Scatter) -> None:
+    def scatter(self, op: ir.Scatter) -> None:
         out, base = self.buffer(op.out), self.buffer(op.base)
         self.use(op.base)
         if (out.shape, out.dtype) != (base.shape, base.dtype) or op.body.dtype != out.dtype or op.mode not in _MODES:
@@ -194,7 +171,7 @@ class _Verify:
         if op.out != op.base:  # else it updates its base in place
             self.define(op.out)
 
-    def scan(self, op: Scan) -> None:
+    def scan(self, op: ir.Scan) -> None:
         if op.kind not in _SCANS or not 0 <= op.axis < len(op.vars):
             raise self.fail(f"scan {op.kind} over axis {op.axis}")
         self.body(op.body, self.space(op.vars))
@@ -206,7 +183,7 @@ class _Verify:
                     raise self.fail(f"{name} holds {out.dtype}")
                 self.define(name)
 
-    def extern(self, op: Extern) -> None:
+    def extern(self, op: ir.Extern) -> None:
         for a in (*op.args, *(v for _, v in op.kwargs)):
             self.operand(a)
         for name in (*op.aliases, *op.mutates):
@@ -218,33 +195,33 @@ class _Verify:
             if out is not None:
                 self.define(out)
 
-    def mutate(self, op: Mutate) -> None:
+    def mutate(self, op: ir.Mutate) -> None:
         self.use(op.target)
         self.use(op.source)
         a, b = self.buffer(op.target), self.buffer(op.source)
         if op.target not in self.program.inputs or a.dtype != b.dtype or len(a.shape) != len(b.shape):
             raise self.fail(f"{a} cannot take the value of {b}")
 
-    def operand(self, a: ExternArg) -> None:
-        if isinstance(a, TensorArg):
+    def operand(self, a: ir.ExternArg) -> None:
+        if isinstance(a, ir.TensorArg):
             self.use(a.buf)
             self.sizes((*a.shape, *a.strides, a.offset))
             if len(a.shape) != len(a.strides):
                 raise self.fail(f"operand {a}")
-        elif isinstance(a, ListArg):
+        elif isinstance(a, ir.ListArg):
             for item in a.items:
                 self.operand(item)
         elif isinstance(a, Expr):
             self.sizes((a,))
 
     # ---- nodes
-    def body(self, root: Node, atoms: frozenset[Atom]) -> None:
-        for n in walk((root,)):
+    def body(self, root: ir.Node, atoms: frozenset[Atom]) -> None:
+        for n in ir.walk((root,)):
             if self.seen.get(n) != atoms:
                 self.seen[n] = atoms
                 self.node(n, atoms)
 
-    def node(self, n: Node, atoms: frozenset[Atom]) -> None:
+    def node(self, n: ir.Node, atoms: frozenset[Atom]) -> None:
         if n.dtype not in LOOP_DTYPES:
             raise self.fail(f"a node of {n.dtype}")
         if n.op in OPS:
@@ -252,7 +229,7 @@ class _Verify:
         elif n.op == "load":
             self.load(n, atoms)
         elif n.op == "index":
-            self.indices(index_exprs(n), 1, n.args, atoms)
+            self.indices(ir.index_exprs(n), 1, n.args, atoms)
         elif n.op in CHECKED:
             self.checked(n)
         elif n.op not in SPECIAL:
@@ -262,10 +239,10 @@ class _Verify:
         elif n.op == "bitcast" and n.dtype.nbytes != n.args[0].dtype.nbytes:
             raise self.fail(f"a bitcast of {n.args[0].dtype} to {n.dtype}")
 
-    def checked(self, n: Node) -> None:
+    def checked(self, n: ir.Node) -> None:
         """A node that can make the call fail: (value) or (value, mask), with a known kind of error."""
         dtypes = [a.dtype for a in n.args]
-        check = check_of(n)
+        check = ir.check_of(n)
         if (
             dtypes[:1] != [n.dtype]
             or dtypes[1:] not in ([], [b1])
@@ -276,7 +253,7 @@ class _Verify:
         if check is None or check.error not in ERRORS:
             raise self.fail(f"{n.op} fails with {check}")
 
-    def table_node(self, n: Node) -> None:
+    def table_node(self, n: ir.Node) -> None:
         row = OPS[n.op]
         dtypes = [a.dtype for a in n.args]
         if len(dtypes) != row.arity:
@@ -291,9 +268,9 @@ class _Verify:
         if main.kind not in row.on or (main in (f16, bf16) and n.op not in _MOVES):
             raise self.fail(f"{n.op} on {main}")
 
-    def load(self, n: Node, atoms: frozenset[Atom]) -> None:
+    def load(self, n: ir.Node, atoms: frozenset[Atom]) -> None:
         load = n.attr
-        if not isinstance(load, Load):
+        if not isinstance(load, ir.Load):
             raise self.fail(f"a load of {load}")
         self.use(load.buf)
         buf = self.buffer(load.buf)
@@ -306,11 +283,11 @@ class _Verify:
             args = args[:-1]
         self.indices(load.index, len(buf.shape), args, atoms)
 
-    def indices(self, exprs: Sequence[Size], rank: int, args: Sequence[Node], atoms: frozenset[Atom]) -> None:
+    def indices(self, exprs: Sequence[Size], rank: int, args: Sequence[ir.Node], atoms: frozenset[Atom]) -> None:
         """Index expressions over loop variables, size symbols and exactly the Arg symbols of args."""
         if len(exprs) != rank:
             raise self.fail(f"{len(exprs)} indices {tuple(exprs)} where the buffer has {rank} dimensions")
-        found = {a for e in exprs for a in sz.free_symbols(e) if is_arg(a)}
+        found = {a for e in exprs for a in sz.free_symbols(e) if ir.is_arg(a)}
         if {a.name for a in found} != {f"${k}" for k in range(len(args))}:
             raise self.fail(f"indices {tuple(exprs)} with {len(args)} arguments")
         if any(a.dtype != i64 for a in args):
@@ -318,9 +295,9 @@ class _Verify:
         self.sizes(exprs, atoms | found)
 
 
-def _name(op: Op) -> str:
-    if isinstance(op, (Pointwise, Scatter)):
+def _name(op: ir.Op) -> str:
+    if isinstance(op, (ir.Pointwise, ir.Scatter)):
         return f"{type(op).__name__} {op.out}"
-    if isinstance(op, (Reduction, Scan)):
+    if isinstance(op, (ir.Reduction, ir.Scan)):
         return f"{type(op).__name__} {op.outs}"
     return f"{op}"

@@ -11,29 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.ir.loops import (
-    Alias,
-    Assert,
-    Buffer,
-    Extern,
-    ExternArg,
-    Item,
-    ListArg,
-    Load,
-    Loop,
-    LoopProgram,
-    Mutate,
-    Node,
-    Op,
-    Pointwise,
-    Reduction,
-    Scan,
-    Scatter,
-    TensorArg,
-    index_exprs,
-    is_arg,
-    walk,
-)
+from plait.ir import loops as ir
 from plait.ir.ops import CHECKED, OPS
 from plait.ir.sizes import Expr, Size, free_symbols
 
@@ -41,7 +19,7 @@ from plait.ir.sizes import Expr, Size, free_symbols
 _SPECIAL_COST = {"cast": 0.5, "index": 0.5, "bounded": 1.0, "nonzero": 0.5}
 
 
-def node_cost(n: Node) -> float:
+def node_cost(n: ir.Node) -> float:
     """Cycles of one element of one node, loads left out."""
     row = OPS.get(n.op)
     return row.cost if row is not None else _SPECIAL_COST.get(n.op, 0.0)
@@ -52,8 +30,8 @@ class Facts:
     """What a body does at one point. loads: its load nodes, each once; indices: its index nodes.
     cost: cycles of its arithmetic, loads left out. checks: it holds a run-time check. size: number of nodes."""
 
-    loads: tuple[Node, ...]
-    indices: tuple[Node, ...]
+    loads: tuple[ir.Node, ...]
+    indices: tuple[ir.Node, ...]
     cost: float
     checks: bool
     size: int
@@ -63,9 +41,9 @@ class Bodies:
     """Facts of bodies, each body walked once."""
 
     def __init__(self) -> None:
-        self._facts: dict[tuple[Node, ...], Facts] = {}
+        self._facts: dict[tuple[ir.Node, ...], Facts] = {}
 
-    def of(self, roots: tuple[Node, ...]) -> Facts:
+    def of(self, roots: tuple[ir.Node, ...]) -> Facts:
         """Facts of the nodes below roots taken together."""
         found = self._facts.get(roots)
         if found is None:
@@ -73,13 +51,13 @@ class Bodies:
         return found
 
 
-def _facts(roots: tuple[Node, ...]) -> Facts:
-    loads: list[Node] = []
-    indices: list[Node] = []
+def _facts(roots: tuple[ir.Node, ...]) -> Facts:
+    loads: list[ir.Node] = []
+    indices: list[ir.Node] = []
     cost = 0.0
     checks = False
     size = 0
-    for n in walk(roots):
+    for n in ir.walk(roots):
         size += 1
         if n.op == "load":
             loads.append(n)
@@ -91,30 +69,30 @@ def _facts(roots: tuple[Node, ...]) -> Facts:
     return Facts(tuple(loads), tuple(indices), cost, checks, size)
 
 
-def roots(loop: Loop) -> tuple[Node, ...]:
+def roots(loop: ir.Loop) -> tuple[ir.Node, ...]:
     """Every expression that a loop evaluates."""
-    if isinstance(loop, Scatter):
+    if isinstance(loop, ir.Scatter):
         extra = () if loop.mask is None else (loop.mask,)
         return (loop.body, *loop.index_args, *extra)
     return (loop.body,)
 
 
-def load_of(n: Node) -> Load:
+def load_of(n: ir.Node) -> ir.Load:
     """The attribute of a load node."""
-    assert isinstance(n.attr, Load)
+    assert isinstance(n.attr, ir.Load)
     return n.attr
 
 
-def loop_outs(loop: Loop) -> tuple[str, ...]:
+def loop_outs(loop: ir.Loop) -> tuple[str, ...]:
     """The buffers that a loop writes."""
-    if isinstance(loop, (Pointwise, Scatter)):
+    if isinstance(loop, (ir.Pointwise, ir.Scatter)):
         return (loop.out,)
     return tuple(o for o in loop.outs if o is not None)
 
 
-def space(loop: Loop) -> tuple[Expr, ...]:
+def space(loop: ir.Loop) -> tuple[Expr, ...]:
     """All variables of a loop, reduced ones last."""
-    return loop.vars + loop.rvars if isinstance(loop, Reduction) else loop.vars
+    return loop.vars + loop.rvars if isinstance(loop, ir.Reduction) else loop.vars
 
 
 def extent(v: Expr) -> Size:
@@ -123,63 +101,63 @@ def extent(v: Expr) -> Size:
     return v.symbol.extent
 
 
-def tensor_args(args: Iterable[ExternArg]) -> Iterable[TensorArg]:
+def tensor_args(args: Iterable[ir.ExternArg]) -> Iterable[ir.TensorArg]:
     """The tensors among operands, those in lists included."""
     for a in args:
-        if isinstance(a, TensorArg):
+        if isinstance(a, ir.TensorArg):
             yield a
-        elif isinstance(a, ListArg):
+        elif isinstance(a, ir.ListArg):
             yield from tensor_args(a.items)
 
 
-def extern_reads(op: Extern) -> tuple[str, ...]:
+def extern_reads(op: ir.Extern) -> tuple[str, ...]:
     """The buffers that an extern is given, each once."""
     operands = (*op.args, *(v for _, v in op.kwargs))
     return tuple(dict.fromkeys(a.buf for a in tensor_args(operands)))
 
 
-def reads(op: Op, bodies: Bodies) -> tuple[str, ...]:
+def reads(op: ir.Op, bodies: Bodies) -> tuple[str, ...]:
     """The buffers whose contents an op needs, each once."""
-    if isinstance(op, (Pointwise, Reduction, Scan)):
+    if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan)):
         return tuple(dict.fromkeys(load_of(n).buf for n in bodies.of(roots(op)).loads))
-    if isinstance(op, Scatter):
+    if isinstance(op, ir.Scatter):
         loaded = (load_of(n).buf for n in bodies.of(roots(op)).loads)
         return tuple(dict.fromkeys((op.base, *loaded)))
-    if isinstance(op, Extern):
+    if isinstance(op, ir.Extern):
         return tuple(dict.fromkeys((*extern_reads(op), *op.mutates)))
-    if isinstance(op, Alias):
+    if isinstance(op, ir.Alias):
         return (op.base,)
-    if isinstance(op, Item):
+    if isinstance(op, ir.Item):
         return (op.buf,)
-    if isinstance(op, Mutate):
+    if isinstance(op, ir.Mutate):
         return (op.source,)
     return ()
 
 
-def defines(op: Op) -> tuple[str, ...]:
+def defines(op: ir.Op) -> tuple[str, ...]:
     """The buffers that come into being (or get a part of their contents) by an op."""
-    if isinstance(op, (Pointwise, Reduction, Scan, Scatter)):
+    if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
         return loop_outs(op)
-    if isinstance(op, Extern):
+    if isinstance(op, ir.Extern):
         return tuple(o for o in op.outs if o is not None)
-    return (op.out,) if isinstance(op, Alias) else ()
+    return (op.out,) if isinstance(op, ir.Alias) else ()
 
 
-def updates(op: Op) -> tuple[str, ...]:
+def updates(op: ir.Op) -> tuple[str, ...]:
     """The buffers that an op changes in place."""
-    if isinstance(op, Extern):
+    if isinstance(op, ir.Extern):
         return op.mutates
-    if isinstance(op, Mutate):
+    if isinstance(op, ir.Mutate):
         return (op.target,)
-    return (op.out,) if isinstance(op, Scatter) and op.base == op.out else ()
+    return (op.out,) if isinstance(op, ir.Scatter) and op.base == op.out else ()
 
 
-def output_buffers(program: LoopProgram) -> tuple[str, ...]:
+def output_buffers(program: ir.LoopProgram) -> tuple[str, ...]:
     """The buffers that the program returns, each once."""
-    return tuple(dict.fromkeys(o.buf for o in program.outputs if isinstance(o, TensorArg)))
+    return tuple(dict.fromkeys(o.buf for o in program.outputs if isinstance(o, ir.TensorArg)))
 
 
-def memory_roots(ops: Sequence[Op]) -> dict[str, str]:
+def memory_roots(ops: Sequence[ir.Op]) -> dict[str, str]:
     """For every buffer that may share memory with another one, the name that stands for that memory."""
     root: dict[str, str] = {}
 
@@ -190,9 +168,9 @@ def memory_roots(ops: Sequence[Op]) -> dict[str, str]:
 
     for op in ops:
         bases: tuple[str, ...] = ()
-        if isinstance(op, Alias):
+        if isinstance(op, ir.Alias):
             bases = (op.base,)
-        elif isinstance(op, Extern):
+        elif isinstance(op, ir.Extern):
             bases = op.aliases
         for out in defines(op) if bases else ():
             for base in bases:
@@ -202,37 +180,37 @@ def memory_roots(ops: Sequence[Op]) -> dict[str, str]:
     return {name: find(name) for name in root}
 
 
-def op_symbols(op: Op, bodies: Bodies, buffers: Mapping[str, Buffer]) -> set[str]:
+def op_symbols(op: ir.Op, bodies: Bodies, buffers: Mapping[str, ir.Buffer]) -> set[str]:
     """The size symbols that must be known before an op can run."""
     exprs: list[Size] = []
     for name in defines(op):
         exprs += (*buffers[name].shape, *buffers[name].strides)
-    if isinstance(op, (Pointwise, Reduction, Scan, Scatter)):
+    if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan, ir.Scatter)):
         exprs += (extent(v) for v in space(op))
-        for n in walk(roots(op)):
-            exprs += index_exprs(n)
-        if isinstance(op, (Pointwise, Scatter)):
+        for n in ir.walk(roots(op)):
+            exprs += ir.index_exprs(n)
+        if isinstance(op, (ir.Pointwise, ir.Scatter)):
             exprs += op.index or ()
-    elif isinstance(op, Extern):
+    elif isinstance(op, ir.Extern):
         exprs += _scalar_sizes((*op.args, *(v for _, v in op.kwargs)))
-    elif isinstance(op, Alias):
+    elif isinstance(op, ir.Alias):
         exprs.append(op.offset)
-    elif isinstance(op, Assert):
+    elif isinstance(op, ir.Assert):
         exprs.append(op.expr)
-    return {a.name for e in exprs for a in free_symbols(e) if a.extent is None and not is_arg(a)}
+    return {a.name for e in exprs for a in free_symbols(e) if a.extent is None and not ir.is_arg(a)}
 
 
-def _scalar_sizes(args: Iterable[ExternArg]) -> Iterable[Size]:
+def _scalar_sizes(args: Iterable[ir.ExternArg]) -> Iterable[Size]:
     for a in args:
         if isinstance(a, (int, Expr)):
             yield a
-        elif isinstance(a, ListArg):
+        elif isinstance(a, ir.ListArg):
             yield from _scalar_sizes(a.items)
-        elif isinstance(a, TensorArg):
+        elif isinstance(a, ir.TensorArg):
             yield from (*a.shape, *a.strides, a.offset)
 
 
-def preds(program: LoopProgram, bodies: Bodies) -> list[set[int]]:
+def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:
     """For every op the ops that must run before it (not all of the indirect ones)."""
     ops = program.ops
     memory = memory_roots(ops)
@@ -260,7 +238,7 @@ def preds(program: LoopProgram, bodies: Bodies) -> list[set[int]]:
             if name not in changed:
                 definer[name] = k
                 writers.setdefault(memory.get(name, name), []).append(k)
-        if isinstance(op, Extern) and op.effectful:
+        if isinstance(op, ir.Extern) and op.effectful:
             if effect >= 0:
                 need.add(effect)
             effect = k
@@ -270,13 +248,13 @@ def preds(program: LoopProgram, bodies: Bodies) -> list[set[int]]:
     return out
 
 
-def _add_symbol_preds(program: LoopProgram, bodies: Bodies, out: list[set[int]]) -> None:
+def _add_symbol_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int]]) -> None:
     """Adds what comes from integers that are read out of tensors at run time, and from assertions on them."""
     known_at: dict[str, list[int]] = {}
     for k, op in enumerate(program.ops):
-        if isinstance(op, Item):
+        if isinstance(op, ir.Item):
             known_at[op.name] = [k]
-        elif isinstance(op, Extern):
+        elif isinstance(op, ir.Extern):
             known_at.update((name, [k]) for _, name in op.symbols)
     if not known_at:
         return
@@ -284,29 +262,29 @@ def _add_symbol_preds(program: LoopProgram, bodies: Bodies, out: list[set[int]])
         used = sorted(op_symbols(op, bodies, program.buffers) & known_at.keys())
         for name in used:
             out[k].update(p for p in known_at[name] if p < k)
-            if isinstance(op, Assert):
+            if isinstance(op, ir.Assert):
                 known_at[name].append(k)
 
 
-def drop_dead(program: LoopProgram, bodies: Bodies) -> LoopProgram:
+def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     """The program without loops, views and effect-free calls whose results nobody uses; unused results of other ops
     become None."""
     needed = set(output_buffers(program))
-    kept: list[Op] = []
+    kept: list[ir.Op] = []
     for op in reversed(program.ops):
-        if isinstance(op, (Item, Assert, Mutate)):
+        if isinstance(op, (ir.Item, ir.Assert, ir.Mutate)):
             live = True
-        elif isinstance(op, Extern):
+        elif isinstance(op, ir.Extern):
             live = op.effectful or bool(op.mutates) or bool(op.symbols)
         else:
             live = False
         if not live and needed.isdisjoint(defines(op)):
             continue
-        if isinstance(op, (Extern, Reduction, Scan)):
+        if isinstance(op, (ir.Extern, ir.Reduction, ir.Scan)):
             outs = tuple(o if o in needed else None for o in op.outs)
             op = op if outs == op.outs else replace(op, outs=outs)
         needed.update(reads(op, bodies))
-        if isinstance(op, Mutate):
+        if isinstance(op, ir.Mutate):
             needed.add(op.target)
         kept.append(op)
     return replace(program, ops=tuple(reversed(kept)))

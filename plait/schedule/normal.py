@@ -9,51 +9,30 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from plait.ir import loops as ir
 from plait.ir.dtypes import i64
-from plait.ir.loops import (
-    Alias,
-    Extern,
-    Item,
-    ListArg,
-    Load,
-    LoopProgram,
-    Mutate,
-    Node,
-    Op,
-    Pointwise,
-    Reduction,
-    Scan,
-    Scatter,
-    TensorArg,
-    const,
-    loop_vars,
-    node,
-    rewrite,
-    substitute_vars,
-    with_args,
-)
 from plait.ir.sizes import Atom, Size
 from plait.schedule.deps import Bodies, extent, load_of, memory_roots, output_buffers, reads, roots
 
 T = TypeVar("T")
 
 
-def normalise(program: LoopProgram, bodies: Bodies) -> LoopProgram:
+def normalise(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     """The program with every loop in normal form."""
-    ops: list[Op] = []
+    ops: list[ir.Op] = []
     taken = _Takeovers(program, bodies)
     for k, op in enumerate(program.ops):
         op = taken.renamed(op)
-        if isinstance(op, Scatter) and op.base != op.out:
+        if isinstance(op, ir.Scatter) and op.base != op.out:
             if taken.may(k, op):
                 taken.take(op)
                 ops.append(replace(op, out=op.base))
             else:
                 ops += _split(op, program)
-        elif isinstance(op, Reduction) and all(extent(v) == 1 for v in op.rvars):
+        elif isinstance(op, ir.Reduction) and all(extent(v) == 1 for v in op.rvars):
             ops += _single(op)
-        elif isinstance(op, Scan) and extent(op.vars[op.axis]) == 1:
-            zero = const(0, i64)
+        elif isinstance(op, ir.Scan) and extent(op.vars[op.axis]) == 1:
+            zero = ir.const(0, i64)
             values = (op.body, zero)
             ops += _pointwise(op, {}, values[: len(op.outs)])
         else:
@@ -65,26 +44,26 @@ class _Takeovers:
     """Scatters that run on their base itself, because nobody needs its old contents any more.
     names: their results -> their bases."""
 
-    def __init__(self, program: LoopProgram, bodies: Bodies) -> None:
+    def __init__(self, program: ir.LoopProgram, bodies: Bodies) -> None:
         self.program, self.bodies = program, bodies
         self.names: dict[str, str] = {}
         self.outputs = set(output_buffers(program))
         self.shared = memory_roots(program.ops)
         self.inputs = {*program.constants, *(i for i in program.inputs if isinstance(i, str))}
-        self.mutated = {(m.target, m.source) for m in program.ops if isinstance(m, Mutate)}
-        bases = {o.out: o.base for o in program.ops if isinstance(o, Scatter)}
+        self.mutated = {(m.target, m.source) for m in program.ops if isinstance(m, ir.Mutate)}
+        bases = {o.out: o.base for o in program.ops if isinstance(o, ir.Scatter)}
         for target, source in tuple(self.mutated):  # several scatters, one after the other
             while source := bases.get(source, ""):
                 self.mutated.add((target, source))
-        self.plain = {o.out for o in program.ops if isinstance(o, Pointwise)}
+        self.plain = {o.out for o in program.ops if isinstance(o, ir.Pointwise)}
         # An op that keeps its arguments may keep its results too.
-        self.held = {n for o in program.ops if isinstance(o, Extern) and o.may_keep for n in o.outs}
+        self.held = {n for o in program.ops if isinstance(o, ir.Extern) and o.may_keep for n in o.outs}
         self.last_read: dict[str, int] = {}
-        if any(isinstance(o, Scatter) for o in program.ops):
+        if any(isinstance(o, ir.Scatter) for o in program.ops):
             for k, op in enumerate(program.ops):
                 self.last_read.update(dict.fromkeys(reads(op, bodies), k))
 
-    def may(self, k: int, op: Scatter) -> bool:
+    def may(self, k: int, op: ir.Scatter) -> bool:
         """Whether a scatter may write over its base. What a pointwise loop fills is better filled under the new name,
         by inlining."""
         base = op.base
@@ -99,74 +78,74 @@ class _Takeovers:
             return (base, op.out) in self.mutated and op.out not in self.outputs
         return op.out not in self.outputs
 
-    def take(self, op: Scatter) -> None:
+    def take(self, op: ir.Scatter) -> None:
         """Lets a scatter write over its base: who reads the result reads the base from now on."""
         self.names[op.out] = op.base
         self.last_read[op.base] = max(self.last_read[op.base], self.last_read.get(op.out, -1))
 
-    def renamed(self, op: Op) -> Op:
+    def renamed(self, op: ir.Op) -> ir.Op:
         """op, reading what was renamed by its new name."""
         if not self.names or self.names.keys().isdisjoint(reads(op, self.bodies)):
             return op
-        if isinstance(op, Scatter):
+        if isinstance(op, ir.Scatter):
             args = tuple(self._node(a) for a in op.index_args)
             mask = None if op.mask is None else self._node(op.mask)
             base = self.names.get(op.base, op.base)
             return replace(op, body=self._node(op.body), index_args=args, mask=mask, base=base)
-        if isinstance(op, (Pointwise, Reduction, Scan)):
+        if isinstance(op, (ir.Pointwise, ir.Reduction, ir.Scan)):
             return replace(op, body=self._node(op.body))
-        if isinstance(op, Extern):
+        if isinstance(op, ir.Extern):
             positional = tuple(map(self.argument, op.args))
             named = tuple((k, self.argument(a)) for k, a in op.kwargs)
             mutates = tuple(self.names.get(n, n) for n in op.mutates)
             return replace(op, args=positional, kwargs=named, mutates=mutates)
-        if isinstance(op, Alias):
+        if isinstance(op, ir.Alias):
             return replace(op, base=self.names[op.base])
-        if isinstance(op, Item):
+        if isinstance(op, ir.Item):
             return replace(op, buf=self.names[op.buf])
-        assert isinstance(op, Mutate)
+        assert isinstance(op, ir.Mutate)
         return replace(op, source=self.names[op.source])
 
-    def _node(self, root: Node) -> Node:
-        def fn(n: Node, args: tuple[Node, ...]) -> Node:
+    def _node(self, root: ir.Node) -> ir.Node:
+        def fn(n: ir.Node, args: tuple[ir.Node, ...]) -> ir.Node:
             if n.op == "load" and load_of(n).buf in self.names:
-                return node("load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype)
-            return with_args(n, args)
+                return ir.node("load", args, replace(load_of(n), buf=self.names[load_of(n).buf]), n.dtype)
+            return ir.with_args(n, args)
 
-        return rewrite(root, fn)
+        return ir.rewrite(root, fn)
 
     def argument(self, a: T) -> T:
         """An operand under its new name."""
-        if isinstance(a, TensorArg) and a.buf in self.names:
+        if isinstance(a, ir.TensorArg) and a.buf in self.names:
             return replace(a, buf=self.names[a.buf])
-        if isinstance(a, ListArg):
+        if isinstance(a, ir.ListArg):
             return replace(a, items=tuple(map(self.argument, a.items)))
         return a
 
 
-def _split(op: Scatter, program: LoopProgram) -> list[Op]:
+def _split(op: ir.Scatter, program: ir.LoopProgram) -> list[ir.Op]:
     base = program.buffers[op.base]
-    vars_ = loop_vars("i", base.shape)
-    value = node("load", (), Load(op.base, vars_), base.dtype)
-    return [Pointwise(op.out, vars_, value, origin=op.origin), replace(op, base=op.out)]
+    vars_ = ir.loop_vars("i", base.shape)
+    value = ir.node("load", (), ir.Load(op.base, vars_), base.dtype)
+    return [ir.Pointwise(op.out, vars_, value, origin=op.origin), replace(op, base=op.out)]
 
 
-def _single(op: Reduction) -> list[Op]:
+def _single(op: ir.Reduction) -> list[ir.Op]:
     """A reduction of one element a point."""
     env: dict[Atom, Size] = {v.symbol: 0 for v in op.rvars if v.symbol is not None}
     x = op.body
     if op.kind == "welford":
         # x - mean is 0 for numbers and NaN for NaN and infinities.
-        off = node("sub", (x, x))
-        return _pointwise(op, env, (x, node("mul", (off, off)), const(1, x.dtype)))
+        off = ir.node("sub", (x, x))
+        return _pointwise(op, env, (x, ir.node("mul", (off, off)), ir.const(1, x.dtype)))
     if op.kind in ("argmax", "argmin"):
-        return _pointwise(op, env, (const(0, i64),))
+        return _pointwise(op, env, (ir.const(0, i64),))
     return _pointwise(op, env, (x,))
 
 
-def _pointwise(op: Reduction | Scan, env: dict[Atom, Size], values: tuple[Node, ...]) -> list[Op]:
+def _pointwise(op: ir.Reduction | ir.Scan, env: dict[Atom, Size], values: tuple[ir.Node, ...]) -> list[ir.Op]:
     return [
-        Pointwise(out, op.vars, substitute_vars(value, env), origin=op.origin)
+        ir.Pointwise(out, op.vars, ir.substitute_vars(value, env), origin=op.origin)
         for out, value in zip(op.outs, values, strict=True)
         if out is not None
     ]

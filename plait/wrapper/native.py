@@ -16,42 +16,8 @@ from plait.errors import Unsupported
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size
+from plait.wrapper import instructions as ins
 from plait.wrapper import walk
-from plait.wrapper.instructions import (
-    Alloc,
-    Arena,
-    AssertAlignment,
-    AssertScalar,
-    AssertSizeStride,
-    BumpVersion,
-    CallExtern,
-    CallPython,
-    CheckFinite,
-    Constant,
-    Copy,
-    DefineKernel,
-    Fill,
-    Free,
-    Instr,
-    ItemOf,
-    Launch,
-    ListOf,
-    Literal,
-    Note,
-    OpaqueInput,
-    Operand,
-    Place,
-    Ref,
-    Return,
-    Reuse,
-    SizeOf,
-    Symbol,
-    SymbolInput,
-    TensorInput,
-    ValueOf,
-    View,
-    WrapperProgram,
-)
 
 PLAN_VERSION = 3
 _MAGIC = b"PLAITNPL"
@@ -68,7 +34,7 @@ _VALUE = 12
 _MAX_WORD = 2**63
 
 
-def encode(program: WrapperProgram) -> bytes:
+def encode(program: ins.WrapperProgram) -> bytes:
     """The plan of a verified program.
 
     Raises ValueError for an integer that needs more than 64 bits, Unsupported for a dtype literal that plans lack.
@@ -86,10 +52,10 @@ class _Encoder:
         self._symbols: dict[str, int] = {}
         self._slots: dict[str, int] = {}
         self._slot_table: list[tuple[str, int]] = []  # name and dtype by slot
-        self._kernels: dict[str, DefineKernel] = {}
+        self._kernels: dict[str, ins.DefineKernel] = {}
         self._kernel_ids: dict[str, int] = {}
 
-    def program(self, p: WrapperProgram) -> bytes:
+    def program(self, p: ins.WrapperProgram) -> bytes:
         """The whole plan: header, words, strings."""
         for name in _symbols(p):
             self._symbol(name)
@@ -97,11 +63,11 @@ class _Encoder:
         body: list[int] = []
         n_instrs = 0
         for instr in p.body:
-            if isinstance(instr, DefineKernel):
+            if isinstance(instr, ins.DefineKernel):
                 self._kernel_ids[instr.name] = len(self._kernels)
                 self._kernels[instr.name] = instr
                 continue
-            if isinstance(instr, Note):
+            if isinstance(instr, ins.Note):
                 continue
             opcode, words = self._instr(instr)
             body += [opcode, len(words), *words]
@@ -178,15 +144,15 @@ class _Encoder:
     def _slots_of(self, names: tuple[str, ...]) -> list[int]:
         return [len(names), *(self._slot(n) for n in names)]
 
-    def _operand(self, o: Operand) -> list[int]:
+    def _operand(self, o: ins.Operand) -> list[int]:
         match o:
-            case Ref(name):
+            case ins.Ref(name):
                 return [0, self._slot(name)]
-            case ValueOf(name):
+            case ins.ValueOf(name):
                 return [_VALUE, self._slot(name)]
-            case Literal(kind, text):
+            case ins.Literal(kind, text):
                 return [_LITERAL[kind], *self._literal(kind, text)]
-            case ListOf(items):
+            case ins.ListOf(items):
                 return [_LIST, len(items), *(w for i in items for w in self._operand(i))]
             case _:
                 return [1, self._size(o)]
@@ -211,7 +177,7 @@ class _Encoder:
             case _:
                 return [self._string(text)]
 
-    def _operands(self, args: tuple[Operand, ...], kwargs: tuple[tuple[str, Operand], ...]) -> list[int]:
+    def _operands(self, args: tuple[ins.Operand, ...], kwargs: tuple[tuple[str, ins.Operand], ...]) -> list[int]:
         words = [len(args)]
         for a in args:
             words += self._operand(a)
@@ -231,98 +197,98 @@ class _Encoder:
                 words += [1, self._define(name, None)]
         return words
 
-    def _input(self, i: TensorInput | SymbolInput | OpaqueInput) -> list[int]:
+    def _input(self, i: ins.TensorInput | ins.SymbolInput | ins.OpaqueInput) -> list[int]:
         match i:
-            case TensorInput():
+            case ins.TensorInput():
                 slot = self._define(i.name, i.dtype)
                 dtype, device = _DTYPE[i.dtype.name], self._string(i.device)
                 return [0, slot, dtype, *self._shape(i.shape, i.strides), device]
-            case SymbolInput():
+            case ins.SymbolInput():
                 return [1, self._symbol(i.name)]
-            case OpaqueInput():
+            case ins.OpaqueInput():
                 return [2, self._define(i.name, None)]
 
     # ------------------------------------------------------------------------------------ instructions
-    def _instr(self, i: Instr) -> tuple[int, list[int]]:
+    def _instr(self, i: ins.Instr) -> tuple[int, list[int]]:
         """(opcode, fields). A slot is defined after its operands were read, so that nothing can refer to itself."""
         match i:
-            case Symbol():
+            case ins.Symbol():
                 return 0, [self._symbol(i.name), *self._source(i.value)]
-            case AssertScalar():
+            case ins.AssertScalar():
                 return 1, [self._size(i.expr), self._string(i.message)]
-            case AssertSizeStride():
+            case ins.AssertSizeStride():
                 dtype = _DTYPE[i.dtype.name]
                 return 2, [self._slot(i.tensor), dtype, *self._shape(i.shape, i.strides)]
-            case AssertAlignment():
+            case ins.AssertAlignment():
                 return 3, [self._slot(i.tensor), i.nbytes]
-            case CheckFinite():
+            case ins.CheckFinite():
                 return 4, [self._slot(i.tensor), self._string(i.origin)]
-            case Arena():
+            case ins.Arena():
                 nbytes, device = self._size(i.nbytes), self._string(i.device)
                 return 5, [self._define(i.name, None), nbytes, device]
-            case Place():
+            case ins.Place():
                 arena, offset = self._slot(i.arena), self._size(i.offset)
                 shape = self._shape(i.shape, i.strides)
                 return 6, [self._define(i.name, i.dtype), arena, offset, *shape]
-            case Alloc():
+            case ins.Alloc():
                 shape, device = self._shape(i.shape, i.strides), self._string(i.device)
                 return 7, [self._define(i.name, i.dtype), *shape, device]
-            case Reuse():
+            case ins.Reuse():
                 old, shape = self._slot(i.old), self._shape(i.shape, i.strides)
                 return 8, [self._define(i.name, i.dtype), old, *shape]
-            case Free():
+            case ins.Free():
                 return 9, [self._slot(i.name)]
-            case View():
+            case ins.View():
                 base, offset = self._slot(i.base), self._size(i.offset)
                 shape = self._shape(i.shape, i.strides)
                 return 10, [self._define(i.name, i.dtype), base, *shape, offset, int(i.relative)]
-            case Constant():
+            case ins.Constant():
                 return 11, [self._define(i.name, None), i.index]
-            case Launch():
+            case ins.Launch():
                 return 12, self._launch(i)
-            case CallExtern():
+            case ins.CallExtern():
                 name, _, overload = i.op.partition(".")
                 words = [self._string(name), self._string(overload)]
                 words += self._operands(i.args, i.kwargs) + self._outs(i.outs)
                 return 13, [*words, *self._slots_of(i.into), int(i.may_keep)]
-            case CallPython():
+            case ins.CallPython():
                 words = [i.index, self._string(i.label), *self._operands(i.args, i.kwargs)]
                 return 14, words + self._outs(i.outs)
-            case Copy():
+            case ins.Copy():
                 return 15, [self._slot(i.dst), self._slot(i.src), int(i.bump)]
-            case BumpVersion():
+            case ins.BumpVersion():
                 return 16, [self._slot(i.tensor)]
-            case Fill():
+            case ins.Fill():
                 return 17, [self._slot(i.tensor), *self._operand(i.value)]
-            case Return():
+            case ins.Return():
                 return 18, [len(i.values), *(w for v in i.values for w in self._operand(v))]
-            case DefineKernel() | Note():
+            case ins.DefineKernel() | ins.Note():
                 raise AssertionError(f"{type(i).__name__} is no step of the plan")
             case _:
                 assert_never(i)
 
-    def _launch(self, i: Launch) -> list[int]:
+    def _launch(self, i: ins.Launch) -> list[int]:
         words = [self._kernel_ids[i.kernel], *self._slots_of(i.args)]
         words += [len(i.sizes), *(self._size(s) for s in i.sizes), *self._slots_of(i.outs)]
         return [*words, self._size(i.work_ns), int(i.parallel), int(i.barrier), self._size(i.grid)]
 
-    def _source(self, value: SizeOf | ItemOf | Size) -> list[int]:
+    def _source(self, value: ins.SizeOf | ins.ItemOf | Size) -> list[int]:
         match value:
-            case SizeOf(tensor, kind, dim):
+            case ins.SizeOf(tensor, kind, dim):
                 return [_SOURCE[kind], self._slot(tensor), dim]
-            case ItemOf(tensor):
+            case ins.ItemOf(tensor):
                 return [_ITEM_SOURCE, self._slot(tensor), 0]
             case _:
                 return [0, self._size(value)]
 
 
-def _symbols(p: WrapperProgram) -> Iterator[str]:
+def _symbols(p: ins.WrapperProgram) -> Iterator[str]:
     """Every symbol: those that are defined as such, then results of calls that expressions use."""
-    yield from (i.name for i in p.inputs if isinstance(i, SymbolInput))
-    yield from (i.name for i in p.body if isinstance(i, Symbol))
+    yield from (i.name for i in p.inputs if isinstance(i, ins.SymbolInput))
+    yield from (i.name for i in p.body if isinstance(i, ins.Symbol))
     used = frozenset(name for i in p.body for name in walk.symbols(i))
     for i in p.body:
-        if isinstance(i, CallExtern | CallPython):
+        if isinstance(i, ins.CallExtern | ins.CallPython):
             yield from (name for name in walk.defined(i) if name in used)
 
 

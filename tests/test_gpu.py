@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 import plait
 from tests.against_eager import same
 from tests.models import MODELS
-from tests.test_models import close, double
+from tests.test_models import build, close, double, trains_as_eager
 
 CUDA = torch.device("cuda")
 
@@ -24,14 +23,8 @@ def r(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def moved(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     """The model without dropout, its float64 twin and an input, on the GPU."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    make, data = MODELS[name]
-    model = make()
-    for m in model.modules():
-        if isinstance(m, nn.Dropout):
-            m.p = 0.0
-    return model.to(CUDA), copy.deepcopy(model).double().to(CUDA), data(2).to(CUDA)
+    model, exact, x = build(name)
+    return model.to(CUDA), exact.to(CUDA), x.to(CUDA)
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python"])
@@ -47,18 +40,7 @@ def test_inference(name: str, wrapper: str) -> None:
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_step(name: str) -> None:
-    model, exact, x = moved(name)
-    model.train(), exact.train()
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, backend="plait")
-    for f, y in ((compiled, x), (model, x), (exact, double(x))):
-        f(y).square().mean().backward()
-    named = dict(model.named_parameters()), dict(exact.named_parameters())
-    for key, p in twin.named_parameters():
-        want, truth = named[0][key].grad, named[1][key].grad
-        assert (p.grad is None) == (want is None), key
-        if p.grad is not None:
-            close(p.grad, want, truth, key)
+    trains_as_eager(name, *moved(name))
 
 
 CASES: dict[str, tuple[Any, Any]] = {

@@ -52,16 +52,16 @@ def test_inference(name: str) -> None:
             close(compiled(x), model(x), exact(double(x)), name)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_training_step(name: str) -> None:
-    model, exact, x = build(name)
+def trains_as_eager(name: str, model: nn.Module, exact: nn.Module, x: Tensor) -> None:
+    """One training step: result, gradients and buffers."""
     model.train(), exact.train()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="plait")
     outs = []
     for m, fn, data in ((model, model, x), (twin, compiled, x), (exact, exact, double(x))):
         out = fn(data)
-        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).mean().backward()
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
+        (out * weights.view_as(out)).mean().backward()
         outs.append((out, m))
     (eager, _), (got, _), (truth, _) = outs
     close(got, eager, truth, name)
@@ -73,6 +73,11 @@ def test_training_step(name: str) -> None:
             close(q.grad, p.grad, t.grad, n)
     for (n, a), b, t in zip(model.named_buffers(), twin.buffers(), exact.buffers(), strict=True):
         close(b, a, t, n)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_training_step(name: str) -> None:
+    trains_as_eager(name, *build(name))
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -31,6 +31,7 @@ from plait.wrapper.python import make_python
 from plait.wrapper.text import read, text
 
 pipeline = importlib.import_module("plait.compile")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the message is another one with CUDA")
 
 
 class _NotLoaded:
@@ -95,6 +96,23 @@ def test_a_number_on_the_host_is_copied_once(compile_only: None) -> None:
     assert len(copies) == 1 and not copies[0].fallback
 
 
+def test_a_copy_outlives_the_rule_that_declines(compile_only: None) -> None:
+    """Its readers share it: what the first of them takes back must not be the copy."""
+    mode, (x,) = fakes((8,))
+    with mode:
+        at = torch.empty(4, dtype=torch.int64, device="cuda")
+        s = torch.empty((), dtype=torch.int8)
+
+    def fn(x: torch.Tensor, at: torch.Tensor, s: torch.Tensor) -> Any:
+        y = x.to(torch.int8)
+        return y.index_put((at,), s, accumulate=True), y + s
+
+    made = record(fn, x, at, s, mode=mode)
+    assert list(made.fallback_reasons) == ["aten::index_put"]
+    copies = [e for e in made.plan.steps if isinstance(e, Extern) and e.op == "aten::_to_copy"]
+    assert len(copies) == 1
+
+
 def test_parts_of_a_long_sum_are_on_the_device(compile_only: None) -> None:
     mode, (x,) = fakes((1000, 3001))
     made = record(lambda x: (x.sum(), x.argmax()), x, mode=mode)
@@ -132,6 +150,7 @@ def test_capability() -> None:
         compute_capability("cuda:0", Config(gpu_arch="hopper"))
 
 
+@without_cuda
 def test_without_a_gpu_loading_says_so(compile_only: None) -> None:
     mode, (x,) = fakes((8,))
     plan = encode(record(lambda x: x + 1, x, mode=mode).wrapper)
@@ -139,7 +158,7 @@ def test_without_a_gpu_loading_says_so(compile_only: None) -> None:
         load(plan, {})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is another one with CUDA")
+@without_cuda
 def test_the_file_of_cubins_is_checked(compile_only: None, tmp_path: Path) -> None:
     mode, (x,) = fakes((8,))
     plan = encode(record(lambda x: x + 1, x, mode=mode).wrapper)

@@ -600,8 +600,7 @@ Program::Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cu
                     " constants and got " + std::to_string(constants_.size()));
   full_precision_ =
       at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
-  Loader loader(*this);
-  loader.run();
+  Loader(*this).run();
 }
 
 }  // namespace plait

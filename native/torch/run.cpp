@@ -317,7 +317,8 @@ void Program::reset(Frame& f) const noexcept {
   f.stack.clear();
   f.written_back.clear();
   f.arena = ArenaBlock();
-  if (gpu_ && f.arena_storage) f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, gpu_->device()});
+  if (gpu_ && f.arena_storage)
+    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, gpu_->device()});
   f.owns_inputs = false;
 }
 

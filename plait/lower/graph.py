@@ -289,9 +289,10 @@ class _Walk:
             )
             if foreign:
                 return self._extern(node, args, kwargs, f"{foreign} elements")
+        near, named = self._beside(args), self._beside(kwargs)  # others share the copies: before what may be undone
         mark = self.ctx.mark()
         try:
-            value = self._settle(rule(self.ctx, *self._beside(args), **self._beside(kwargs)), node.meta.get("val"))
+            value = self._settle(rule(self.ctx, *near, **named), node.meta.get("val"))
             self._check_devices(mark[0])
             return value
         except _RULE_ERRORS as e:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-collect_ignore = [] if torch.cuda.is_available() else ["test_gpu.py"]
+collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

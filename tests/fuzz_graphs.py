@@ -1,7 +1,7 @@
 """Random PyTorch functions as source text: what the graph fuzzer compiles, and what its repro prints.
 
-`generate(seed)` gives a self-contained function `f(x, y, z)` over float tensors and `inputs(dtype)` that makes them;
-every statement is one op whose result shape is tracked here, so that all programs are valid. A failure prints a program
+`generate(seed)` gives a self-contained function `f(x, y, z)` over float tensors and `inputs(dtype, device)` that makes
+them; every statement is one op whose result shape is tracked here, so that all programs are valid. A failure prints a program
 to paste into a file and run from the source tree; `python -m tests.fuzz_graphs SEED...` looks for failures.
 """
 
@@ -44,7 +44,7 @@ class Program:
         """A module with f and inputs."""
         args = ", ".join(n for n in self.shapes if n in "xyz")
         body = "\n".join(f"    {line}" for line in self.lines)
-        made = "\n".join(f"        {line}.to(dtype)," for line in self._inputs())
+        made = "\n".join(f"        {line}.to(device, dtype)," for line in self._inputs())
         return f"""\
 import torch
 from torch.nn import functional as F
@@ -54,7 +54,7 @@ def f({args}):
 {body}
 
 
-def inputs(dtype):
+def inputs(dtype, device):
     gen = torch.Generator().manual_seed({self.seed})
     return [
 {made}
@@ -73,9 +73,9 @@ def inputs(dtype):
                     out.append(f"torch.randn({shape}, generator=gen)")
         return out
 
-    def repro(self, dynamic: bool, backward: bool) -> str:
+    def repro(self, dynamic: bool, backward: bool, device: str) -> str:
         """The module, and the call that compares plait with eager."""
-        call = f"check_function(f, inputs, dynamic={dynamic}, backward={backward})"
+        call = f"check_function(f, inputs, dynamic={dynamic}, backward={backward}, device={device!r})"
         head = "# Save as repro.py in the root of the source tree, then: python repro.py"
         return f"{head}\n{self.source()}\n\nfrom tests.fuzz_graphs import check_function\n\n{call}\n"
 
@@ -210,25 +210,29 @@ def _structured(rng: random.Random, a: str, s: Shape) -> tuple[str, Shape]:
     return f"torch.stack([{a}, -{a}])", (2, *s)
 
 
-def check(p: Program, dynamic: bool = False, backward: bool = False) -> None:
+def check(p: Program, dynamic: bool = False, backward: bool = False, device: str = "cpu") -> None:
     """Compiles p and compares with eager. Raises AssertionError with a program to paste and run."""
     scope: dict[str, Any] = {}
     exec(compile(p.source(), f"<fuzz {p.seed}>", "exec"), scope)
     try:
-        check_function(scope["f"], scope["inputs"], dynamic, backward)
+        check_function(scope["f"], scope["inputs"], dynamic, backward, device)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__} at {frame.filename}:{frame.lineno}: {str(error)[:1500]}"
-        raise AssertionError(f"{what}\n\n{p.repro(dynamic, backward)}") from error
+        raise AssertionError(f"{what}\n\n{p.repro(dynamic, backward, device)}") from error
 
 
 def check_function(
-    f: Callable[..., tuple[Tensor, ...]], inputs: Callable[[torch.dtype], list[Tensor]], dynamic: bool, backward: bool
+    f: Callable[..., tuple[Tensor, ...]],
+    inputs: Callable[[torch.dtype, str], list[Tensor]],
+    dynamic: bool,
+    backward: bool,
+    device: str,
 ) -> None:
     """Compiles f and compares with eager by distance from float64. Raises AssertionError where plait is further off."""
     torch._dynamo.reset()
     compiled = torch.compile(f, backend="plait", dynamic=dynamic)
-    xs, ys, zs = inputs(torch.float32), inputs(torch.float32), inputs(torch.float64)
+    xs, ys, zs = (inputs(dtype, device) for dtype in (torch.float32, torch.float32, torch.float64))
     if backward:
         for t in (*xs, *ys, *zs):
             t.requires_grad_()

@@ -1,44 +1,75 @@
-"""Random kernels on a GPU against the slow reference: `python -m tests.gpu_kernels FIRST COUNT [cpu]`.
+"""Random kernels as plait's Triton target makes them against the slow reference: `python -m tests.gpu_kernels FIRST COUNT`.
 
-A log_softmax of rows too long for a block comes first. With `cpu` they run in Triton's interpreter instead (set
-TRITON_INTERPRET=1). Prints the seeds that differ and exits with 1 if there is one.
+A log_softmax of rows too long for a block comes first. They run on a GPU, built and launched as those of a program are;
+with TRITON_INTERPRET=1 in Triton's interpreter instead. Prints the seeds that differ and exits with 1 if there is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from plait.config import Config
 from plait.errors import Unsupported
 from plait.ir.dtypes import f32
 from plait.ir.loops import Load, loop_vars, node
+from plait.ir.sizes import evaluate
+from plait.kernel.triton import TritonTarget, emit_kernel
+from plait.runtime.generated import GpuKernel
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.fuzz_kernels import Maker, compare
-from tests.kernel_tools import run_kernel, strided
-from tests.triton_tools import Runner
+from tests.kernel_tools import as_tensor, run_kernel, strided
+
+DEVICE = "cuda:0"
 
 
-def check(seed: int, folder: Path, device: str) -> str:
-    """What is wrong with the kernel of a seed, or ""."""
-    maker = Maker(seed)
-    kernel = dataclasses.replace(maker.kernel(), name=f"fuzz_{seed}")
-    for s in kernel.stmts:  # the order in which points combine is the device's
-        if isinstance(s, Store) and s.mode == "add":
-            maker.exact_of[s.buf] = False
-    if _collides(kernel):
-        return ""
-    try:
-        runner = Runner([kernel], folder, device)
-    except Unsupported:
-        return ""
+class OnDevice:
+    """Kernels on a GPU, with the interface of kernel_tools.Loaded."""
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        target, cfg = TritonTarget(), Config.from_env()
+        self.source = target.emit([dataclasses.replace(k, device=DEVICE) for k in kernels], frozenset(), cfg)
+        self.pack = str(target.build(self.source, cfg).path)
+
+    def __call__(
+        self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
+    ) -> int:
+        host = [as_tensor(arrays[b.name], b.dtype) for b in kernel.args]
+        args = [t.to(DEVICE) for t in host]
+        values = [(sizes or {})[str(s)] for s in kernel.sizes]
+        grid = evaluate(self.source.grids[kernel.name], sizes or {})
+        GpuKernel(self.pack, self.source.entry_points[kernel.name], DEVICE)(args, values, grid)
+        for mine, theirs in zip(host, args, strict=True):
+            mine.copy_(theirs)
+        return 0
+
+
+def wrong(seeds: Iterable[int], runner: Callable[[list[Kernel]], Callable[..., int]], device: bool) -> list[str]:
+    """What is wrong with the kernels of some seeds.
+
+    device: a failed check ends the process's use of the device, so kernels in which one fails are left out."""
+    makers = {f"fuzz_{seed}": Maker(seed) for seed in seeds}
+    kernels: list[Kernel] = []
+    for name, maker in makers.items():
+        kernel = dataclasses.replace(maker.kernel(), name=name)
+        for s in kernel.stmts:  # the order in which points combine is the device's
+            if isinstance(s, Store) and s.mode == "add":
+                maker.exact_of[s.buf] = False
+        if not (_collides(kernel) or _refused(kernel) or (device and _fails(kernel, maker))):
+            kernels.append(kernel)
+    run = runner(kernels)
+    found = []
     with np.errstate(all="ignore"):
-        text = compare(kernel, maker, runner, 1)
-    # A failed check would end the process's use of the device, so it is not compiled in there.
-    return "" if device == "cuda" and text.startswith("check code 0") else text
+        for kernel in kernels:
+            if text := compare(kernel, makers[kernel.name], run, 1):
+                found.append(f"{kernel.name}: {text[:300]}")
+    return found
 
 
 def _collides(kernel: Kernel) -> bool:
@@ -46,7 +77,20 @@ def _collides(kernel: Kernel) -> bool:
     return any(isinstance(s, Store) and s.index_args and s.mode == "store" for s in kernel.stmts)
 
 
-def long_rows(folder: Path, device: str) -> str:
+def _refused(kernel: Kernel) -> bool:
+    try:
+        emit_kernel(kernel, kernel.name)
+    except Unsupported:
+        return True
+    return False
+
+
+def _fails(kernel: Kernel, maker: Maker) -> bool:
+    with np.errstate(all="ignore"):
+        return bool(run_kernel(kernel, {k: a.copy() for k, a in maker.arrays.items()}, maker.dynamic))
+
+
+def long_rows(runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
     """log_softmax of rows that are read block by block, one of them nearly all -inf; what is wrong, or ""."""
     (i,), (r,) = loop_vars("i", (3,)), loop_vars("r", (20001,))
     x = node("load", (), Load("x", (i, r)), f32)
@@ -60,7 +104,7 @@ def long_rows(folder: Path, device: str) -> str:
     data[20005] = 1.0
     mine = {"x": data, "out": np.zeros(60003, np.float32)}
     want = {"x": data, "out": np.zeros(60003, np.float32)}
-    Runner([kernel], folder, device)(kernel, mine)
+    runner([kernel])(kernel, mine)
     run_kernel(kernel, want)
     same = np.allclose(mine["out"], want["out"], rtol=1e-6, atol=1e-5)
     return "" if same else f"{mine['out']} is not {want['out']}"
@@ -69,20 +113,22 @@ def long_rows(folder: Path, device: str) -> str:
 def main() -> None:
     """Command line: see the module's docstring."""
     first, count = int(sys.argv[1]), int(sys.argv[2])
-    device = "cpu" if "cpu" in sys.argv[3:] else "cuda"
-    wrong = 0
+    device = os.environ.get("TRITON_INTERPRET") != "1"
     with tempfile.TemporaryDirectory() as folder:
-        text = long_rows(Path(folder), device)
-        if text:
-            wrong += 1
-            print(f"long rows: {text}", flush=True)
-        for seed in range(first, first + count):
-            text = check(seed, Path(folder), device)
-            if text:
-                wrong += 1
-                print(f"seed {seed}: {text[:300]}", flush=True)
-    print(f"{count} kernels on {device}, {wrong} wrong")
-    sys.exit(1 if wrong else 0)
+        if device:
+            runner: Callable[[list[Kernel]], Callable[..., int]] = OnDevice
+        else:
+            from tests.triton_tools import Runner
+
+            def runner(kernels: list[Kernel]) -> Callable[..., int]:
+                return Runner(kernels, Path(folder))
+
+        found = [f"long rows: {text}"] if (text := long_rows(runner)) else []
+        found += wrong(range(first, first + count), runner, device)
+    for text in found:
+        print(text, flush=True)
+    print(f"{count} kernels {'on a GPU' if device else 'interpreted'}, {len(found)} wrong")
+    sys.exit(1 if found else 0)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,18 @@ from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
 from plait.schedule.plan import Kernel, Reduce
 
 
+TORCH = {
+    "b1": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
+    "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
+    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
+}  # fmt: skip
+
+
+def as_tensor(array: np.ndarray, dtype: DType) -> torch.Tensor:
+    """A flat array as a tensor on the same memory, of the buffer's dtype."""
+    return torch.from_numpy(array.reshape(-1)).view(TORCH[dtype.name])
+
+
 @lru_cache(maxsize=1)
 def math_table() -> ctypes.Array:
     """Addresses of mathtable.NAMES."""

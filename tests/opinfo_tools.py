@@ -93,11 +93,16 @@ def name_of(op: Any) -> str:
 
 
 def pick(
-    op: Any, dtype: torch.dtype, count: int, requires_grad: bool = False, strided: Container[int] = ()
+    op: Any,
+    dtype: torch.dtype,
+    count: int,
+    requires_grad: bool = False,
+    strided: Container[int] = (),
+    device: str = "cpu",
 ) -> list[Case]:
     """At most `count` samples of an op, evenly spaced over all it has. strided: which of them are made not
     contiguous."""
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad))
+    samples = list(op.sample_inputs(device, dtype, requires_grad=requires_grad))
     count = min(count, len(samples))
     chosen = [samples[k * len(samples) // count] for k in range(count)]
     return [Case.of(op, s.noncontiguous() if k in strided else s) for k, s in enumerate(chosen)]
@@ -257,7 +262,7 @@ def _gradients(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> 
     if not differentiable or not leaves:
         return [None] * len(inputs)
     weights = [
-        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.float64)[: o.numel()].reshape(o.shape).to(o.dtype)
+        torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=torch.float64)[: o.numel()].reshape(o.shape).to(o)
         for o in differentiable
     ]
     found = iter(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))

@@ -1,4 +1,4 @@
-"""Runs Triton kernels without a GPU: through Triton's interpreter on CPU tensors, or compiled to a cubin and not run.
+"""Runs Triton kernels without a GPU: through Triton's interpreter on CPU tensors.
 
 The interpreter has no libdevice: its functions are numpy's and scipy-free torch's here. Set TRITON_INTERPRET=1 before
 Triton is imported to use `Runner`.
@@ -7,8 +7,9 @@ Triton is imported to use `Runner`.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +17,11 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
-from plait.ir.dtypes import DType
 from plait.ir.sizes import evaluate
 from plait.kernel.triton import emit_kernel
 from plait.runtime.triton_worker import load_module
 from plait.schedule.plan import Kernel
-
-TORCH = {
-    "b1": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
-    "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
-    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
-}  # fmt: skip
+from tests.kernel_tools import as_tensor
 
 
 def _by_torch(fn: Callable[..., torch.Tensor]) -> Callable[..., core.tensor]:
@@ -100,40 +95,39 @@ interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
 
 
-def as_tensor(array: np.ndarray, dtype: DType) -> torch.Tensor:
-    """A flat array as a tensor on the same memory, of the buffer's dtype."""
-    return torch.from_numpy(array.reshape(-1)).view(TORCH[dtype.name])
-
-
 class Runner:
-    """Kernels run by Triton's interpreter or, with device='cuda', on a GPU, with the interface of
-    kernel_tools.Loaded."""
+    """Kernels run by Triton's interpreter, with the interface of kernel_tools.Loaded."""
 
-    def __init__(self, kernels: list[Kernel], folder: Path, device: str = "cpu") -> None:
-        self.folder, self.device = folder, device
+    def __init__(self, kernels: list[Kernel], folder: Path) -> None:
+        self.folder = folder
         self.made = {k.name: emit_kernel(k, k.name) for k in kernels}
 
     def __call__(
         self, kernel: Kernel, arrays: dict[str, np.ndarray], sizes: dict[str, int] | None = None, threads: int = 1
     ) -> int:
         made = self.made[kernel.name]
-        module = load_module(made.name, made.text, self.folder)
-        if self.device == "cpu":
-            module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
-        host = [as_tensor(arrays[b.name], b.dtype) for b in kernel.args]
-        args = [t.to(self.device) for t in host]
-        values = [(sizes or {})[str(s)] for s in kernel.sizes]
+        function = interpreted(made.name, made.text, self.folder)
+        args = [as_tensor(arrays[b.name], b.dtype) for b in kernel.args]
         grid = evaluate(made.grid, sizes or {})
-        if not grid:
-            return 0
-        try:
-            options = {} if self.device == "cpu" else {"num_warps": made.num_warps}
-            getattr(module, made.name)[(grid,)](*args, *values, **options)
-        except interpreter.InterpreterError as error:
-            if isinstance(error.__cause__, AssertionError):
-                return 1  # what a failed check is here
-            raise
-        for mine, theirs in zip(host, args, strict=True):
-            if theirs is not mine:
-                mine.copy_(theirs)
+        return launch(function, args, [(sizes or {})[str(s)] for s in kernel.sizes], grid)
+
+
+def interpreted(name: str, text: str, folder: Path) -> Callable[..., None]:
+    """The kernel of a module, with a libdevice."""
+    module = load_module(name, text, folder)
+    module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
+    function: Callable[..., None] = getattr(module, name)
+    return function
+
+
+def launch(function: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int], grid: int) -> int:
+    """Runs all programs of a kernel. Returns 1 where a run-time check failed, else 0."""
+    if not grid:
         return 0
+    try:
+        function[(grid,)](*tensors, *sizes)
+    except interpreter.InterpreterError as error:
+        if isinstance(error.__cause__, AssertionError):
+            return 1
+        raise
+    return 0

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,8 @@ import pytest
 
 from plait.config import Config
 from plait.errors import ToolchainError
-from plait.runtime.cubin import Cubin, CubinPool, Job
+from plait.runtime import cubin
+from plait.runtime.cubin import Cubin, CubinPool, Job, pool, start_early
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -55,7 +58,8 @@ def equal_jobs_are_compiled_once(folder: Path) -> None:
 
 def alignment_is_used(folder: Path) -> None:
     pool = CubinPool(2)
-    aligned, free = pool.compile([JOB, replace(JOB, aligned=())], Config(cache_dir=str(folder)))
+    whole = replace(JOB, text=TEXT.replace(", x < n", ""), num_warps=1)  # four elements a thread
+    aligned, free = pool.compile([whole, replace(whole, aligned=())], Config(cache_dir=str(folder)))
     assert aligned.image != free.image
     pool.stop()
 
@@ -71,11 +75,51 @@ def refused_source(folder: Path) -> None:
 
 def killed_worker_is_replaced(folder: Path) -> None:
     pool = CubinPool(1)
-    pool.start()
-    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
-    (made,) = pool.compile([JOB], Config(cache_dir=str(folder)))
-    assert made.symbol == "double"
+    pool.compile([JOB], Config(cache_dir=str(folder)))
+    assert pool._server is not None
+    (worker,) = _children(pool._server.process.pid)
+    os.kill(worker, signal.SIGKILL)
+    (made,) = pool.compile([replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
+    assert made.num_warps == 8 and worker not in _children(pool._server.process.pid)
     pool.stop()
+
+
+def killed_server_is_replaced(folder: Path) -> None:
+    pool = CubinPool(1)
+    pool.compile([JOB], Config(cache_dir=str(folder)))
+    assert pool._server is not None
+    pool._server.process.kill()
+    (made,) = pool.compile([replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
+    assert made.num_warps == 8
+    pool.stop()
+
+
+def deadly_job_is_tried_twice(folder: Path) -> None:
+    """A source that ends whoever reads it is an error; what ended a worker once only is compiled by the next."""
+    pool = CubinPool(1)
+    cfg = Config(cache_dir=str(folder))
+    with pytest.raises(ToolchainError, match="died twice"):
+        pool.compile([replace(JOB, text="import os\nos._exit(1)\n")], cfg)
+    mark = folder / "mark"
+    once = f"import os, pathlib\nmark = pathlib.Path({str(mark)!r})\nif not mark.exists(): mark.touch(), os._exit(1)\n"
+    (made,) = pool.compile([replace(JOB, text=once + TEXT)], cfg)
+    assert mark.exists() and made.symbol == "double"
+    pool.stop()
+
+
+def stop_ends_a_job(folder: Path) -> None:
+    """Whoever waits for a job when the pool is stopped is told, and no process is left."""
+    pool = CubinPool(1)
+    slow = replace(JOB, text="import time\ntime.sleep(60)\n")
+    with ThreadPoolExecutor(1) as threads:
+        result = threads.submit(pool.compile, [slow], Config(cache_dir=str(folder)))
+        while pool._server is None or not _children(pool._server.process.pid):
+            time.sleep(0.01)
+        processes = [pool._server.process.pid, *_children(pool._server.process.pid)]
+        pool.stop()
+        with pytest.raises(ToolchainError):
+            result.result(timeout=10)
+    assert not any(map(_runs, processes))
 
 
 def stopped_pool_starts_again(folder: Path) -> None:
@@ -87,43 +131,92 @@ def stopped_pool_starts_again(folder: Path) -> None:
 
 
 def no_orphans(folder: Path) -> None:
-    """A process that is killed leaves no worker behind, even while a forked child holds its pipes."""
+    """A process that is killed leaves no process and no file behind, even while a forked child holds its sockets."""
     code = (
         "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from plait.config import Config\n"
         "from plait.runtime.cubin import pool\n"
-        "pool().n_workers = 1\n"
-        "pool().start()\n"
+        "from tests.test_cubin import JOB\n"
+        "pool().compile([JOB], Config(cache_dir=sys.argv[1]))\n"
         "child = os.fork()\n"
         "if child == 0: time.sleep(30); os._exit(0)\n"
-        "print(pool()._workers[0].process.pid, child, flush=True)\n"
+        "print(pool()._server.process.pid, child, flush=True)\n"
         "time.sleep(30)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    worker, child = map(int, parent.stdout.readline().split())
+    server, child = map(int, parent.stdout.readline().split())
+    (worker,) = _children(server)
+    rooms = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    assert any(folder for room in rooms for folder in room.glob(f"plait-triton-{server}-*"))
     parent.kill()
     parent.wait()
     try:
         deadline = time.monotonic() + 20
-        while _runs(worker):
-            assert time.monotonic() < deadline, "the worker outlived its parent"
+        while _runs(server) or _runs(worker):
+            assert time.monotonic() < deadline, "a process outlived its parent"
             time.sleep(0.1)
+        assert not any(folder for room in rooms for folder in room.glob(f"plait-triton-{server}-*"))
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-def _runs(pid: int) -> bool:
+def forked_child_compiles(folder: Path) -> None:
+    """A forked child has a pool of its own, and its end leaves the parent's running."""
+    cfg = Config(cache_dir=str(folder))
+    pool().compile([JOB], cfg)
+    server = pool()._server
+    child = os.fork()
+    if child == 0:
+        (made,) = pool().compile([replace(JOB, num_warps=8)], cfg)
+        assert made.num_warps == 8 and pool()._server is not server
+        sys.exit(0)  # runs what is registered for the end
+    assert os.waitpid(child, 0)[1] == 0
+    assert server is not None and server.process.poll() is None
+    (made,) = pool().compile([replace(JOB, num_warps=2)], cfg)
+    assert made.num_warps == 2 and pool()._server is server
+
+
+def starts_early_beside_a_gpu(folder: Path) -> None:
+    cubin.DEVICE = folder / "nothing"
+    start_early()
+    assert not cubin._pools
+    cubin.DEVICE = folder
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    start_early()
+    assert not cubin._pools
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    start_early()
+    assert pool()._server is not None and "triton" not in sys.modules
+    (made,) = pool().compile([JOB], Config(cache_dir=str(folder)))
+    assert made.symbol == "double"
+
+
+def _children(pid: int) -> list[int]:
+    stats = {int(p.name): p / "stat" for p in Path("/proc").iterdir() if p.name.isdigit()}
+    return [k for k, stat in stats.items() if _facts(stat)[1:2] == [str(pid)]]
+
+
+def _facts(stat: Path) -> list[str]:
+    """State, parent and so on of a process; nothing if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        return stat.read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _runs(pid: int) -> bool:
+    return _facts(Path(f"/proc/{pid}/stat"))[:1] not in ([], ["Z"])
 
 
 CASES = {
     f.__name__: f
     for f in (
         second_process_compiles_nothing, equal_jobs_are_compiled_once, alignment_is_used, refused_source,
-        killed_worker_is_replaced, stopped_pool_starts_again, no_orphans,
+        killed_worker_is_replaced, killed_server_is_replaced, deadly_job_is_tried_twice, stop_ends_a_job,
+        stopped_pool_starts_again, no_orphans, forked_child_compiles,
+        starts_early_beside_a_gpu,
     )
 }  # fmt: skip
 

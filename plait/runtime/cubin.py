@@ -1,7 +1,7 @@
 """From Triton sources to cubins: a store on disk, and before it a pool of worker processes.
 
-`CubinPool.start` may be called long before the first kernel exists: workers import Triton while Dynamo still traces.
-A worker that dies is replaced and its job tried once more; jobs that are equal are compiled once. Comes in: `Job`. Goes
+`start_early` may be called long before the first kernel exists: Triton is loaded while Dynamo still traces. A worker
+that dies is replaced and its job tried once more; jobs that are equal are compiled once. Comes in: `Job`. Goes
 out: `Cubin`, everything that a launch needs besides its arguments. Nothing here needs a GPU.
 """
 
@@ -11,14 +11,17 @@ import atexit
 import json
 import os
 import queue
+import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +31,8 @@ from plait.runtime.store import Built, Store, key_of
 from plait.runtime.toolchain import ToolchainMissing
 
 WORKER = Path(__file__).parent / "triton_worker.py"
-MAX_WORKERS = 8
+DEVICE = Path("/dev/nvidiactl")
+MAX_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Cubin:
         return Cubin(image=image, **known)
 
 
+@lru_cache
 def triton_version() -> str:
     """The version of the installed Triton, without importing it. Raises ToolchainMissing if there is none."""
     try:
@@ -103,54 +108,72 @@ def triton_version() -> str:
         raise ToolchainMissing("Triton is not installed", hint="pip install triton") from None
 
 
-class _Worker:
-    """One worker process and the thread that talks to it."""
+class _Server:
+    """The process that workers are forked from."""
 
-    def __init__(self, jobs: queue.SimpleQueue[_Task | None]) -> None:
-        self.jobs = jobs
-        self.process = self._spawn()
+    def __init__(self, capability: int) -> None:
+        # It finds Triton where this process does, and nothing of this process's folder.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        env.pop("TRITON_INTERPRET", None)
+        self.requests, theirs = socket.socketpair()
+        with theirs:
+            handle = theirs.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER), str(handle), str(os.getpid()), str(capability)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a compiler prints
+                pass_fds=(handle,),
+                env=env,
+                start_new_session=True,  # the user's Ctrl-C is not for it
+            )
+
+    def fork(self) -> socket.socket:
+        """What a new worker listens to, from now on or once the server is ready. Raises OSError if the server died."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.requests, [b"w"], [theirs.fileno()])
+        return mine
+
+    def stop(self) -> None:
+        """Ends the process and its workers; a job that one is at is lost."""
+        self.requests.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+class _Worker:
+    """One worker process and the thread that talks to it. fork: gives what a new one listens to."""
+
+    def __init__(self, jobs: queue.SimpleQueue[_Task | None], fork: Callable[[], socket.socket]) -> None:
+        self.jobs, self.fork = jobs, fork
+        self.stopped = False
         self.thread = threading.Thread(target=self._serve, name="plait-triton", daemon=True)
         self.thread.start()
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        # The worker finds Triton where this process does, and nothing of this process's folder.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        return subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            start_new_session=True,  # the user's Ctrl-C is not for it
-        )
-
     def _serve(self) -> None:
+        stream = None
         while (task := self.jobs.get()) is not None:
-            answer = self._ask(task.job)
-            if answer is None:  # it died: once more, in a new one
-                self.process = self._spawn()
-                answer = self._ask(task.job)
-            if answer is None:
-                self.process = self._spawn()
+            answer: Cubin | str | None = None
+            for _ in range(2):  # if it dies: once more, in a new one
+                if self.stopped:
+                    break
+                try:
+                    stream = stream or self.fork().makefile("rwb")
+                    answer = _ask(stream, task.job)
+                    break
+                except (OSError, EOFError):
+                    stream = None
             task.finish(answer)
 
-    def _ask(self, job: Job) -> Cubin | str | None:
-        """The worker's answer, the error that it reports, or None if it died."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        data = json.dumps(job.frame()).encode()
-        try:
-            self.process.stdin.write(len(data).to_bytes(8, "little") + data)
-            self.process.stdin.flush()
-            head = json.loads(_exactly(self.process.stdout, _length(self.process.stdout)))
-            image = _exactly(self.process.stdout, head["nbytes"])
-        except (OSError, EOFError):
-            self.process.wait()
-            return None
-        return head["error"] if "error" in head else Cubin.of(head["facts"], image)
 
-    def stop(self) -> None:
-        """Ends the process; a job that it is at is lost."""
-        self.process.kill()
-        self.process.wait()
+def _ask(stream: BinaryIO | Any, job: Job) -> Cubin | str:
+    """A worker's answer, or the error that it reports. Raises OSError or EOFError if it died."""
+    data = json.dumps(job.frame()).encode()
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+    head = json.loads(_exactly(stream, int.from_bytes(_exactly(stream, 8), "little")))
+    image = _exactly(stream, head["nbytes"])
+    return head["error"] if "error" in head else Cubin.of(head["facts"], image)
 
 
 @dataclass
@@ -181,20 +204,22 @@ class _Task:
 
 
 class CubinPool:
-    """Worker processes that compile kernels, started when first needed. Threads may share one pool."""
+    """Worker processes that compile kernels: a server, started when first needed or before, and workers that it forks
+    as jobs come in. Threads may share one pool."""
 
     def __init__(self, n_workers: int = 0) -> None:
-        self.n_workers = n_workers or min(MAX_WORKERS, os.cpu_count() or 1)
+        self.n_workers = n_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
         self._jobs: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._server: _Server | None = None
         self._workers: list[_Worker] = []
         self._pending: dict[str, Future[Cubin]] = {}
         self._lock = threading.Lock()
 
-    def start(self) -> None:
-        """Starts the workers, if they are not there yet."""
+    def start(self, capability: int = 90) -> None:
+        """Starts the server, if it is not there yet. capability: what it is likely to compile for."""
         with self._lock:
-            while len(self._workers) < self.n_workers:
-                self._workers.append(_Worker(self._jobs))
+            if self._server is None:
+                self._server = _Server(capability)
 
     def compile(self, jobs: Sequence[Job], cfg: Config) -> list[Cubin]:
         """The cubins of jobs, in their order: from the store, or compiled now, as many at once as there are workers.
@@ -216,18 +241,36 @@ class CubinPool:
                 return done
             task = _Task(job, key, store, self._pending)
             self._pending[key] = task.result
-        self.start()
-        self._jobs.put(task)
+            self._jobs.put(task)
+            if len(self._workers) < min(self.n_workers, len(self._pending)):
+                self._workers.append(_Worker(self._jobs, partial(self._fork, job.capability)))
         return task.result
+
+    def _fork(self, capability: int) -> socket.socket:
+        self.start(capability)
+        with self._lock:
+            server = self._server
+        try:
+            if server is not None and server.process.poll() is None:
+                return server.fork()
+        except OSError:
+            pass
+        with self._lock:
+            if self._server is server:  # it is gone
+                self._server = _Server(capability)
+            assert self._server is not None
+            return self._server.fork()
 
     def stop(self) -> None:
         """Ends the workers. The pool starts new ones when it is used again."""
         with self._lock:
+            server, self._server = self._server, None
             workers, self._workers = self._workers, []
-        for _ in workers:
+        for worker in workers:
+            worker.stopped = True
             self._jobs.put(None)
-        for w in workers:
-            w.stop()
+        if server is not None:
+            server.stop()
 
 
 _PACK = struct.Struct("<10q")
@@ -261,13 +304,22 @@ def pool() -> CubinPool:
     """The pool of this process; a forked child gets one of its own."""
     mine = _pools.get(os.getpid())
     if mine is None:
-        mine = _pools[os.getpid()] = CubinPool()
-        atexit.register(mine.stop)
+        mine = _pools.setdefault(os.getpid(), CubinPool())
     return mine
 
 
-def _length(source: BinaryIO | Any) -> int:
-    return int.from_bytes(_exactly(source, 8), "little")
+@atexit.register
+def _stop() -> None:
+    if os.getpid() in _pools:  # a forked child leaves the others alone
+        pool().stop()
+
+
+def start_early() -> None:
+    """Starts the pool's server where a GPU and Triton seem to be there, so that it has loaded the compiler by the time
+    that the first kernel is written. Neither CUDA nor Triton is touched in this process."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if DEVICE.exists() and not hidden and find_spec("triton") is not None:
+        pool().start()
 
 
 def _exactly(source: BinaryIO | Any, n: int) -> bytes:

@@ -1,25 +1,44 @@
-"""Compiles Triton kernels in a process of its own: jobs come in over stdin, cubins go out over stdout.
+"""Compiles Triton kernels outside of the process that wants them. Run as a script by `plait/runtime/cubin.py`, with a
+socket's number, the number of its parent process and the capability of a GPU.
 
-Run as a script by `plait/runtime/cubin.py`, with the number of its parent process; it imports Triton and nothing of
-plait or torch. A frame is its length as 8 bytes, little-endian, then a JSON object; an answer's frame is followed by
-the cubin's bytes. It ends when its input ends or when its parent is gone.
+It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a worker for every socket
+that comes in over its own: a worker is ready in milliseconds, and what all need lies in memory once. Jobs come in over
+a worker's socket, cubins go out: a frame is its length as 8 bytes, little-endian, then a JSON object; an answer's frame
+is followed by the cubin's bytes. A worker ends when its socket is closed or this process is gone; this process ends
+when its socket is closed or its parent is gone.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib.util
 import json
 import os
+import select
+import shutil
+import signal
+import socket
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 PARENT_CHECK_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+# Everything that compilers load when first used: LLVM's target, libdevice, the versions of ptxas.
+_FIRST = """import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+@triton.jit
+def first(p0, s0):
+    x = tl.arange(0, 128)
+    tl.store(p0 + x, tl.sum(libdevice.exp(tl.load(p0 + x, x < s0)), 0), x < s0)
+"""
 
 
 def load_module(name: str, text: str, folder: Path) -> ModuleType:
@@ -58,14 +77,21 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     return facts, made.asm["cubin"]
 
 
-def send(out: BinaryIO, answer: dict[str, Any], payload: bytes = b"") -> None:
-    """Writes one frame and what follows it."""
-    head = json.dumps({**answer, "nbytes": len(payload)}).encode()
-    out.write(len(head).to_bytes(8, "little") + head + payload)
-    out.flush()
+def answer(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bytes]:
+    """What goes out for a job: its cubin, or what the compiler says against it. The folder is empty afterwards."""
+    folder.mkdir()
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    try:
+        facts, cubin = compile_job(job, folder)
+    except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
+        last = "".join(traceback.format_exception_only(error)).strip()
+        return {"error": last, "trace": traceback.format_exc()}, b""
+    finally:
+        shutil.rmtree(folder)
+    return {"facts": facts}, cubin
 
 
-def receive(source: BinaryIO) -> dict[str, Any] | None:
+def receive(source: BinaryIO | Any) -> dict[str, Any] | None:
     """Reads one frame; None at the end of the input."""
     size = source.read(8)
     if len(size) < 8:
@@ -75,29 +101,82 @@ def receive(source: BinaryIO) -> dict[str, Any] | None:
     return frame
 
 
-def watch_parent(parent: int) -> None:
-    """Ends this process when its parent is gone: a forked sibling may hold the pipe open."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_CHECK_S)
-    os._exit(0)
+def work(jobs: socket.socket, folder: Path) -> None:
+    """A worker: answers jobs until there are no more."""
+    with jobs.makefile("rwb") as stream:
+        while (job := receive(stream)) is not None:
+            head, cubin = answer(job, folder)
+            text = json.dumps({**head, "nbytes": len(cubin)}).encode()
+            stream.write(len(text).to_bytes(8, "little") + text + cubin)
+            stream.flush()
+
+
+def prepare(capability: int, folder: Path) -> None:
+    """Loads the compiler and all that it loads when first used. What fails here will fail with a job too, and be
+    told."""
+    # The caller keeps what is made and has one version of Triton in its keys: no second cache, whose key is a hash of
+    # all of Triton's files, and no stages on disk. Lines would be those of a file that is gone.
+    os.environ.update(TRITON_STORE_BINARY_ONLY="1", TRITON_DISABLE_LINE_INFO="1")
+    try:
+        import triton.runtime.cache
+
+        triton.runtime.cache.triton_key = lambda: triton.__version__
+    except ImportError:
+        return
+    options = {"num_warps": 4, "num_stages": 1}
+    signature = {"p0": "*fp32", "s0": "i64"}
+    job = {
+        "name": "first", "text": _FIRST, "signature": signature, "capability": capability, "aligned": [0],
+        "options": options,
+    }  # fmt: skip
+    answer(job, folder)
+
+
+def serve(requests: socket.socket, parent: int, folder: Path) -> None:
+    """Forks a worker for every socket that comes in, and ends them with itself."""
+    server, workers = os.getpid(), set[int]()
+    try:
+        while os.getppid() == parent:
+            # The end of the input may never be seen: what the parent forked holds the socket open.
+            ready, _, _ = select.select([requests], [], [], PARENT_CHECK_S)
+            workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+            if not ready:
+                continue
+            _, handles, _, _ = socket.recv_fds(requests, 1, 1)
+            if not handles:
+                return
+            with socket.socket(fileno=handles[0]) as jobs:
+                child = os.fork()
+                if child == 0:
+                    be_worker(jobs, server, folder / str(os.getpid()))
+                workers.add(child)
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def be_worker(jobs: socket.socket, server: int, folder: Path) -> NoReturn:
+    """The life of a forked process."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == server:
+            work(jobs, folder)
+    finally:
+        os._exit(0)  # what the server has open is not its own
 
 
 def main() -> None:
-    """Serves until the input ends."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints must not get between the answers
-    threading.Thread(target=watch_parent, args=(int(sys.argv[1]),), daemon=True).start()
-    import triton  # noqa: F401  (while the parent still makes the first job)
-
-    with tempfile.TemporaryDirectory(prefix="plait-triton-") as folder:
-        while (job := receive(sys.stdin.buffer)) is not None:
-            try:
-                facts, cubin = compile_job(job, Path(folder))
-            except Exception as error:  # noqa: BLE001  (it is handed to the parent, which raises it)
-                last = "".join(traceback.format_exception_only(error)).strip()
-                send(out, {"error": last, "trace": traceback.format_exc()})
-            else:
-                send(out, {"facts": facts}, cubin)
+    """Serves until the parent wants no more."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    requests, parent, capability = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=f"plait-triton-{os.getpid()}-", dir=memory) as folder:
+        tempfile.tempdir = folder
+        prepare(capability, Path(folder) / "first")
+        gc.freeze()  # workers share what is there
+        serve(requests, parent, Path(folder))
 
 
 if __name__ == "__main__":

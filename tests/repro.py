@@ -10,8 +10,7 @@ import base64
 import tempfile
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,6 +22,7 @@ from plait.ir.text import program_text, read_program
 from plait.ir.verify import verify
 from plait.runtime.toolchain import ISAS
 from plait.schedule import schedule
+from plait.schedule.device import KINDS
 from plait.schedule.plan import Kernel
 from plait.schedule.text import kernel_text, read_kernel
 from tests.kernel_tools import Loaded
@@ -109,7 +109,8 @@ def program_repro(
 ) -> str:
     """A program that schedules a loop program and compares the plan with the unfused program.
 
-    sizes: values of the size symbols; seed: of the inputs; split: constants of schedule/split.py that were changed."""
+    sizes: values of the size symbols; seed: of the inputs; split: what was changed in the row of CPUs of
+    schedule/device.py."""
     return f"""\
 # Save as repro.py in the root of the source tree, then: python repro.py
 from tests.repro import rerun_program
@@ -127,9 +128,7 @@ def rerun_program(text: str, sizes: dict[str, int], seed: int, split: dict[str, 
     illegal."""
     program = read_program(text)
     verify(program, "repro")
-    with ExitStack() as changed:
-        for name, value in split.items():
-            changed.enter_context(patch(f"plait.schedule.split.{name}", value))
+    with patch.dict(KINDS, cpu=replace(KINDS["cpu"], **split)):  # type: ignore[arg-type]
         plan = schedule(program, Config())
     check(plan, program, sizes, seed)
     print("the plan computes what the program says")

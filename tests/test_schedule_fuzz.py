@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -17,6 +17,7 @@ from plait.ir.dtypes import f32, i64
 from plait.ir.sizes import Size, smin
 from plait.ir.verify import verify
 from plait.schedule import schedule
+from plait.schedule.device import KINDS
 from tests.repro import program_repro
 from tests.schedule_tools import Builder, Record, check, kernels
 
@@ -262,7 +263,7 @@ def verified(step, fn, *args):  # type: ignore[no-untyped-def]
 
 
 def run(seed: int, split: dict[str, int] | None = None) -> tuple[int, int]:
-    """(loops, kernels) of one random program, checked. split: constants of schedule/split.py that a test changed."""
+    """(loops, kernels) of one random program, checked. split: what a test changed in the row of CPUs."""
     program = Fuzzer(seed).program()
     verify(program, f"seed {seed}")
     try:
@@ -283,9 +284,8 @@ def test_random_programs(block: int) -> None:
 
 
 def test_random_programs_with_every_reduction_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = {"SPLIT_NBYTES": 0, "MIN_INNER": 1, "UNITS": 2, "MIN_UNITS": 50}
-    for name, value in split.items():
-        monkeypatch.setattr(f"plait.schedule.split.{name}", value)
+    split = {"split_nbytes": 0, "min_along": 1, "min_across": 1, "units": 2, "min_units": 50}
+    monkeypatch.setitem(KINDS, "cpu", replace(KINDS["cpu"], **split))
     for seed in range(1000, 1080):
         run(seed, split)
 
@@ -300,7 +300,7 @@ def test_a_failure_prints_a_program_that_fails(
         checked.append(program)
         raise ValueError("the plan is wrong")
 
-    split = {"SPLIT_NBYTES": 0} if seed % 2 else {}
+    split = {"split_nbytes": 0} if seed % 2 else {}
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules[__name__], "check", wrong)
         with pytest.raises(AssertionError) as error:

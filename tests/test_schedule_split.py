@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plait.config import Config
-from plait.ir.sizes import Size
+from plait.ir.loops import LoopProgram
+from plait.ir.sizes import Size, numel
 from plait.schedule import schedule
+from plait.schedule.deps import extent
 from plait.schedule.plan import Reduce
 from tests.schedule_tools import Builder, check, kernels
 
@@ -66,3 +70,49 @@ def test_what_is_read_once_a_result_does_not_split_rows() -> None:
     plan = schedule(program, CFG)
     check(plan, program)
     assert len(kernels(plan)) == 1
+
+
+def on_gpu(b: Builder) -> LoopProgram:
+    """The program of a builder with every buffer on a GPU."""
+    program = b.program()
+    return replace(program, buffers={n: replace(v, device="cuda:0") for n, v in program.buffers.items()})
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "argmin", "welford"])
+@pytest.mark.parametrize(
+    "outer, inner", [((), (6, 50257)), ((), (1 << 20,)), ((64,), (4096,)), ((2,), (3, 4, 1 << 16))]
+)
+def test_on_a_gpu_every_kind_gives_what_one_stage_gives(
+    kind: str, outer: tuple[int, ...], inner: tuple[int, ...]
+) -> None:
+    b = Builder()
+    x = b.input(*inner, *outer)
+    n = len(inner)
+    outs = (True, True, True) if kind == "welford" else (True,)
+    b.reduce(outer, inner, kind, lambda o, *i: o.load(x, *i[-n:], *i[:-n]), outs)
+    b.output(*(n for n in b.results() if n))
+    program = on_gpu(b)
+    plan = schedule(program, CFG)
+    check(plan, program)
+    first, second = kernels(plan)[0], kernels(plan)[-1]
+    if kind == "argmin" and inner[0] < 8:  # positions are counted in one axis of chunks
+        assert first is second
+        return
+    assert numel(map(extent, first.vars)) > 6 * max(numel(map(extent, second.vars)), 1)
+
+
+def test_on_a_gpu_a_mean_of_logits_keeps_a_thousand_programs_busy() -> None:
+    b = Builder()
+    x = b.input(128, 50257)
+    b.output(b.reduce((), (128, 50257), "sum", lambda o, i, j: o.exp(o.load(x, i, j))))
+    first, second = kernels(schedule(on_gpu(b), CFG))
+    assert [extent(v) for v in first.vars] == [128, 7] and [extent(v) for v in first.rvars] == [7232]
+    assert not second.vars
+
+
+def test_on_a_gpu_rows_enough_stay_whole() -> None:
+    for outer, inner in ((8192, 50257), (128, 768), (1, 4096)):
+        b = Builder()
+        x = b.input(outer, inner)
+        b.output(b.reduce((outer,), (inner,), "sum", lambda o, i, r: o.load(x, i, r)))  # noqa: B023
+        assert len(kernels(schedule(on_gpu(b), CFG))) == 1

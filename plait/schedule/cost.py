@@ -15,11 +15,6 @@ from plait.schedule.deps import extent
 Hints: TypeAlias = Mapping[str, int]  # LoopProgram.hints
 
 HINT = 64  # what a size without a hint is taken to be
-# One core with AVX-512, fitted to the measured times of 412 kernels of models and of benchmarks/kernel_cases.py.
-CYCLES_A_NS = 45.0  # of the op table, which counts for narrow vectors
-CACHE_BYTES_A_NS = 90.0
-FAR_BYTES_A_NS = 36.0  # between the last cache (50) and memory (10)
-CACHE_BYTES = 1 << 20
 
 
 def hint(e: Size, hints: Hints) -> int:
@@ -47,11 +42,6 @@ def hint_numel(shape: Iterable[Size], hints: Hints) -> int:
 def buffer_nbytes(b: Buffer, hints: Hints) -> int:
     """A plausible size in bytes of what a buffer holds."""
     return hint_numel(b.shape, hints) * b.dtype.nbytes
-
-
-def moved_ns(nbytes: float) -> float:
-    """Nanoseconds that one core takes to read or write so many bytes."""
-    return nbytes / (CACHE_BYTES_A_NS if nbytes <= CACHE_BYTES else FAR_BYTES_A_NS)
 
 
 def evaluations(vars_: Sequence[Expr], load: Node, hints: Hints) -> int:

@@ -18,6 +18,7 @@ from plait.ir.sizes import Expr, Size, add, mul, substitute, symbol
 from plait.schedule.align import Alignment, Env, Index, Space, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
+from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.form import Draft
 from plait.schedule.group import Group, Member, is_ordered, moved, store_index
 from plait.schedule.plan import Fused, Reason, Refusal
@@ -27,7 +28,6 @@ MAX_WRITES = 16
 MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
 MAX_DISTANCE = 128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
-MIN_OUTER = 4  # outer points below which a large loop does not join a reduction: its threads would idle
 TINY_NBYTES = 4096  # groups that move no more are joined if only their shapes agree
 LARGE_NUMEL = 1 << 16
 
@@ -211,6 +211,9 @@ class _Fuser:
     def _device(self, x: _Node) -> str:
         return self.draft.program.buffers[next(iter(x.writes))].device
 
+    def _kind(self, x: _Node) -> DeviceKind:
+        return kind_of(self.draft.program.buffers[next(iter(x.writes))])
+
     def _limits(self, x: _Node, y: _Node) -> Reason | None:
         for n, other in ((x, y), (y, x)):
             for name, w in n.writes.items():
@@ -254,7 +257,7 @@ class _Fuser:
         if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
             return Reason("an axis is empty")
         outer = hint_numel(map(extent, hs.vars), self.hints)
-        if hs.rvars and not gs.rvars and outer < MIN_OUTER:
+        if hs.rvars and not gs.rvars and outer < self._kind(host).min_outer:
             points = hint_numel(map(extent, gs.vars), self.hints)
             if points > LARGE_NUMEL and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")

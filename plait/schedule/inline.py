@@ -16,7 +16,7 @@ from plait.config import Config
 from plait.ir.loops import Loop, LoopProgram, Node, Op, Pointwise, Scatter
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier
-from plait.schedule.cost import CYCLES_A_NS, buffer_nbytes, evaluations, hint_numel, moved_ns
+from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
 from plait.schedule.deps import (
     Bodies,
     Facts,
@@ -30,11 +30,11 @@ from plait.schedule.deps import (
     space,
     updates,
 )
+from plait.schedule.device import kind_of
 from plait.schedule.form import as_loop
 
 MAX_NODES = 400  # of a body, so that compile time and registers stay bounded
 MAX_SITES = 4  # places of one body where a producer is spliced in
-LAUNCH_NS = 110.0  # what a kernel costs by being there
 MORE_TO_READ = 1.25  # what several readers may each read instead of a result, in results
 FAR = 64  # ops
 COPY_COST = 1.0  # cycles of what hardly does more than move data
@@ -180,8 +180,9 @@ class _Inliner:
                 return False
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
-        saved = moved_ns(nbytes) * (1 + len(readers)) + moved_ns(self._read_nbytes(facts)) + LAUNCH_NS
-        return moved_ns(more) + repeated * cycles / CYCLES_A_NS <= saved
+        kind = kind_of(self.program.buffers[loop.out])
+        saved = kind.moved_ns(nbytes) * (1 + len(readers)) + kind.moved_ns(self._read_nbytes(facts)) + kind.launch_ns
+        return kind.moved_ns(more) + repeated * cycles / kind.cycles_a_ns <= saved
 
     def _evaluations(self, reader: _Reader) -> int:
         loop = as_loop(self.ops[reader.op])

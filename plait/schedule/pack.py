@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from plait.config import Config
 from plait.ir.loops import Extern, Scatter
-from plait.schedule.cost import CACHE_BYTES, buffer_nbytes
+from plait.schedule.cost import buffer_nbytes
 from plait.schedule.deps import memory_roots, output_buffers
+from plait.schedule.device import KINDS
 from plait.schedule.form import Draft, Pack, Unit
 from plait.schedule.group import Group
 from plait.schedule.order import traffic
@@ -128,7 +129,7 @@ class _Packer:
         for moving, to in (([k], i), (self.members[i], k)):
             if not self._legal(moving, to):
                 continue
-            if calls and (nbytes := self._touched(moving)) > CACHE_BYTES:
+            if calls and (nbytes := self._touched(moving)) > KINDS["cpu"].cache_nbytes:
                 found = Reason(f"{nbytes} bytes would leave the cache")
                 continue
             why = self._move(moving, to, i, k)

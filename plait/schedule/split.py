@@ -1,13 +1,13 @@
-"""Long reductions to few results are cut in two stages, so that several threads share them.
+"""Long reductions to few results are cut in two stages, so that all of a device shares them.
 
-The outermost reduced axis (or a part of it) becomes an outer axis of a first reduction, whose partial results a second,
-short one combines. Worth it from SPLIT_NBYTES on, where a second kernel costs less than idle threads.
+The outermost reduced axes (or a part of one) become outer axes of a first reduction, whose partial results a second,
+short one combines. What it takes to be worth a second kernel is the device's (`device.KINDS`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import DType, b1, i64
 from plait.ir.loops import (
@@ -29,13 +29,20 @@ from plait.ir.record import inline
 from plait.ir.sizes import Size, add, coefficient, contiguous_strides, mul, numel
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
+from plait.schedule.device import kind_of
 from plait.schedule.layout import flat_index
 
-SPLIT_NBYTES = 1 << 20  # read by the reduction
-MIN_UNITS = 8  # units of work (results, or vectors of results) that are enough
-UNITS = 16  # to aim at
-MIN_INNER = 1024  # points a partial result is worth
-VECTOR = 64  # neighbouring results that are made together
+MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a partial result of any length serves
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the extent of the next,
+    or 1 where that one stays."""
+
+    whole: int
+    chunks: Size = 1
+    rest: Size = 1
 
 
 def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
@@ -52,32 +59,48 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
-def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints) -> tuple[Size, Size] | None:
-    """(chunks, rest) with chunks * rest >= the extent of the outermost reduced axis, or None where it stays whole."""
+def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints) -> Parts | None:
+    """How a reduction is cut, or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
     if not op.rvars or not found:
         return None
+    kind = kind_of(buffers[next(o for o in op.outs if o is not None)])
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
-    units = outer if _along_memory(op, buffers, found) else outer // VECTOR
-    if points * nbytes < SPLIT_NBYTES or units >= MIN_UNITS:
+    along = _along_memory(op, buffers, found)
+    units = outer if along else outer // kind.neighbours
+    if points * nbytes < kind.split_nbytes or units >= kind.min_units:
         return None
-    want = max(min(UNITS // max(units, 1), points // max(outer, 1) // MIN_INNER), 1)
-    size = extent(op.rvars[0])
-    if want < 2:
-        return None
-    inner = hint_numel(map(extent, op.rvars[1:]), hints)
-    if inner > 1 and want <= hint(size, hints) <= 4 * want:
-        return size, 1
-    if not isinstance(size, int):
-        return None
+    least = kind.min_along if along else kind.min_across
+    want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
+    return _cut(op, want, kind.aligned if along else 1, hints) if want >= 2 else None
+
+
+def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:
+    """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points."""
+    sizes = [extent(v) for v in op.rvars]
+    whole = 0
+    position = op.kind in ("argmax", "argmin")  # is counted in one axis of chunks
+    while want >= 2 and whole < len(sizes) - 1 and not (position and whole):
+        n = hint(sizes[whole], hints)
+        if n > 4 * want or (position and n < want):
+            break
+        whole, want = whole + 1, -(-want // max(n, 1))
+    kept = Parts(whole) if whole else None
+    size = sizes[whole]
+    if want < 2 or not isinstance(size, int) or (position and whole):
+        return kept
+    last = whole == len(sizes) - 1
     exact = [d for d in range(want, min(4 * want, size - 1) + 1) if size % d == 0]
-    if exact:
-        return exact[0], size // exact[0]
-    if op.kind in ("sum", "prod", "max", "min", "any", "all", "xor") and size > want:
-        return want, -(-size // want)
-    return None
+    even = [d for d in exact if not last or size // d % aligned == 0]
+    if even:
+        return Parts(whole, even[0], size // even[0])
+    if op.kind in MERGED and size > want:
+        rest = -(-size // want)
+        rest = -(-rest // aligned) * aligned if last else rest
+        return Parts(whole, -(-size // rest), rest)
+    return Parts(whole, exact[0], size // exact[0]) if exact else kept
 
 
 def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> bool:
@@ -95,31 +118,31 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
 
 
 class _Split:
-    """One reduction in two stages. c is the axis of chunks; partial results have it first."""
+    """One reduction in two stages. Partial results have the axes of chunks first."""
 
-    def __init__(self, op: Reduction, parts: tuple[Size, Size], buffers: dict[str, Buffer]) -> None:
-        self.op, self.buffers = op, buffers
-        self.chunks, self.rest = parts
+    def __init__(self, op: Reduction, parts: Parts, buffers: dict[str, Buffer]) -> None:
+        self.op, self.parts, self.buffers = op, parts, buffers
+        sizes = tuple(extent(v) for v in op.rvars)
+        self.chunks, inner = sizes[: parts.whole], sizes[parts.whole :]
+        if parts.chunks != 1:
+            self.chunks, inner = (*self.chunks, parts.chunks), (parts.rest, *inner[1:])
         outer = tuple(extent(v) for v in op.vars)
-        self.shape = (self.chunks, *outer)
-        self.first_vars = loop_vars("i", self.shape)
-        inner = tuple(extent(v) for v in op.rvars[1:])
-        self.first_rvars = loop_vars("r", inner if self.rest == 1 else (self.rest, *inner))
+        self.shape = (*self.chunks, *outer)
+        self.first_vars, self.first_rvars = loop_vars("i", self.shape), loop_vars("r", inner)
         self.vars = loop_vars("i", outer)
         self.value = self._first_value()
 
     def _first_value(self) -> Node:
         """The body over the first stage's variables."""
-        c, outer = self.first_vars[0], self.first_vars[1:]
-        size = extent(self.op.rvars[0])
-        at: Size = c
-        inner = self.first_rvars
-        if self.rest != 1:
-            at, inner = add(mul(c, self.rest), inner[0]), inner[1:]
-        index = (*outer, at, *inner)
+        chunk, outer = self.first_vars[: len(self.chunks)], self.first_vars[len(self.chunks) :]
         producer = {"body": (self.op.vars + self.op.rvars, self.op.body)}
         dtype = self.op.body.dtype
-        if mul(self.chunks, self.rest) == size:
+        if self.parts.chunks == 1:
+            return inline(node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer)
+        at = add(mul(chunk[-1], self.parts.rest), self.first_rvars[0])
+        index = (*outer, *chunk[:-1], at, *self.first_rvars[1:])
+        size = extent(self.op.rvars[self.parts.whole])
+        if mul(self.parts.chunks, self.parts.rest) == size:
             return inline(node("load", (), Load("body", index), dtype), producer)
         inside = node("lt", (node("index", (), at, i64), _number(size)))
         value = inline(node("load", (inside,), Load("body", index, True), dtype), producer)
@@ -136,10 +159,10 @@ class _Split:
 
     def second(self, kind: str, outs: tuple[str | None, ...], partial: str) -> Reduction:
         """Combines partial results over the chunks."""
-        (r,) = loop_vars("r", (self.chunks,))
+        rvars = loop_vars("r", self.chunks)
         dtype = self.buffers[partial].dtype
-        value = node("load", (), Load(partial, (r, *self.vars)), dtype)
-        return Reduction(outs, self.vars, (r,), kind, value, self.op.origin)
+        value = node("load", (), Load(partial, (*rvars, *self.vars)), dtype)
+        return Reduction(outs, self.vars, rvars, kind, value, self.op.origin)
 
     def pointwise(self, out: str, value: Node) -> Pointwise:
         return Pointwise(out, self.vars, value, origin=self.op.origin)
@@ -161,8 +184,8 @@ class _Split:
         kind = self.op.kind
         best = self.buffer("part", self.value.dtype, self.shape)
         place = self.buffer("place", i64, self.shape)
-        chunk = self.buffer("chunk", i64, self.shape[1:])
-        at = Load(place, (arg_symbol(0, self.chunks), *self.vars))
+        chunk = self.buffer("chunk", i64, self.shape[len(self.chunks) :])
+        at = Load(place, (arg_symbol(0, self.chunks[0]), *self.vars))
         inside = node("load", (self.at(chunk),), at, i64)
         before = node("mul", (self.at(chunk), _number(numel(extent(v) for v in self.first_rvars))))
         (out,) = self.op.outs
@@ -180,10 +203,10 @@ class _Split:
         mean, m2, count = self.op.outs
         means = self.buffer("means", dtype, self.shape)
         inside = self.buffer("inside", dtype, self.shape)
-        total = self.buffer("total", dtype, self.shape[1:])
-        between = self.buffer("between", dtype, self.shape[1:])
+        total = self.buffer("total", dtype, self.shape[len(self.chunks) :])
+        between = self.buffer("between", dtype, self.shape[len(self.chunks) :])
         if mean is None:
-            mean = self.buffer("mean", dtype, self.shape[1:])
+            mean = self.buffer("mean", dtype, self.shape[len(self.chunks) :])
         n = _number(numel(extent(v) for v in self.first_rvars))
         ops: list[Op] = [
             self.first("welford", (means, inside, None)),

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from plait.ir.loops import Buffer, Node, index_exprs
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Expr, Size, coefficient, floordiv, free_symbols, mul, numel, total
-from plait.schedule.cost import CACHE_BYTES_A_NS, CYCLES_A_NS
 from plait.schedule.deps import extent, load_of, node_cost
+from plait.schedule.device import KINDS
 from plait.schedule.layout import flat_index
 from plait.schedule.plan import Reduce, Stmt
 
+CPU = KINDS["cpu"]
 # Cycles of an element that is not next to its neighbour in the same vector.
 INDIRECT, INDIRECT_STORE = 4.0, 15.0  # its position is data
 TURNED, TURNED_STORE = 2.0, 6.0  # contiguous along another axis
@@ -67,7 +68,7 @@ def kernel_work_ns(
             cycles[len(inside)] += _access(buffers[s.buf], s.index, inside, axes, indirect, (TURNED_STORE, other))
     # Thousandths of a nanosecond, so that the estimate stays an integer expression.
     sizes = [extent(v) for v in (*vars_, *rvars)]
-    spent = [mul(numel(sizes[:k]), round(1000 * c / CYCLES_A_NS)) for k, c in enumerate(cycles)]
+    spent = [mul(numel(sizes[:k]), round(1000 * c / CPU.cycles_a_ns)) for k, c in enumerate(cycles)]
     return floordiv(total(spent), 1000)
 
 
@@ -84,7 +85,7 @@ def _access(
     flat = flat_index(b, index)
     stride = coefficient(flat, inside[-1]) if inside and not indirect else 0
     if not indirect and stride in (0, 1):
-        return b.dtype.nbytes * CYCLES_A_NS / CACHE_BYTES_A_NS
+        return b.dtype.nbytes * CPU.cycles_a_ns / CPU.cache_bytes_a_ns
     if stride is None:
         return DIVIDED
     turned = not indirect and any(coefficient(flat, a) == 1 for a in axes)

@@ -1,0 +1,83 @@
+"""What scheduling needs to know of a kind of device: its rates, and how much work keeps it busy.
+
+A row a kind of device. Fusion, inlining and splitting take their numbers from the row of the device that a buffer is
+on; none of them knows a language that kernels are written in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plait.ir.loops import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """Rates: cycles_a_ns counts those of the op table; bytes a nanosecond from the cache (for up to cache_nbytes) and
+    from farther away. launch_ns: what a kernel costs by being there.
+
+    A unit of work is what runs without the others: a result, or `neighbours` results that lie side by side. A
+    reduction of split_nbytes or more to fewer than min_units of them is cut in two stages, with `units` to aim at; a
+    partial result is worth min_along points that lie side by side in memory, or min_across that do not, and starts at
+    multiples of `aligned` points where it can. min_outer: outer points from which on a large loop joins a reduction.
+    """
+
+    cycles_a_ns: float
+    cache_bytes_a_ns: float
+    far_bytes_a_ns: float
+    cache_nbytes: int
+    launch_ns: float
+    split_nbytes: int
+    min_units: int
+    units: int
+    neighbours: int
+    min_along: int
+    min_across: int
+    aligned: int
+    min_outer: int
+
+    def moved_ns(self, nbytes: float) -> float:
+        """Nanoseconds that it takes to read or write so many bytes."""
+        return nbytes / (self.cache_bytes_a_ns if nbytes <= self.cache_nbytes else self.far_bytes_a_ns)
+
+
+KINDS: dict[str, DeviceKind] = {
+    # One core with AVX-512, fitted to the measured times of 412 kernels of models and of benchmarks/kernel_cases.py:
+    # cycles are those of narrow vectors; far is between the last cache (50) and memory (10).
+    "cpu": DeviceKind(
+        cycles_a_ns=45.0,
+        cache_bytes_a_ns=90.0,
+        far_bytes_a_ns=36.0,
+        cache_nbytes=1 << 20,
+        launch_ns=110.0,
+        split_nbytes=1 << 20,
+        min_units=8,
+        units=16,
+        neighbours=64,
+        min_along=1024,
+        min_across=1024,
+        aligned=1,
+        min_outer=4,
+    ),
+    # A whole Hopper device; units are programs, eight for each of its 132 multiprocessors.
+    "cuda": DeviceKind(
+        cycles_a_ns=20000.0,
+        cache_bytes_a_ns=5000.0,
+        far_bytes_a_ns=3000.0,
+        cache_nbytes=32 << 20,
+        launch_ns=2500.0,
+        split_nbytes=1 << 19,
+        min_units=256,
+        units=1024,
+        neighbours=64,
+        min_along=4096,
+        min_across=256,
+        aligned=64,
+        min_outer=128,
+    ),
+}
+
+
+def kind_of(buffer: Buffer) -> DeviceKind:
+    """The kind of device that a buffer is on."""
+    return KINDS[buffer.device.partition(":")[0]]

@@ -58,7 +58,8 @@ def _gradients(args: Sequence[Any], out: Any) -> list[torch.Tensor | None]:
     leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     if not leaves:
         return []
-    total = sum((x * torch.linspace(0.5, 1.5, max(x.numel(), 1))[: x.numel()].view(x.shape)).sum() for x in leaves)
+    weights = [torch.linspace(0.5, 1.5, max(x.numel(), 1), device=x.device)[: x.numel()].view(x.shape) for x in leaves]
+    total = sum((x * w).sum() for x, w in zip(leaves, weights, strict=True))
     total.backward()
     inputs = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     return [x.grad if x.is_leaf else None for x in inputs]

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from plait.runtime import cubin
+
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
 
 
@@ -26,6 +28,8 @@ def _registered() -> None:
         from plait.capture.backend import plait_backend
 
         registry.register_backend(plait_backend, name="plait")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        cubin.MAX_WORKERS = 1  # every process of the tests has a pool of its own
 
 
 @pytest.fixture(autouse=True)

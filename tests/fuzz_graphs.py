@@ -1,8 +1,8 @@
 """Random PyTorch functions as source text: what the graph fuzzer compiles, and what its repro prints.
 
 `generate(seed)` gives a self-contained function `f(x, y, z)` over float tensors and `inputs(dtype, device)` that makes
-them; every statement is one op whose result shape is tracked here, so that all programs are valid. A failure prints a program
-to paste into a file and run from the source tree; `python -m tests.fuzz_graphs SEED...` looks for failures.
+them; every statement is one op whose result shape is tracked here, so that all programs are valid. A failure prints a
+program to paste into a file and run from the source tree; `python -m tests.fuzz_graphs SEED...` looks for failures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random kernels as plait's Triton target makes them against the slow reference: `python -m tests.gpu_kernels FIRST COUNT`.
+"""Random kernels of the Triton target against the slow reference: `python -m tests.gpu_kernels FIRST COUNT`.
 
 A log_softmax of rows too long for a block comes first. They run on a GPU, built and launched as those of a program are;
 with TRITON_INTERPRET=1 in Triton's interpreter instead. Prints the seeds that differ and exits with 1 if there is one.

@@ -20,7 +20,6 @@ from plait.runtime.mathtable import NAMES
 from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
 from plait.schedule.plan import Kernel, Reduce
 
-
 TORCH = {
     "b1": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
     "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,

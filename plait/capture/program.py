@@ -12,17 +12,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from plait.compile import Program, compile_graph
 from plait.config import Config
 from plait.errors import InternalError, PlaitError, warn_once
 from plait.graph.captured import Captured
-from plait.runtime.cubin import start_early
 from plait.runtime.toolchain import ToolchainMissing
-
-if torch.version.cuda is not None:
-    start_early()
 
 
 @contextmanager

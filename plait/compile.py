@@ -30,6 +30,7 @@ from plait.schedule.verify import verify_plan
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.measure import measured
+from plait.wrapper.partition import partition
 from plait.wrapper.passes import run_passes
 from plait.wrapper.program import CompileRecord, Program, observe
 from plait.wrapper.targets import TARGETS as WRAPPERS
@@ -63,6 +64,8 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     built = log("build kernels", _build, sources, cfg)
     wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs)
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
+    if cfg.cuda_graphs:  # last: other passes know nothing of partitions
+        wrapper = log("partition", partition, wrapper, lowered.constants, captured.kind == "forward")
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
     loaded = log("load", WRAPPERS[cfg.wrapper], wrapper, libraries, lowered.constants, lowered.callables)

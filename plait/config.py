@@ -59,6 +59,9 @@ class Config:
     small_matmul_flops: int = flag(
         20480, doc="matrix products of at most this many flops become loops of ours, fused with their neighbours"
     )
+    cuda_graphs: bool = flag(
+        False, doc="record the GPU's work of a program as CUDA graphs at its second call and replay them from then on"
+    )
     memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
 
     @staticmethod
@@ -108,8 +111,8 @@ class Config:
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
-    "reduce-overhead": {},  # on a CPU the default wrapper has no overhead left to reduce
-    "max-autotune": {"opt_level": 3},
+    "reduce-overhead": {"cuda_graphs": True},  # on a CPU the default wrapper has no overhead left to reduce
+    "max-autotune": {"cuda_graphs": True, "opt_level": 3},
     "max-autotune-no-cudagraphs": {"opt_level": 3},
 }
 

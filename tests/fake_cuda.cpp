@@ -97,4 +97,46 @@ int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parame
   note("%s", "\n");
   return reinterpret_cast<size_t>(c->stream) == 13 ? 719 : 0;
 }
+int cuStreamIsCapturing(void* stream, int* status) {
+  *status = reinterpret_cast<size_t>(stream) == 17;
+  return 0;
+}
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, const void*** nodes,
+                              size_t* n) {
+  static const void* node[1] = {stream};
+  *status = 1;
+  *id = 1;
+  *graph = nullptr;
+  *nodes = node;
+  *n = 1;
+  return 0;
+}
+int cuGraphExecKernelNodeSetParams_v2(void* graph, void* node, const plait::cuda::NodeParams* p) {
+  note("node %zu of %zu: %s grid %u %u %u block %u %u %u shared %u extra %d kernel %d context %d first %lld\n",
+       reinterpret_cast<size_t>(node), reinterpret_cast<size_t>(graph), of(p->function).symbol.c_str(),
+       p->grid_x, p->grid_y, p->grid_z, p->block_x, p->block_y, p->block_z, p->shared, p->extra != nullptr,
+       p->kernel != nullptr, p->context != nullptr,
+       static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
+  return 0;
+}
+int cuGraphLaunch(void* graph, void* stream) {
+  note("graph %zu on %zu\n", reinterpret_cast<size_t>(graph), reinterpret_cast<size_t>(stream));
+  return 0;
+}
+int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t nbytes, void*) {
+  std::memcpy(to, from, nbytes);
+  return 0;
+}
+int cuEventCreate(void** event, unsigned) {
+  *event = event;
+  return 0;
+}
+int cuEventRecord(void*, void* stream) {
+  note("record on %zu\n", reinterpret_cast<size_t>(stream));
+  return 0;
+}
+int cuStreamWaitEvent(void* stream, void*, unsigned) {
+  note("%zu waits\n", reinterpret_cast<size_t>(stream));
+  return 0;
+}
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +53,20 @@ def test_inference(name: str) -> None:
             close(compiled(x), model(x), exact(double(x)), name)
 
 
-def trains_as_eager(name: str, model: nn.Module, exact: nn.Module, x: Tensor) -> None:
-    """One training step: result, gradients and buffers."""
+def trains_as_eager(
+    name: str, model: nn.Module, exact: nn.Module, x: Tensor, mode: str | None = None, steps: int = 1
+) -> None:
+    """Training steps from the same state: results, gradients and buffers."""
     model.train(), exact.train()
     twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, backend="plait")
+    compiled = torch.compile(twin, backend="plait", mode=mode)
+    for _ in range(steps):
+        _step_as_eager(name, model, twin, compiled, exact, x)
+
+
+def _step_as_eager(name: str, model: nn.Module, twin: nn.Module, compiled: Any, exact: nn.Module, x: Tensor) -> None:
+    for m in (model, twin, exact):
+        m.zero_grad(set_to_none=True)
     outs = []
     for m, fn, data in ((model, model, x), (twin, compiled, x), (exact, exact, double(x))):
         out = fn(data)

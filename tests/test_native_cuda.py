@@ -33,6 +33,7 @@ set all 8 231936
 set all 14 1
 launch all grid 48 1 1 block 256 1 1 shared 100000 stream 0 extra 0 first 42 \
 attribute 6 1 0 0 attribute 2 1 0 0 attribute 4 16 1 1 attribute 5 1 0 0
+node 22 of 21: all grid 48 1 1 block 256 1 1 shared 100000 extra 0 kernel 0 context 0 first 42
 unload all
 unload other
 unload short
@@ -75,6 +76,8 @@ def test_structures_are_the_drivers(tmp_path: Path) -> None:
         f'#include "{HEADER}"', '#include "core/cuda.h"', "#include <cstddef>",
         "using namespace plait::cuda;",
         "static_assert(sizeof(Config) == sizeof(CUlaunchConfig));",
+        "static_assert(sizeof(NodeParams) == sizeof(CUDA_KERNEL_NODE_PARAMS_v2));",
+        "static_assert(offsetof(NodeParams, parameters) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, kernelParams));",
         "static_assert(sizeof(Attribute) == sizeof(CUlaunchAttribute));",
         "static_assert(offsetof(Attribute, value) == offsetof(CUlaunchAttribute, value));",
         *(f"static_assert(offsetof(Config, {b}) == offsetof(CUlaunchConfig, {a}));" for a, b in fields.items()),

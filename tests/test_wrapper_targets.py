@@ -39,6 +39,7 @@ from plait.wrapper.instructions import (
     Literal,
     Note,
     OpaqueInput,
+    Partition,
     Place,
     Ref,
     Return,
@@ -533,6 +534,9 @@ CASES: dict[str, Case] = {
     ),
     "copy quietly": Case((*X, tensor("v")), (Copy("v", "x", bump=False), give()), lambda: [*x6(), torch.zeros(6)]),
     "bump": Case(X, (double("x", "x"), BumpVersion("x"), give("x")), x6),
+    "partition": Case(
+        X, (Partition(False, "first"), double("x", "x"), Partition(True), double("x", "x"), give("x")), x6
+    ),
     "fill": Case(
         X,
         (

@@ -119,7 +119,7 @@ class _Call:
                 torch.autograd.graph.increment_version(env[tensor])
             case ins.Fill(tensor, value):
                 env[tensor].fill_(self.operand(value))
-            case ins.Note():
+            case ins.Partition() | ins.Note():
                 pass
             case ins.Return():
                 raise AssertionError("Return is no step")

@@ -46,6 +46,14 @@ Driver::Driver(const char* library) {
   find(handle, set_function_attribute, "cuFuncSetAttribute");
   find(handle, launch, "cuLaunchKernelEx");
   find(handle, parameter, "cuFuncGetParamInfo", false);
+  find(handle, is_capturing, "cuStreamIsCapturing");
+  find(handle, capture_info, "cuStreamGetCaptureInfo_v2");
+  find(handle, set_node, "cuGraphExecKernelNodeSetParams_v2");
+  find(handle, launch_graph, "cuGraphLaunch");
+  find(handle, copy, "cuMemcpyDtoDAsync_v2");
+  find(handle, make_event, "cuEventCreate");
+  find(handle, record_event, "cuEventRecord");
+  find(handle, wait_event, "cuStreamWaitEvent");
   check(init(0), "cuInit");
 }
 
@@ -84,6 +92,22 @@ Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts
              .shared = facts.shared, .stream = nullptr,
              .attributes = attributes_.empty() ? nullptr : attributes_.data(),
              .n_attributes = static_cast<uint32_t>(attributes_.size())};
+}
+
+void Kernel::set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const {
+  const NodeParams params{.function = function_,
+                          .grid_x = static_cast<uint32_t>(grid) * num_ctas_,
+                          .grid_y = 1,
+                          .grid_z = 1,
+                          .block_x = config_.block_x,
+                          .block_y = 1,
+                          .block_z = 1,
+                          .shared = config_.shared,
+                          .parameters = parameters,
+                          .extra = nullptr,
+                          .kernel = nullptr,
+                          .context = nullptr};
+  driver_.check(driver_.set_node(graph, node, &params), symbol_);
 }
 
 Kernel::~Kernel() { driver_.unload_module(module_); }  // fails when the context is gone: nothing to do

@@ -29,6 +29,12 @@ struct DriverStream;
 using Function = DriverFunction*;
 using Module = DriverModule*;
 using Stream = DriverStream*;
+struct DriverGraphExec;
+struct DriverGraphNode;
+struct DriverEvent;
+using GraphExec = DriverGraphExec*;
+using GraphNode = DriverGraphNode*;
+using Event = DriverEvent*;
 
 // As in the driver's interface (cuda.h, CUlaunchAttribute and CUlaunchConfig); a test compares.
 struct Attribute {
@@ -45,6 +51,18 @@ struct Config {
   Stream stream;
   Attribute* attributes;
   uint32_t n_attributes;
+};
+
+// As CUDA_KERNEL_NODE_PARAMS_v2.
+struct NodeParams {
+  Function function;
+  uint32_t grid_x, grid_y, grid_z;
+  uint32_t block_x, block_y, block_z;
+  uint32_t shared;
+  void** parameters;
+  void** extra;
+  void* kernel;
+  void* context;
 };
 
 // The entry points of one driver library.
@@ -85,6 +103,14 @@ class Driver {
   int (*set_function_attribute)(Function, int, int);
   int (*launch)(const Config*, Function, void**, void**);
   int (*parameter)(Function, size_t, size_t*, size_t*);  // null in drivers before 12.4
+  int (*is_capturing)(Stream, int*);
+  int (*capture_info)(Stream, int*, uint64_t*, void**, const GraphNode**, size_t*);
+  int (*set_node)(GraphExec, GraphNode, const NodeParams*);
+  int (*launch_graph)(GraphExec, Stream);
+  int (*copy)(void*, const void*, size_t, Stream);
+  int (*make_event)(Event*, unsigned);
+  int (*record_event)(Event, Stream);
+  int (*wait_event)(Stream, Event, unsigned);
 };
 
 // What the compiler's metadata says of a kernel. Scratch: bytes a program.
@@ -116,6 +142,9 @@ class Kernel {
     config.stream = stream;
     driver_.check(driver_.launch(&config, function_, parameters, nullptr), symbol_);
   }
+
+  // The parameters of one launch inside a recorded graph, from its next launch on.
+  void set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const;
 
   size_t n_parameters() const { return n_parameters_; }
   const std::string& symbol() const { return symbol_; }

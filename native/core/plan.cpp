@@ -291,6 +291,7 @@ class Parser {
       case 15: return Copy{slot(), slot(), in_.flag()};
       case 16: return BumpVersion{slot()};
       case 17: return Fill{slot(), operand()};
+      case 18: return Partition{in_.flag(), in_.string()};
       default: return Return{operands()};
     }
   }

@@ -26,7 +26,7 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr uint32_t kPlanVersion = 3;
+inline constexpr uint32_t kPlanVersion = 4;
 
 // Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
 // does not know.
@@ -208,13 +208,17 @@ struct Fill {
   SlotId tensor;
   Operand value;
 };
+struct Partition {
+  bool recorded;
+  std::string reason;
+};
 struct Return {
   std::vector<Operand> values;
 };
 
 using Instr = std::variant<Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite,
                            Arena, Place, Alloc, Reuse, Free, View, Constant, Launch, CallExtern,
-                           CallPython, Copy, BumpVersion, Fill, Return>;
+                           CallPython, Copy, BumpVersion, Fill, Partition, Return>;
 
 // What a failed run-time check of a kernel raises.
 struct Check {

@@ -264,6 +264,7 @@ class Verifier {
     tensor(i.src);
   }
   void check(const BumpVersion& i) { tensor(i.tensor); }
+  void check(const Partition&) {}
   void check(const Fill& i) {
     tensor(i.tensor);
     operand(i.value);

@@ -178,9 +178,49 @@ void call_python(const Program& p, Frame& f, const PythonCall& c) {
   }
 }
 
+// The text of the Python error that is set, which is set no longer.
+std::string take_python_error() {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  const Ref keep[] = {Ref(type), Ref(value), Ref(trace)};
+  const Ref words(value ? PyObject_Str(value) : nullptr);
+  if (!words.get()) {
+    PyErr_Clear();
+    return "unknown error";
+  }
+  return text(words.get());
+}
+// A method of plait.runtime.graphs.Capture, its Python error as a C++ one.
+Ref capture_method(void* capture, const char* method) {
+  Ref result(PyObject_CallMethod(static_cast<PyObject*>(capture), method, nullptr));
+  if (!result.get()) throw std::runtime_error(take_python_error());
+  return result;
+}
+void* begin_capture(int device) {
+  const Ref module(PyImport_ImportModule("plait.runtime.graphs"));
+  if (!module.get()) throw std::runtime_error(take_python_error());
+  Ref capture(PyObject_CallMethod(module.get(), "Capture", "i", device));
+  if (!capture.get()) throw std::runtime_error(take_python_error());
+  return capture.release();
+}
+cuda::GraphExec end_capture(void* capture) {
+  const Ref exec = capture_method(capture, "end");
+  return static_cast<cuda::GraphExec>(PyLong_AsVoidPtr(exec.get()));
+}
+void abort_capture(void* capture) {
+  capture_method(capture, "abort");
+  Py_DECREF(static_cast<PyObject*>(capture));
+}
+
 constexpr Host kHost{[]() -> void* { return PyEval_SaveThread(); },
                      [](void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); },
-                     call_python, to_ivalue};
+                     call_python,
+                     to_ivalue,
+                     begin_capture,
+                     end_capture,
+                     abort_capture,
+                     [](void* capture) { capture_method(capture, "replay"); },
+                     [](void* object) { Py_DECREF(static_cast<PyObject*>(object)); }};
 
 std::vector<Output> plan_outputs(const Program& p) {
   std::vector<Output> out;
@@ -275,6 +315,21 @@ PyObject* program_name(PyObject* self, void*) {
   return PyUnicode_FromString(state_of(self).program->plan().name.c_str());
 }
 
+Ref graph_stats(const Graphs& g) {
+  Ref d = Ref::check(PyDict_New());
+  const GraphCounts& c = g.counts;
+  for (const auto& [name, n] : {std::pair{"recorded", c.recorded}, {"replayed", c.replayed},
+                                {"patched", c.patched}, {"copied", c.copied}, {"moved", c.moved}})
+    put(d.get(), name, PyLong_FromLongLong(n));
+  Ref refused = Ref::check(PyDict_New());
+  for (size_t k = 0; k < g.partitions.size(); ++k)
+    if (!g.partitions[k].refused.empty())
+      put(refused.get(), std::to_string(k).c_str(),
+          PyUnicode_FromString(g.partitions[k].refused.c_str()));
+  put(d.get(), "refused", refused.release());
+  return d;
+}
+
 PyObject* program_stats(PyObject* self, PyObject*) {
   return guarded([&] {
     const Program& p = *state_of(self).program;
@@ -292,6 +347,7 @@ PyObject* program_stats(PyObject* self, PyObject*) {
     for (const ExternCall& c : p.externs()) count(c.name);
     for (const PythonCall& c : p.pythons()) count(c.label);
     put(d.get(), "externs", externs.release());
+    if (p.graphs()) put(d.get(), "graphs", graph_stats(*p.graphs()).release());
     return d.release();
   });
 }
@@ -350,7 +406,9 @@ PyObject* always_true(PyObject*, void*) { Py_RETURN_TRUE; }
 
 PyMethodDef program_methods[] = {
     {"stats", program_stats, METH_NOARGS,
-     "What the program does at a call: launches, regions, externs, arena_bytes, steps."},
+     "What the program does at a call: launches, regions, externs, arena_bytes, steps; graphs: how often "
+     "partitions were recorded and replayed, kernel nodes patched, inputs copied and held results moved, "
+     "and why partitions (by number) are not recorded."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef program_getset[] = {
     {"boxed", program_boxed, nullptr, "The program as a callable of one list, which it clears.",

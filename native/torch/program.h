@@ -25,6 +25,7 @@
 #include "core/library.h"
 #include "core/plan.h"
 #include "core/region.h"
+#include "graphs.h"
 
 namespace plait {
 
@@ -203,6 +204,13 @@ struct Host {
   void (*retake_gil)(void* state);
   void (*call_python)(const Program&, Frame&, const PythonCall&);  // with the GIL held
   c10::IValue (*to_ivalue)(void* object);                          // with the GIL held
+  // Recording what is put on a stream, with the GIL held. begin() makes a stream current that is
+  // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure.
+  void* (*begin_capture)(int device);
+  cuda::GraphExec (*end_capture)(void* capture);
+  void (*abort_capture)(void* capture);
+  void (*replay)(void* capture);  // with new random numbers for torch's operators
+  void (*release)(void* object);
 };
 
 struct Frame {
@@ -233,6 +241,7 @@ class Program {
   // Throws PlanError, LoadError. callables are borrowed objects of the host.
   Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
           std::vector<at::Tensor> constants, const Host& host, void* owner);
+  ~Program();
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
@@ -259,12 +268,14 @@ class Program {
   const std::vector<ExternCall>& externs() const { return externs_; }
   size_t n_steps() const { return steps_.size(); }
   int64_t arena_bytes() const { return arena_bytes_; }
+  const std::vector<PartitionInfo>& partitions() const { return partitions_; }
+  const Graphs* graphs() const { return graphs_.get(); }  // null: nothing is recorded
 
  private:
   friend class Loader;
 
   void patch(Frame& f, SlotId s, char* pointer) const;
-  void take_arena(Frame& f, const Step& step) const;
+  void take_arena(Frame& f, const Step& step, bool held = false) const;
   const at::Storage& storage_of(Frame& f, SlotId s) const;
   void allocate(Frame& f, SlotId s) const;
   void set_pointer(Frame& f, SlotId s) const;
@@ -294,6 +305,17 @@ class Program {
   void drop(Frame& f, SlotId s) const;
   void run_python(Frame& f, const PythonCall& c) const;
   void write_back(Frame& f) const;
+  bool run_graphs(Frame& f) const;
+  void run_below(Frame& f, const PartitionInfo& p) const;
+  Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const;
+  bool run_recorded(Frame& f, size_t partition) const;
+  Recording* record(Frame& f, size_t partition, Recordings& at) const;
+  void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
+  void replay(Frame& f, const PartitionInfo& p, Recording& r) const;
+  void launch_recording(Frame& f, const PartitionInfo& p, const Recording& r) const;
+  void move_results(Frame& f, Recording& r) const;
+  const void* address(const Frame& f, SlotId s) const;
+  void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
   void step(Frame& f, const Step& s, bool profiled) const;
   template <class T>
   const T& instr(int32_t index) const {
@@ -329,6 +351,9 @@ class Program {
   bool needs_guard_ = false;
   bool full_precision_ = true;  // float matmuls may not be rounded to bfloat16 or TF32
   bool small_ = false;          // its work is known to be below what releasing the GIL costs
+  std::vector<PartitionInfo> partitions_;
+  std::vector<Patch> buf_roots_;  // of Frame::bufs: the slot (as `buf`) and the distance from it
+  std::unique_ptr<Graphs> graphs_;
   std::vector<std::unique_ptr<Frame>> frames_;
   mutable std::atomic<int64_t> typical_ticks_{0};  // of the last call
 };

@@ -5,10 +5,8 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/record_function.h>
-#include <c10/core/AutogradState.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <x86intrin.h>
 
@@ -16,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "dispatch_guard.h"
 #include "program.h"
 
 namespace plait {
@@ -61,24 +60,6 @@ const at::Storage& empty_storage() {
       c10::StorageImpl::use_byte_size_t{}, 0, at::DataPtr(nullptr, c10::kCPU), nullptr, false));
   return *s;
 }
-
-// Below autograd and autocast, gradients off; restored by the destructor.
-class DispatchGuard {
- public:
-  DispatchGuard()
-      : state_(c10::AutogradState::get_tls_state()), grad_mode_(state_.get_grad_mode()) {
-    state_.set_grad_mode(false);
-  }
-  ~DispatchGuard() { state_.set_grad_mode(grad_mode_); }
-  DispatchGuard(const DispatchGuard&) = delete;
-  DispatchGuard& operator=(const DispatchGuard&) = delete;
-
- private:
-  c10::AutogradState& state_;
-  bool grad_mode_;
-  c10::impl::ExcludeDispatchKeyGuard keys_{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                           c10::autocast_dispatch_keyset};
-};
 
 std::string list(c10::IntArrayRef values) {
   std::string out = "[";
@@ -324,7 +305,8 @@ void Program::reset(Frame& f) const noexcept {
 
 // ----------------------------------------------------------------------------------------------------
 // memory
-void Program::take_arena(Frame& f, const Step& step) const {
+// held: recordings know its address, so it stays what it is from call to call.
+void Program::take_arena(Frame& f, const Step& step, bool held) const {
   const int64_t nbytes = value(f, step.b);
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
   const c10::Device device = slots_[static_cast<size_t>(step.a)].device;
@@ -334,6 +316,10 @@ void Program::take_arena(Frame& f, const Step& step) const {
     f.arena = ArenaBlock(nbytes);
     block = at::DataPtr(f.arena.data(), device);
     size = static_cast<size_t>(f.arena.size());
+  } else if (held) {
+    auto [found, missing] = graphs_->arenas.try_emplace(nbytes);
+    if (missing) found->second = gpu_->allocate(nbytes);
+    block = at::DataPtr(found->second.get(), device);
   } else {
     block = gpu_->allocate(nbytes);
   }
@@ -665,9 +651,7 @@ void Program::run_steps(Frame& f) const {
       write_back(f);
     return;
   }
-  f.excluded_by_us = c10::DispatchKeySet(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                         c10::autocast_dispatch_keyset) -
-                     c10::impl::tls_local_dispatch_key_set().excluded_;
+  f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard guard;
   for (const Step& s : steps_) step(f, s, profiled);
   if (!f.written_back.empty()) [[unlikely]]
@@ -685,6 +669,7 @@ void Program::write_back(Frame& f) const {
 
 void Program::run(Frame& f) const {
   if (small_) return run_steps(f);
+  if (graphs_ && run_graphs(f)) return;
   if (typical_ticks_.load(std::memory_order_relaxed) > kReleaseGilTicks)
     f.gil = host_.release_gil();
   const uint64_t start = __rdtsc();

@@ -320,6 +320,15 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
+class Partition:
+    """What follows, up to the next Partition, is work of a GPU that may be recorded once and replayed as a whole
+    (recorded=True), or has to run at every call because of `reason`. Changes no result."""
+
+    recorded: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """For readers only: source lines ('model.py:31') and ATen ops of what follows."""
 
@@ -335,11 +344,12 @@ class Return:
 
 Instr = (
     Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc | Reuse | Free
-    | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Copy | BumpVersion | Fill | Note | Return
+    | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Copy | BumpVersion | Fill | Partition | Note
+    | Return
 )  # fmt: skip
 INSTRUCTIONS: tuple[type, ...] = (
     Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc, Reuse, Free, View,
-    Constant, DefineKernel, Launch, CallExtern, CallPython, Copy, BumpVersion, Fill, Note, Return,
+    Constant, DefineKernel, Launch, CallExtern, CallPython, Copy, BumpVersion, Fill, Partition, Note, Return,
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _MAGIC = b"PLAITNPL"
 _DTYPE = {name: code for code, name in enumerate(DTYPES)}
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
@@ -260,8 +260,10 @@ class _Encoder:
                 return 16, [self._slot(i.tensor)]
             case ins.Fill():
                 return 17, [self._slot(i.tensor), *self._operand(i.value)]
+            case ins.Partition():
+                return 18, [int(i.recorded), self._string(i.reason)]
             case ins.Return():
-                return 18, [len(i.values), *(w for v in i.values for w in self._operand(v))]
+                return 19, [len(i.values), *(w for v in i.values for w in self._operand(v))]
             case ins.DefineKernel() | ins.Note():
                 raise AssertionError(f"{type(i).__name__} is no step of the plan")
             case _:

@@ -252,6 +252,8 @@ class _Module:
                 add(f"rt.bump_version({name(i.tensor)})")
             case ins.Fill():
                 add(f"{name(i.tensor)}.fill_({self.operand(i.value)})")
+            case ins.Partition(recorded, reason):
+                add(f"# at every call: {reason}" if not recorded else "# a CUDA graph in the native target")
             case ins.Note():
                 self.body.extend(f"# {s}" for s in i.text.splitlines())
             case ins.Return():

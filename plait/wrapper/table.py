@@ -38,6 +38,7 @@ buf1 = alloc(f32[s0, 8] @ (8, 1))
 call('aten::mm.out', into=(buf1,), may_keep=False)(buf0, weight_t, out=buf1)
 free(buf0)
 buf2 = reuse(buf1, f32[s0, 8] @ (8, 1))
+partition(True)
 launch('plait_relu', (buf1, buf2), (s0,), (buf2,), 4*s0, barrier=False)
 free(buf1)
 require_finite(buf2, 'model.py:31')
@@ -57,6 +58,7 @@ _NATIVE: dict[type, str] = {
     ins.DefineKernel: "a row of the kernel table",
     ins.Free: "a bound: memory is given back after the last use",
     ins.Launch: "part of a region: launches that follow each other run as one",
+    ins.Partition: "the steps that follow are recorded as a CUDA graph at their second run and replayed from then on",
     ins.Note: "left out",
     ins.Alloc: "one step",
 }

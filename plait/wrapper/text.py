@@ -60,6 +60,7 @@ SYNTAX: dict[type, Syntax] = {
     ins.Copy: ("copy", (("dst", "name"), ("src", "name"), ("bump", "bool"))),
     ins.BumpVersion: ("bump_version", (("tensor", "name"),)),
     ins.Fill: ("fill", (("tensor", "name"), ("value", "operand"))),
+    ins.Partition: ("partition", (("recorded", "bool"), ("reason", "text"))),
     ins.Note: ("note", (("text", "text"),)),
     ins.TensorInput: ("tensor_input", (*_TENSOR, ("device", "text"))),
     ins.SymbolInput: ("int_input", (("name", "new"),)),

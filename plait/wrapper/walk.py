@@ -23,8 +23,8 @@ def defined(i: ins.Instr) -> tuple[str, ...]:
             return tuple(n for n in i.outs if n is not None)
         case (
             ins.AssertScalar() | ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free()
-            | ins.DefineKernel() | ins.Launch() | ins.Copy() | ins.BumpVersion() | ins.Fill() | ins.Note()
-            | ins.Return()
+            | ins.DefineKernel() | ins.Launch() | ins.Copy() | ins.BumpVersion() | ins.Fill() | ins.Partition()
+            | ins.Note() | ins.Return()
         ):  # fmt: skip
             return ()
         case _:
@@ -94,7 +94,7 @@ def used(i: ins.Instr) -> tuple[str, ...]:
             names.extend((i.dst, i.src))
         case (
             ins.Symbol() | ins.AssertScalar() | ins.Arena() | ins.Alloc() | ins.Free() | ins.Constant()
-            | ins.DefineKernel() | ins.CallPython() | ins.Note() | ins.Return()
+            | ins.DefineKernel() | ins.CallPython() | ins.Partition() | ins.Note() | ins.Return()
         ):  # fmt: skip
             pass
         case _:
@@ -125,7 +125,7 @@ def sizes(i: ins.Instr) -> tuple[Size, ...]:
             return tuple(s for o in operands(i) for s in operand_sizes(o))
         case (
             ins.Symbol() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free() | ins.Constant() | ins.DefineKernel()
-            | ins.Copy() | ins.BumpVersion() | ins.Note()
+            | ins.Copy() | ins.BumpVersion() | ins.Partition() | ins.Note()
         ):  # fmt: skip
             return ()
         case _:
@@ -217,7 +217,7 @@ def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size
             return replace(i, tensor=ref(i.tensor), value=map_operand(i.value, ref, size))
         case ins.Return():
             return replace(i, values=tuple(map_operand(o, ref, size) for o in i.values))
-        case ins.Constant() | ins.DefineKernel() | ins.Note():
+        case ins.Constant() | ins.DefineKernel() | ins.Partition() | ins.Note():
             return i
         case _:
             assert_never(i)

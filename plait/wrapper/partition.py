@@ -1,0 +1,256 @@
+"""Cuts a program into partitions: work of a GPU that can be recorded as a CUDA graph, and what must run at every call.
+
+A pass over the final instructions, run where CUDA graphs are wanted. What needs the host while it runs (kernels of the
+CPU, Python, sizes that depend on data, operators that wait for the device) is never recorded, and its reason is written
+down. Seeds are drawn first, so that a replay gets new random numbers as any input. Results that kernels alone write are
+allocated before the recorded work and patched into it: nobody's result is overwritten by the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+import torch
+
+from plait.ir.sizes import numel
+from plait.wrapper import instructions as ins
+from plait.wrapper.walk import defined, operands, refs, symbols, used
+
+MIN_STEPS = 2
+"""Launches and calls that a recording must save."""
+KEPT_NBYTES = 1 << 16
+"""Results of a forward pass above this stay in recorded memory: most are kept for a backward pass that is recorded with
+their addresses."""
+
+SEED = "plait::seed"
+# Operators that wait for the device or ask the host for sizes, though no tag says so.
+_WAITS = frozenset({
+    "aten::_local_scalar_dense", "aten::bincount", "aten::equal", "aten::is_nonzero", "aten::item",
+    "aten::linalg_cholesky_ex", "aten::linalg_eig", "aten::linalg_eigh", "aten::_linalg_eigh", "aten::linalg_inv_ex",
+    "aten::linalg_lstsq", "aten::linalg_lu_factor_ex", "aten::_linalg_det", "aten::_linalg_slogdet",
+    "aten::_linalg_solve_ex", "aten::_linalg_svd", "aten::masked_select", "aten::multinomial", "aten::nonzero",
+    "aten::repeat_interleave", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim", "aten::_ctc_loss",
+    "aten::_embedding_bag", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward", "aten::_thnn_fused_lstm_cell",
+})  # fmt: skip
+
+
+def partition(
+    program: ins.WrapperProgram, constants: Sequence[torch.Tensor], keeps_results: bool
+) -> ins.WrapperProgram:
+    """The program with a Partition before each part; unchanged where nothing runs on a GPU.
+
+    constants: its table of constants. keeps_results: it is a forward pass, most of whose results a backward pass
+    reads."""
+    if not any(isinstance(i, ins.DefineKernel) and i.device != "cpu" for i in program.body) and not any(
+        isinstance(i, ins.TensorInput) and i.device != "cpu" for i in program.inputs
+    ):
+        return program
+    body = _seeds_first(program)
+    head = list(takewhile(_is_early, body))
+    rest = body[len(head) :]
+    facts = _Facts({i.name for i in program.inputs if isinstance(i, ins.TensorInput) and i.device == "cpu"})
+    facts.objects = {i.name for i in program.inputs if isinstance(i, ins.OpaqueInput)}
+    facts.host |= {i.name for i in body if isinstance(i, ins.Constant) and constants[i.index].device.type == "cpu"}
+    why = [reason for i in head if (reason := facts.why_not(i))]
+    parts = _cut(rest, facts)
+    hoisted = _outputs_of_kernels(program, head, rest, keeps_results)
+    arenas = [i for i in rest if isinstance(i, ins.Arena)]
+    arena_at = _arena_partition(parts)
+    out: list[ins.Instr] = [ins.Partition(False, "; ".join(why)), *head, *hoisted]
+    if arena_at is None:
+        out += arenas
+    moved = {i.name for i in (*hoisted, *arenas)}
+    for k, p in enumerate(parts):
+        out.append(ins.Partition(p.recorded, "; ".join(dict.fromkeys(p.reasons))))
+        if k == arena_at:
+            out += arenas
+        out += [i for i in p.body if not (isinstance(i, (ins.Alloc, ins.Arena)) and i.name in moved)]
+    return replace(program, body=tuple(out))
+
+
+def _is_early(i: ins.Instr) -> bool:
+    """Whether this starts a program: what the host knows of its inputs, and seeds."""
+    host = (ins.Symbol, ins.DefineKernel, ins.Constant, ins.Note, ins.AssertScalar, ins.AssertSizeStride)
+    return isinstance(i, host) or (isinstance(i, ins.CallExtern) and i.op == SEED)
+
+
+@dataclass
+class _Part:
+    recorded: bool
+    body: list[ins.Instr] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
+    """Runs of instructions that agree on whether they can be recorded. What the host computes from what it knows goes
+    with what stands before it, memory and views with what follows."""
+    parts = [_Part(False)]
+    waiting: list[ins.Instr] = []
+    for i in body:
+        why = facts.why_not(i)
+        if why is None:
+            waiting.append(i)
+            continue
+        if isinstance(i, (ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment)) and not why:
+            recorded = parts[-1].recorded
+        else:
+            recorded = not why
+        if recorded != parts[-1].recorded:
+            parts.append(_Part(recorded))
+        parts[-1].body += [*waiting, i]
+        waiting = []
+        if why:
+            parts[-1].reasons.append(why)
+    parts[-1].body += waiting
+    for p in parts:
+        if p.recorded and sum(isinstance(i, _WORK) for i in p.body) < MIN_STEPS:
+            p.recorded, p.reasons = False, ["too little work to record"]
+    joined: list[_Part] = []
+    for p in parts:
+        if joined and p.recorded == joined[-1].recorded:
+            joined[-1].body += p.body
+            joined[-1].reasons += p.reasons
+        else:
+            joined.append(p)
+    return [p for p in joined if p.body]
+
+
+_WORK = (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)
+
+
+class _Facts:
+    """What is known of names: which kernels and tensors are the host's."""
+
+    def __init__(self, host: set[str]) -> None:
+        self.host_kernels: set[str] = set()
+        self.host = host
+        self.objects: set[str] = set()
+
+    def why_not(self, i: ins.Instr) -> str | None:
+        """Why an instruction cannot be recorded, "" if it can, None if that is all the same."""
+        self._learn(i)
+        match i:
+            case ins.Launch() if i.kernel in self.host_kernels:
+                return f"kernel {i.kernel} runs on the CPU"
+            case ins.CallExtern():
+                return self._extern(i)
+            case ins.CallPython():
+                return f"{i.label} is a Python function"
+            case ins.CheckFinite():
+                return "values are checked"
+            case ins.Symbol(_, ins.ItemOf(tensor)):
+                return f"the value of {tensor} is read"
+            case ins.Copy() if i.dst in self.host or i.src in self.host:
+                return "a copy to or from the host"
+            case ins.Fill() if i.tensor in self.host:
+                return "memory of the host is filled"
+            case (
+                ins.Launch() | ins.Copy() | ins.Fill() | ins.Symbol() | ins.AssertScalar() | ins.AssertSizeStride()
+                | ins.AssertAlignment()
+            ):  # fmt: skip
+                return ""
+            case _:
+                return None
+
+    def _learn(self, i: ins.Instr) -> None:
+        match i:
+            case ins.DefineKernel() if i.device == "cpu":
+                self.host_kernels.add(i.name)
+            case ins.Alloc() | ins.Arena() if i.device == "cpu":
+                self.host.add(i.name)
+            case ins.View() | ins.Place() | ins.Reuse() if self.host.intersection(used(i)):
+                self.host.add(i.name)
+            case _:
+                pass
+
+    def _extern(self, i: ins.CallExtern) -> str:
+        tensors = [n for o in operands(i) for n in refs(o)]
+        devices = [o.text for o in _literals(i) if o.kind == "device"]
+        here = [n for n in tensors if n in self.host]
+        if "cpu" in devices or (here and not any(d != "cpu" for d in devices) and len(here) == len(tensors)):
+            self.host.update(defined(i))
+        if i.op == SEED:
+            return "a seed is drawn"
+        if self.objects.intersection(tensors):
+            return f"{i.op} takes an object that may change"
+        if here or "cpu" in devices:
+            return f"{i.op} has a tensor on the host"
+        name = i.op.partition(".")[0]
+        tags = _tags(i.op)
+        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _WAITS:
+            return f"{name} waits for the device"
+        if getattr(torch.Tag, "cudagraph_unsafe", None) in tags:
+            return f"{name} may not be recorded"
+        return ""
+
+
+def _literals(i: ins.CallExtern) -> Iterator[ins.Literal]:
+    return (o for o in operands(i) if isinstance(o, ins.Literal))
+
+
+def _tags(op: str) -> list[torch.Tag]:
+    name, _, overload = op.partition(".")
+    space, _, packet = name.partition("::")
+    found = getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+    return [] if found is None else list(found.tags)
+
+
+def _seeds_first(program: ins.WrapperProgram) -> list[ins.Instr]:
+    def is_seed(i: ins.Instr) -> bool:
+        return isinstance(i, ins.CallExtern) and i.op == SEED
+
+    return [*filter(is_seed, program.body), *(i for i in program.body if not is_seed(i))]
+
+
+def _outputs_of_kernels(
+    program: ins.WrapperProgram, head: list[ins.Instr], rest: list[ins.Instr], keeps_results: bool
+) -> list[ins.Alloc]:
+    """Allocations that are returned and that nothing but kernels touches, with sizes known before anything runs."""
+    last = rest[-1]
+    assert isinstance(last, ins.Return)
+    bases = {i.name: i.base for i in rest if isinstance(i, ins.View)}
+    known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
+    returned = {_root(n, bases) for n in used(last)}
+    touched = {
+        _root(n, bases)
+        for i in rest
+        if not isinstance(i, (ins.Launch, ins.View, ins.Return, ins.AssertAlignment))
+        for n in used(i)
+    }
+    return [
+        i
+        for i in rest
+        if isinstance(i, ins.Alloc)
+        and i.name in returned - touched
+        and i.device != "cpu"
+        and symbols(i) <= known
+        and not (keeps_results and _is_large(i))
+    ]
+
+
+def _is_large(i: ins.Alloc) -> bool:
+    n = numel(i.shape)
+    return not isinstance(n, int) or n * i.dtype.nbytes > KEPT_NBYTES
+
+
+def _root(name: str, bases: Mapping[str, str]) -> str:
+    while name in bases:
+        name = bases[name]
+    return name
+
+
+def _arena_partition(parts: list[_Part]) -> int | None:
+    """The only part whose tensors lie in the arena, if it is recorded: the arena is then recorded memory too."""
+    places = {i.name for p in parts for i in p.body if isinstance(i, ins.Place)}
+    bases = {i.name: i.base for p in parts for i in p.body if isinstance(i, ins.View)}
+    at = {
+        k
+        for k, p in enumerate(parts)
+        for i in p.body
+        if not isinstance(i, ins.Place)
+        for n in used(i)
+        if _root(n, bases) in places
+    }
+    return at.pop() if len(at) == 1 and parts[min(at)].recorded else None

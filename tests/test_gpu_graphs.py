@@ -1,0 +1,326 @@
+"""Programs recorded as CUDA graphs against eager: collected where torch has a CUDA device."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.wrapper.program import CompileRecord, Program
+from tests.models import MODELS
+from tests.test_models import build, close, double, trains_as_eager
+
+CUDA = torch.device("cuda")
+
+
+def r(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=CUDA).to(dtype)
+
+
+def graphs(fn: Any, **kwargs: Any) -> Any:
+    return torch.compile(fn, backend="plait", mode="reduce-overhead", **kwargs)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The programs compiled while the test runs."""
+    import plait.capture.program as module
+
+    made: list[Program] = []
+    compile_graph = module.compile_graph
+
+    def noted(*args: Any) -> Program:
+        made.append(compile_graph(*args))
+        return made[-1]
+
+    monkeypatch.setattr(module, "compile_graph", noted)
+    return made
+
+
+def stats(program: Program) -> dict[str, Any]:
+    return dict(program.call.stats()["graphs"])  # type: ignore[attr-defined]
+
+
+def record_of(program: Program) -> CompileRecord:
+    return program.record
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_inference(name: str, programs: list[Program]) -> None:
+    model, exact, x = build(name)
+    model.to(CUDA).eval(), exact.to(CUDA).eval()
+    compiled = graphs(model)
+    with torch.no_grad():
+        for k in range(5):
+            now = x.to(CUDA).clone()
+            close(compiled(now), model(now), exact(double(now)), f"{name}, call {k}")
+    assert not stats(programs[0])["refused"]
+    assert stats(programs[0])["replayed"] >= 2
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_training_steps(name: str, programs: list[Program]) -> None:
+    model, exact, x = build(name)
+    trains_as_eager(name, model.to(CUDA), exact.to(CUDA), x.to(CUDA), mode="reduce-overhead", steps=4)
+    for p in programs:
+        assert not stats(p)["refused"] and stats(p)["replayed"] >= 1, record_of(p).name
+
+
+def test_moving_inputs_are_patched(programs: list[Program]) -> None:
+    compiled = graphs(lambda x, y: F.softmax(x * 2 + y, -1).cumsum(0))
+    keep = []
+    for _ in range(6):
+        x, y = r(64, 128), r(128)
+        keep.append((x, y))
+        torch.testing.assert_close(compiled(x, y), F.softmax(x * 2 + y, -1).cumsum(0))
+    assert stats(programs[0])["recorded"] == 1 and stats(programs[0])["patched"] > 0
+    assert stats(programs[0])["copied"] == 0
+
+
+def test_a_moving_input_of_an_operator_is_copied(programs: list[Program]) -> None:
+    w = r(64, 64)
+    compiled = graphs(lambda x: (x @ w).relu() + 1)
+    keep = []
+    for _ in range(8):
+        x = r(32, 64)
+        keep.append(x)
+        torch.testing.assert_close(compiled(x), (x @ w).relu() + 1)
+    assert stats(programs[0])["recorded"] <= 2 and stats(programs[0])["copied"] > 0
+
+
+def test_results_stay_valid(programs: list[Program]) -> None:
+    w = r(64, 64)
+    compiled = graphs(lambda x: ((x + 1) @ w, (x * 2).sum(-1)))
+    held = []
+    for _ in range(8):
+        x = r(32, 64)
+        held.append((x, compiled(x)))
+    for x, (a, b) in held:
+        torch.testing.assert_close(a, (x + 1) @ w)
+        torch.testing.assert_close(b, (x * 2).sum(-1))
+
+
+def test_large_results_that_are_held_get_a_recording_of_their_own(programs: list[Program]) -> None:
+    w = r(256, 2048)
+    compiled = graphs(lambda x: torch.relu(x) @ w)
+    x = r(1024, 256)
+    y = None
+    for _ in range(8):
+        y = compiled(x)  # the last one is alive while the next is computed
+    torch.testing.assert_close(y, torch.relu(x) @ w)
+    counts = stats(programs[0])
+    assert counts["recorded"] == 2 and counts["moved"] == 0 and counts["replayed"] >= 4
+
+
+def test_in_place_updates_of_a_cache(programs: list[Program]) -> None:
+    def step(cache: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        cache.index_copy_(0, at, x)
+        return (cache @ cache.t()).sum(-1) + 1
+
+    compiled = graphs(step)
+    cache, expect = torch.zeros(16, 8, device=CUDA), torch.zeros(16, 8, device=CUDA)
+    torch._dynamo.mark_static_address(cache)
+    for k in range(8):
+        x, at = r(1, 8), torch.tensor([k], device=CUDA)
+        torch.testing.assert_close(compiled(cache, x, at), step(expect, x, at))
+        torch.testing.assert_close(cache, expect)
+    assert stats(programs[0])["replayed"] >= 5
+
+
+def test_versions_go_up_at_every_replay() -> None:
+    compiled = graphs(lambda x: (x.mul_(2), x.sum())[1])
+    x = r(64)
+    versions = []
+    for _ in range(5):
+        compiled(x)
+        versions.append(x._version)
+    assert all(b > a for a, b in itertools.pairwise(versions))
+
+
+def test_random_numbers_are_new_at_every_replay() -> None:
+    compiled = graphs(lambda x: F.dropout(x, 0.5) + 0)
+    x = torch.ones(4096, device=CUDA)
+    torch.manual_seed(5)
+    first = [compiled(x).clone() for _ in range(6)]
+    torch.manual_seed(5)
+    again = [compiled(x).clone() for _ in range(6)]
+    for k in range(6):
+        assert torch.equal(first[k], again[k])
+        assert k == 0 or not torch.equal(first[k], first[k - 1])
+
+
+def test_random_operators_of_torch_draw_anew(programs: list[Program]) -> None:
+    def attention(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5) * 2
+
+    compiled = graphs(attention)
+    q = r(2, 4, 64, 32, dtype=torch.float16)
+    outs = [compiled(q).clone() for _ in range(6)]
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(outs))
+    assert not stats(programs[0])["refused"]
+
+
+def test_one_recording_for_each_size(programs: list[Program]) -> None:
+    w = r(48, 16)
+    compiled = graphs(lambda x: F.softmax(x @ w, -1) * 2, dynamic=True)
+    for n in (5, 17, 5, 17, 64, 5, 17, 64, 64, 5, *range(100, 130)):
+        x = r(n, 48)
+        torch.testing.assert_close(compiled(x), F.softmax(x @ w, -1) * 2)
+    assert 3 <= stats(programs[0])["recorded"] <= 6
+
+
+def test_work_of_the_host_splits_a_program(programs: list[Program]) -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a = F.softmax(x, -1).cumsum(0) @ x.t()
+        b = (y * 2).cumsum(0)
+        c = (a.cpu() + b).sum(-1)
+        return a.relu(), c, F.softmax(a, -1) @ x
+
+    compiled = graphs(fn)
+    for _ in range(5):
+        x, y = r(32, 32), torch.randn(32)
+        for got, want in zip(compiled(x, y), fn(x, y), strict=True):
+            torch.testing.assert_close(got, want)
+    assert not stats(programs[0])["refused"]
+
+
+def test_sizes_that_depend_on_data(programs: list[Program]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        at = (x.sum(-1) > 0).nonzero()
+        return F.softmax(x[at[:, 0]] * 2, -1).cumsum(0).sum(0)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = graphs(fn)
+        for _ in range(6):
+            x = r(64, 32)
+            torch.testing.assert_close(compiled(x), fn(x), rtol=1e-4, atol=1e-4)
+
+
+def test_two_programs_share_the_memory() -> None:
+    first, second = graphs(lambda x: (x @ x).relu().cumsum(0)), graphs(lambda x: (x @ x).tanh().cumsum(1))
+    for _ in range(6):
+        x = r(128, 128)
+        a = first(x)
+        b = second(a / 100)
+        torch.testing.assert_close(a, (x @ x).relu().cumsum(0), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(b, ((a / 100) @ (a / 100)).tanh().cumsum(1), rtol=1e-4, atol=1e-3)
+
+
+def test_streams_and_threads() -> None:
+    w = r(256, 256)
+    compiled = graphs(lambda x: F.softmax(x @ w, -1) + 1)
+    for _ in range(3):
+        compiled(r(256, 256))
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(20):
+                x = torch.randn(256, 256, device=CUDA)
+                y = compiled(x)
+                if not torch.allclose(y, F.softmax(x @ w, -1) + 1, atol=1e-5):
+                    wrong.append(k)
+        stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+
+
+def test_inside_a_graph_of_the_user() -> None:
+    compiled = graphs(lambda x: F.softmax(x * 2, -1).cumsum(0))
+    x = r(64, 64)
+    for _ in range(3):
+        compiled(x)
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g):
+        y = compiled(x)
+    x.copy_(r(64, 64))
+    g.replay()
+    torch.testing.assert_close(y, F.softmax(x * 2, -1).cumsum(0))
+
+
+def test_a_resized_result() -> None:
+    w = r(64, 64)
+    compiled = graphs(lambda x: torch.relu(x) @ w)
+    x = r(64, 64)
+    for _ in range(6):
+        y = compiled(x)
+        torch.testing.assert_close(y, torch.relu(x) @ w)
+        y.untyped_storage().resize_(0)
+
+
+def test_views_of_inputs_and_results() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = (x * 2).cumsum(0)
+        return y.view(-1), y, x[2:], (x.t() @ y)[1:], y[0]
+
+    compiled = graphs(fn)
+    for _ in range(5):
+        x = r(8, 6)
+        got, want = compiled(x), fn(x)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+        assert got[0].data_ptr() == got[1].data_ptr() == got[4].data_ptr()
+
+
+def test_memory_is_given_back() -> None:
+    def run() -> None:
+        torch._dynamo.reset()
+        compiled = graphs(lambda x: (x @ x).relu().cumsum(0))
+        for _ in range(4):
+            compiled(r(512, 512))
+
+    run()
+    gc.collect()
+    torch._dynamo.reset()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        run()
+    torch._dynamo.reset()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + (8 << 20)
+
+
+def test_an_error_in_a_call_leaves_no_trace() -> None:
+    compiled = graphs(lambda x: F.embedding(x, torch.arange(8.0, device=CUDA)[:, None]) * 2)
+    x = torch.arange(4, device=CUDA)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x), x[:, None] * 2.0)
+
+
+def test_a_step_may_be_marked() -> None:
+    compiled = graphs(lambda x: torch.relu(x) @ x)
+    x = r(32, 32)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(compiled(x), torch.relu(x) @ x)
+
+
+def test_gradients_accumulate(programs: list[Program]) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)).to(CUDA)
+    compiled = graphs(model)
+    total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for k in range(8):
+        x = r(16, 32)
+        compiled(x).square().sum().backward()
+        grads: Callable[..., Any] = torch.autograd.grad
+        for (n, _), g in zip(
+            model.named_parameters(), grads(model(x).square().sum(), list(model.parameters())), strict=True
+        ):
+            total[n] += g
+        for n, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, total[n], rtol=1e-4, atol=1e-4)
+        if k == 3:
+            model.zero_grad(set_to_none=True)
+            total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}

@@ -61,7 +61,7 @@ def partition(
     out: list[ins.Instr] = [ins.Partition(False, "; ".join(why)), *head, *hoisted]
     if arena_at is None:
         out += arenas
-    moved = {i.name for i in (*hoisted, *arenas)}
+    moved = {i.name for i in hoisted} | {i.name for i in arenas}
     for k, p in enumerate(parts):
         out.append(ins.Partition(p.recorded, "; ".join(dict.fromkeys(p.reasons))))
         if k == arena_at:

@@ -13,7 +13,7 @@ TOOLS  := g++ make git
 BUILD_TOOLS := scikit-build-core cmake ninja
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: env native demo test test-full test-gpu bench bench-peers lint format clean
+.PHONY: env native demo test test-full test-gpu bench bench-peers bench-gpu lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMPS)/plait $(STAMPS)/triton-$(TRITON) native
@@ -71,6 +71,13 @@ bench: env
 
 bench-peers: env $(STAMPS)/peer-ort $(STAMPS)/peer-openvino
 	$(NO_HUB) $(PY) benchmarks/run.py --peers $(ARGS)
+
+# GROUP: launch, first, models, train or kernels, each a few minutes. As test-gpu, with transformers, torchvision and
+# scikit-build-core: `make bench-gpu GROUP=launch PY=python3 JOBS=16`
+bench-gpu:
+	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
+	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
+	$(NO_HUB) $(PY) benchmarks/gpu.py $(GROUP) $(ARGS)
 
 # The peers live in environments of their own: what they ask for must not change what plait is tested with.
 $(STAMPS)/peer-ort: | $(STAMPS)/packages

@@ -5,7 +5,7 @@ A goal whose programs or peers did not run in this run is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Result = dict[str, Any]
@@ -15,6 +15,11 @@ MIB = 2**20
 
 def check_claims(results: Result) -> list[Result]:
     """One row a goal that can be judged."""
+    return judge(_claims(results))
+
+
+def judge(claims: Iterable[tuple[str, float, float, str]]) -> list[Result]:
+    """Rows of (goal, measured, limit, unit): met where the measure is at most the limit."""
     return [
         {
             "claim": text,
@@ -22,7 +27,7 @@ def check_claims(results: Result) -> list[Result]:
             "limit": f"{limit:.2f} {unit}",
             "verdict": "met" if value <= limit else "MISSED",
         }
-        for text, value, limit, unit in _claims(results)
+        for text, value, limit, unit in claims
     ]
 
 

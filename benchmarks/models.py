@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +134,54 @@ def bert() -> nn.Module:
     return TextModel(BertModel(config))
 
 
+class Chain(nn.Module):
+    """50 steps of two reductions that cannot be fused into one kernel: nothing but launches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(50):
+            x = (x.sum(0, keepdim=True) + x.sum(1, keepdim=True)) * 0.01
+        return x
+
+
+class Gate(nn.Module):
+    """One small pointwise kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * torch.sigmoid(x) - torch.exp(x)
+
+
+class NextToken(nn.Module):
+    """GPT-2's own loss: cross-entropy of every next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gpt2().model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+class Classify(nn.Module):
+    """Cross-entropy of an image model's answer against labels that are fixed."""
+
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("labels", torch.randint(1000, (batch,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x), self.labels)
+
+
+def vision(name: str) -> nn.Module:
+    import torchvision  # only machines with a GPU need it
+
+    model = getattr(torchvision.models, name)(weights=None)
+    if hasattr(model, "heads"):  # of zeros at first, so that every answer and nearly every gradient would be 0
+        model.heads.head.reset_parameters()
+    return model
+
+
 def tiny_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
@@ -148,7 +197,7 @@ def tf6() -> nn.Module:
 @dataclass(frozen=True)
 class Case:
     """One program. train: a call is forward and backward with fresh gradients, in training mode. tokens: the inputs
-    are token ids below this number, else normally distributed."""
+    are token ids below this number, else normally distributed. device, dtype: of the module and its inputs."""
 
     name: str
     about: str
@@ -156,15 +205,17 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
     train: bool = False
     tokens: int = 0
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
     def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The module and its inputs, the same ones in every process."""
         torch.manual_seed(0)
-        module = self.build().train(self.train)
-        return module, tuple(self._input(shape) for shape in self.shapes)
+        module = self.build().train(self.train).to(self.device, self.dtype)
+        return module, tuple(self._input(shape).to(self.device) for shape in self.shapes)
 
     def _input(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(self.tokens, shape) if self.tokens else torch.randn(shape)
+        return torch.randint(self.tokens, shape) if self.tokens else torch.randn(shape).to(self.dtype)
 
 
 CASES = {
@@ -206,3 +257,39 @@ CASES = {
         ),
     )
 }
+
+
+def _on_gpu(name: str, about: str, build: Callable[[], nn.Module], *shapes: tuple[int, ...], **more: Any) -> Case:
+    return Case(name, about, build, shapes, device="cuda", **more)
+
+
+_BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+_GPT2: dict[str, Any] = {"tokens": 50257, **_BF16}
+_BERT: dict[str, Any] = {"tokens": 30522, **_BF16}
+_TRAIN: dict[str, Any] = {"train": True, **_BF16}
+_IMAGES = (32, 3, 224, 224)
+GPU_CASES = {
+    case.name: case
+    for case in (
+        _on_gpu("chain", "51 kernels of reductions on 64x64, each needs the one before", Chain, (64, 64)),
+        _on_gpu("sum128", "(x + y).sum() on 128x128", Sum8, (128, 128), (128, 128)),
+        _on_gpu("gate", "tanh(x) * sigmoid(x) - exp(x) on 64x64", Gate, (64, 64)),
+        _on_gpu("tiny-mlp", "16-32-4, batch 1", tiny_mlp, (1, 16)),
+        _on_gpu("tf6", "6 transformer blocks, d 256, 4 x 64 tokens, float16", tf6, (4, 64, 256), dtype=torch.float16),
+        _on_gpu("gpt2-8", "GPT-2 of 124M parameters, 1 x 8 tokens, bfloat16", gpt2, (1, 8), **_GPT2),
+        _on_gpu("gpt2", "GPT-2 of 124M parameters, 4 x 512 tokens, bfloat16", gpt2, (4, 512), **_GPT2),
+        _on_gpu("bert", "BERT-base, 4 x 512 tokens, bfloat16", bert, (4, 512), **_BERT),
+        _on_gpu("resnet50", "batch 32 at 224x224, bfloat16", lambda: vision("resnet50"), _IMAGES, **_BF16),
+        _on_gpu("vit", "ViT-B/16, batch 32 at 224x224, bfloat16", lambda: vision("vit_b_16"), _IMAGES, **_BF16),
+        _on_gpu("gpt2-train", "gpt2 and its loss, forward + backward", NextToken, (4, 512), train=True, **_GPT2),
+        _on_gpu("bert-train", "bert, forward + backward", lambda: Loss(bert()), (4, 512), train=True, **_BERT),
+        _on_gpu(
+            "resnet50-train", "resnet50 and cross-entropy, forward + backward",
+            lambda: Classify(vision("resnet50"), 32), _IMAGES, **_TRAIN,
+        ),
+        _on_gpu(
+            "vit-train", "vit and cross-entropy, forward + backward",
+            lambda: Classify(vision("vit_b_16"), 32), _IMAGES, **_TRAIN,
+        ),
+    )
+}  # fmt: skip

@@ -41,8 +41,8 @@ def eager(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     return module
 
 
-def plait(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    return torch.compile(module, backend="plait")
+def plait(mode: str | None = None) -> Prepare:
+    return lambda module, inputs: torch.compile(module, backend="plait", mode=mode)
 
 
 def plait_compile(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
@@ -51,11 +51,8 @@ def plait_compile(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     return plait.compile(module, inputs)
 
 
-def inductor(**options: Any) -> Prepare:
-    def prepare(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-        return torch.compile(module, backend="inductor", options=options or None)
-
-    return prepare
+def inductor(mode: str | None = None, **options: Any) -> Prepare:
+    return lambda module, inputs: torch.compile(module, backend="inductor", mode=mode, options=options or None)
 
 
 def aot_inductor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
@@ -115,7 +112,7 @@ def _ready(gm: torch.fx.GraphModule, key: str) -> tuple[Any, ...]:
             shape = [int(s) for s in value.shape]
             stride = [int(s) for s in value.stride()]
             with unset_fake_temporarily():  # the compiler is called under a mode that makes fake tensors
-                value = torch.empty_strided(shape, stride, dtype=value.dtype).zero_()
+                value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).zero_()
         ready.append(value)
     return tuple(ready)
 
@@ -160,7 +157,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("eager", eager),
-        Peer("plait", plait, modules=("plait.capture.backend",)),
+        Peer("plait", plait(), modules=("plait.capture.backend",)),
         Peer("plait.compile", plait_compile, lazy=False, trains=False, modules=("plait.capture.export",)),
         Peer("guards", guards, computes=False, trains=False, modules=("torch._dynamo",)),
         Peer("floor", floor, computes=False, modules=("torch._functorch.aot_autograd",)),
@@ -174,3 +171,18 @@ PEERS = {
         Peer("openvino", openvino, lazy=False, trains=False, python=".venv-openvino", modules=("numpy", "openvino")),
     )
 }
+
+GPU_MODULES = (*INDUCTOR, "triton")
+GPU_PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("eager", eager),
+        Peer("plait", plait(), modules=("plait.capture.backend",)),
+        Peer("plait-graphs", plait("reduce-overhead"), modules=("plait.capture.backend",)),
+        Peer("guards", guards, computes=False, trains=False, modules=("torch._dynamo",)),
+        Peer("inductor", inductor(), modules=GPU_MODULES),
+        Peer("inductor-cpp", inductor(cpp_wrapper=True), modules=GPU_MODULES),
+        Peer("inductor-graphs", inductor("reduce-overhead"), modules=GPU_MODULES),
+    )
+}
+"""On a GPU; "-graphs" is mode="reduce-overhead"."""

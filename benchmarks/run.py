@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,22 @@ COMPILES = ("plait", "plait.compile", "inductor", "inductor-cpp", "inductor-free
 
 
 class Process:
-    """A worker process and its caches' folder."""
+    """A worker process and its caches' folder. env: more variables for it."""
 
-    def __init__(self, case: Case, peer: Peer, cache: Path, *flags: str) -> None:
+    script = "worker.py"
+
+    def __init__(self, case: Case, peer: Peer, cache: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
         python = str(ROOT / peer.python / "bin" / "python") if peer.python else sys.executable
-        env = dict(os.environ, PLAIT_CACHE_DIR=str(cache / "plait"), TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"))
+        folders = {
+            "PLAIT_CACHE_DIR": cache / "plait",
+            "TORCHINDUCTOR_CACHE_DIR": cache / "inductor",
+            "TRITON_CACHE_DIR": cache / "triton",
+        }
+        env = {**os.environ, **{k: str(v) for k, v in folders.items()}, **(env or {})}
         (cache / "inductor").mkdir(parents=True, exist_ok=True)
         self.log = (cache / "worker.log").open("a+")
         self.child = subprocess.Popen(
-            [python, str(HERE / "worker.py"), case.name, peer.name, *flags],
+            [python, str(HERE / self.script), case.name, peer.name, *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -53,10 +61,19 @@ class Process:
 
     def ask(self, command: str, *args: object) -> Result:
         """The worker's answer; {"failed": why} if it has none."""
-        assert self.child.stdin is not None and self.child.stdout is not None
+        self.send(command, *args)
+        return self.answer()
+
+    def send(self, command: str, *args: object) -> None:
+        """Lets the worker begin, while others are at work too."""
+        assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.child.stdin.write(json.dumps([command, *args]) + "\n")
             self.child.stdin.flush()
+
+    def answer(self) -> Result:
+        """What the worker has to say of the command that it was sent."""
+        assert self.child.stdout is not None
         line = self.child.stdout.readline()
         if line:
             return dict(json.loads(line))
@@ -185,20 +202,20 @@ def main() -> None:
     print(f"\n{LEGEND}\n\n{claims_table(claims)}")
     out = args.out or ("" if args.only or args.race or args.quick else "cpu")
     if out:
-        write(out, about, cases, results, claims)
+        tables = [case_table(case.name, case.about, results[case.name]) for case in cases]
+        write(out, about, LEGEND, tables, results, claims)
 
 
-def write(name: str, about: Result, cases: list[Case], results: Result, claims: list[Result]) -> None:
+def write(name: str, about: Result, legend: str, tables: list[str], results: Result, claims: list[Result]) -> None:
     """The results as data and as a page."""
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
     data = {"machine": about, "results": results, "claims": claims}
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    page = [f"# Benchmarks, {about['date']}", ""]
-    page += [f"- {key}: {value}" for key, value in about.items()]
-    page += ["", claims_table(claims), "", LEGEND]
-    for case in cases:
-        page += ["", case_table(case.name, case.about, results[case.name])]
+    page = [f"# Benchmarks, {about['date']}", "", *(f"- {key}: {value}" for key, value in about.items())]
+    page += ["", claims_table(claims), "", legend]
+    for table in tables:
+        page += ["", table]
     (folder / f"{name}.md").write_text("\n".join(page) + "\n")
     print(f"\nwrote {folder / name}.json and .md")
 

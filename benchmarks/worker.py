@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Any, TextIO
 
@@ -142,14 +142,15 @@ def serve(worker: Worker, replies: TextIO) -> None:
         replies.flush()
 
 
-def main() -> None:
+def run_worker(kind: type[Worker], cases: Mapping[str, Case], peers: Mapping[str, Peer]) -> None:
+    """The command line of a worker."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a peer prints must not get between the replies
     name, peer, *flags = sys.argv[1:]
-    case = CASES[name]
+    case = cases[name]
     torch.set_grad_enabled(case.train)
-    serve(Worker(case, PEERS[peer], "--tiny-first" in flags), replies)
+    serve(kind(case, peers[peer], "--tiny-first" in flags), replies)
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(Worker, CASES, PEERS)

@@ -1,0 +1,237 @@
+"""`make bench-gpu`: plait, eager and Inductor on one GPU, in groups of a few minutes each.
+
+Every peer runs every program in a process of its own (gpu_worker.py). In the groups `launch` and `first` the first
+calls are made one process at a time, and their times count; in the others they are made at once. Then the processes
+are timed in turn, round after round. A full run of a group writes benchmarks/results/gpu-GROUP.json and .md; one with
+--only, --race or --quick prints. Usage: gpu.py GROUP [--only CASES] [--race PEERS] [--cpp] [--profile] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from claims import MIB
+from gpu_claims import check_gpu_claims
+from models import GPU_CASES, Case
+from peers import GPU_PEERS, Peer
+from run import Process, Result, chosen, machine, say, write
+from table import claims_table, render
+
+LEGEND = """\
+first, warm: the first call of a process, with fresh caches and with those of an earlier process, everything imported
+and every library loaded before the clock starts; call: among calls that follow each other, by CUDA events; CPU: what
+the calling thread takes while the device has room in its queue; kernels, busy: what the device runs in a call, and for
+how long; peak: most bytes alive at once, parameters included; reserved: what the allocator holds for that; error:
+farthest from float64, as a multiple of eager's."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """alone: first calls are made one at a time. warm: and once more with the caches that they left. batch: calls
+    between two waits for the device where CPU time is measured. together: programs whose processes live at once."""
+
+    cases: tuple[str, ...]
+    peers: tuple[str, ...]
+    alone: bool = False
+    warm: bool = False
+    batch: int = 1
+    together: int = 2
+    steady: bool = True
+
+
+ALL = ("eager", "plait", "plait-graphs", "inductor", "inductor-graphs")
+GROUPS = {
+    "launch": Group(("chain", "sum128", "gate", "tiny-mlp"), (*ALL, "guards"), alone=True, batch=8, together=4),
+    "first": Group(("gpt2-8", "gpt2"), ("plait", "inductor"), alone=True, warm=True, steady=False),
+    "models": Group(("gpt2-8", "gpt2", "bert", "resnet50", "vit", "tf6"), ALL, together=3),
+    "train": Group(("gpt2-train", "bert-train", "resnet50-train", "vit-train"), ALL),
+}
+
+
+class GpuProcess(Process):
+    """A worker on the GPU."""
+
+    script = "gpu_worker.py"
+
+
+Workers = dict[tuple[str, str], GpuProcess]
+
+
+def race(group: Group, cases: Sequence[Case], peers: Sequence[Peer], args: argparse.Namespace, folder: Path) -> Result:
+    """All figures of some programs: {case: {peer: {...}}}."""
+    results: Result = {case.name: {} for case in cases}
+    workers = begin(group, cases, peers, results, folder, "first_s")
+    if group.steady:
+        for number in range(args.rounds):
+            say(f"{', '.join(results)}: round {number + 1} of {args.rounds}")
+            for (case, peer), process in workers.items():
+                figures = process.ask("time", args.seconds, group.batch)
+                if (case, peer) == ("chain", "plait"):
+                    figures |= process.ask("bare", group.batch)
+                for key, value in figures.items():
+                    results[case][peer].setdefault(f"{key}_rounds", []).append(value)
+        for (case, peer), process in workers.items():
+            say(f"{case}: {peer}, memory and error")
+            finish(results[case][peer], process, GPU_PEERS[peer], args.profile or group.alone)
+    for process in workers.values():
+        process.stop()
+    if group.warm:
+        again = begin(group, cases, [p for p in peers if p.name != "eager"], results, folder, "warm_s")
+        for process in again.values():
+            process.stop()
+    return results
+
+
+def begin(
+    group: Group, cases: Iterable[Case], peers: Iterable[Peer], results: Result, folder: Path, key: str
+) -> Workers:
+    """Processes that have made their first calls; the time goes into results under this key. Those that failed are
+    ended."""
+    # As many compile at once as the group has processes: each with a few compilers of its own.
+    env = {} if group.alone else {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    pairs = [(case, peer) for case in cases for peer in peers if peer.trains or not case.train]
+    workers = {
+        (case.name, peer.name): GpuProcess(case, peer, folder / case.name / peer.name, env=env) for case, peer in pairs
+    }
+    say(f"{', '.join(dict.fromkeys(case for case, _ in workers))}: {len(workers)} processes")
+    ready = dict(together(workers, "ready"))
+    running = {name: process for name, process in workers.items() if "failed" not in ready[name]}
+    for name, answer in one_by_one(running, "first") if group.alone else together(running, "first"):
+        ready[name] = answer
+    for (case, peer), answer in ready.items():
+        into = results[case].setdefault(peer, {})
+        into |= {key: answer.get("first_s"), f"{key}_stages": answer.pop("stages", None)}
+        into |= {k: v for k, v in answer.items() if k not in into and k != "first_s"}
+        if "failed" in answer:
+            say(f"{case}: {peer} failed: {answer['failed']}")
+            workers.pop((case, peer)).stop()
+    return workers
+
+
+def together(workers: Workers, command: str) -> Iterator[tuple[tuple[str, str], Result]]:
+    """All at once."""
+    for process in workers.values():
+        process.send(command)
+    for name, process in workers.items():
+        yield name, process.answer()
+
+
+def one_by_one(workers: Workers, command: str) -> Iterator[tuple[tuple[str, str], Result]]:
+    """Each while the others sleep."""
+    for name, process in workers.items():
+        say(f"{name[0]}: {name[1]}, {command} call")
+        yield name, process.ask(command)
+
+
+def finish(figures: Result, process: GpuProcess, peer: Peer, profile: bool) -> None:
+    """What is measured once: medians over the rounds, memory, error, kernels."""
+    for key in [key for key in figures if key.endswith("_rounds")]:
+        values = sorted(v for v in figures[key] if v is not None)
+        figures[key.removesuffix("_rounds")] = values[len(values) // 2]
+    if not peer.computes:
+        return
+    figures |= process.ask("memory")
+    if peer.name != "eager":
+        figures |= process.ask("check")
+    if profile:
+        figures |= process.ask("profile")
+
+
+def case_table(case: Case, peers: Result) -> str:
+    """One program: a row a peer, and a line for what cannot be a column."""
+    heads = ("", "first s", "warm s", "call µs", "CPU µs", "eager / it", "it / plait", "kernels", "busy µs", "peak MiB",
+             "reserved MiB", "error")  # fmt: skip
+    base, ours = (peers.get(p, {}).get("us") for p in ("eager", "plait"))
+    rows, notes = [], []
+    for peer, r in peers.items():
+        if "failed" in r:
+            notes.append(f"{peer} failed: {r['failed']}")
+        us, error = r.get("us"), r.get("error")
+        cells = (
+            (r.get("first_s") if peer not in ("eager", "guards") else None, 2),
+            (r.get("warm_s"), 2),
+            (us, 1),
+            (r.get("host_us"), 1),
+            (base / us if base and us else None, 2),
+            (us / ours if ours and us else None, 2),
+            (r.get("kernels"), 0),
+            (r.get("busy_us"), 0),
+            (r["peak_bytes"] / MIB if "peak_bytes" in r else None, 0),
+            (r["reserved_bytes"] / MIB if "reserved_bytes" in r else None, 0),
+            (error / r["eager_error"] if error is not None and r["eager_error"] else None, 2),
+        )
+        rows.append([peer, *("" if value is None else f"{value:.{digits}f}" for value, digits in cells)])
+    plait = peers.get("plait", {})
+    if "launches" in plait:
+        bare = f", {plait['bare_ns']:.0f} ns a bare launch" if "bare_ns" in plait else ""
+        notes.append(f"plait: {plait['launches']} kernels of its own, {plait['calls']} calls of PyTorch's{bare}")
+    for key, text in (("first_s_stages", "first call"), ("warm_s_stages", "warm call")):
+        if stages := plait.get(key):
+            parts = ", ".join(f"{name} {s:.2f}" for name, s in stages.items() if s >= 0.005)
+            notes.append(f"plait's {text}, s: {parts}")
+    if top := plait.get("top"):
+        notes += [f"- {us:8.1f} µs, {times:.0f} x {name[:100]}" for name, times, us in top[:12]]
+    return "\n".join([f"## {case.name}: {case.about}", "", render(heads, rows), "", *notes])
+
+
+def gpu() -> Result:
+    """The machine's GPU and what drives it."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    packages = ("triton", "transformers", "torchvision")
+    return {"gpu": found[0] if found else "none", **{p: metadata.version(p) for p in packages}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("group", choices=(*GROUPS, "kernels"))
+    parser.add_argument("--only", default="", help="programs, separated by commas")
+    parser.add_argument("--race", default="", help="peers, separated by commas")
+    parser.add_argument("--cpp", action="store_true", help="also Inductor's C++ wrapper, which compiles for a minute")
+    parser.add_argument("--profile", action="store_true", help="count kernels in every group")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    args = parser.parse_args()
+    if args.group == "kernels":
+        sys.argv = ["kernels_gpu.py"]
+        runpy.run_path(str(Path(__file__).parent / "kernels_gpu.py"), run_name="__main__")
+        return
+    args.rounds, args.seconds = (2, 0.1) if args.quick else (5, 0.2)
+    group = GROUPS[args.group]
+    cases = chosen(args.only or ",".join(group.cases), GPU_CASES, "program")
+    peers = chosen(args.race or ",".join(group.peers + (("inductor-cpp",) if args.cpp else ())), GPU_PEERS, "peer")
+
+    facts = machine()
+    about = {k: facts[k] for k in ("date", "commit", "torch") if facts[k]}
+    about |= {"command": f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}", "python": platform.python_version()}
+    about |= gpu()
+    print("\n".join(f"- {k}: {v}" for k, v in about.items()), flush=True)
+    start = time.monotonic()
+    results: Result = {}
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+        for start_at in range(0, len(cases), group.together):
+            some = cases[start_at : start_at + group.together]
+            found = race(group, some, peers, args, Path(folder))
+            results |= found
+            for case in some:
+                print("\n" + case_table(case, found[case.name]), flush=True)
+    about["seconds"] = round(time.monotonic() - start)
+    claims = check_gpu_claims(args.group, results)
+    met = sum(c["verdict"] == "met" for c in claims)
+    print(f"\n{LEGEND}\n\n{claims_table(claims)}\n\ngoals: met {met} of {len(claims)} in {about['seconds']} s")
+    if not (args.only or args.race or args.quick):
+        tables = [case_table(case, results[case.name]) for case in cases]
+        write(f"gpu-{args.group}", about, LEGEND, tables, results, claims)
+
+
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,7 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
     show.show_graph(log, "0_captured.py", captured.graph)
-    captured = log("clean graph", clean_graph, captured)
+    captured = log("clean graph", clean_graph, captured, cfg)
     show.show_graph(log, "1_graph.py", captured.graph)
     lowered = log("lower", lower_graph, captured, cfg)
     show.show_loops(log, lowered.program)
@@ -81,6 +81,7 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
         times_ms=log.times_ms,
         kernel_source="\n".join(s.text for s in sources.values()),
         cache_hit=all(b.hit for b in built.values()) if built else None,
+        tuned=tuple(note for s in sources.values() for note in s.notes),
         fallback_reasons=lowered.reasons,
         wrapper_reason=captured.wrapper_reason,
     )

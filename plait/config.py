@@ -62,6 +62,12 @@ class Config:
     cuda_graphs: bool = flag(
         False, doc="record the GPU's work of a program as CUDA graphs at its second call and replay them from then on"
     )
+    autotune: bool = flag(
+        False, doc="measure several versions of each GPU kernel and keep the fastest; what was found is kept on disk"
+    )
+    eager_random: bool = flag(
+        False, doc="leave random operators to torch, which draws eager's numbers; they are not fused or recomputed then"
+    )
     memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
 
     @staticmethod
@@ -112,8 +118,8 @@ class Config:
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cuda_graphs": True},  # on a CPU the default wrapper has no overhead left to reduce
-    "max-autotune": {"cuda_graphs": True, "opt_level": 3},
-    "max-autotune-no-cudagraphs": {"opt_level": 3},
+    "max-autotune": {"cuda_graphs": True, "opt_level": 3, "autotune": True},
+    "max-autotune-no-cudagraphs": {"opt_level": 3, "autotune": True},
 }
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

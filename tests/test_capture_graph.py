@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.clean import PASSES, clean_graph
 from plait.graph.constants import fold_constants
@@ -258,9 +259,9 @@ def test_clean_graph_is_idempotent_and_keeps_results() -> None:
 
     gm = graph(fn, X)
     before = copy.deepcopy(gm)
-    captured = clean_graph(Captured(gm, "inference_0", "inference"))
+    captured = clean_graph(Captured(gm, "inference_0", "inference"), Config())
     once = str(captured.graph.graph)
-    clean_graph(captured)
+    clean_graph(captured, Config())
     assert str(captured.graph.graph) == once
     assert ops(gm).count("exp.default") == 1 and "cos.default" not in ops(gm)
     same_results(gm, before, X)

@@ -238,3 +238,23 @@ def test_parameters_at_the_ends(kernels: bool) -> None:
 
     drawn = torch.compile(f, backend="plait", options={"kernels": kernels})(p)
     assert torch.equal(drawn[0], p) and torch.equal(drawn[1], p) and drawn[2][0] == 0 == drawn[2][3]
+
+
+def test_the_numbers_of_eager() -> None:
+    """With eager_random, operators draw what they draw without a compiler, in inference and training."""
+
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout(x * 2, 0.5) + torch.rand_like(x) + torch.randn(x.shape)
+
+    f = torch.compile(fn, backend="plait", options={"eager_random": True})
+    for wants_grad in (False, True):
+        x = torch.ones(64, 8, requires_grad=wants_grad)
+        for _ in range(2):
+            torch.manual_seed(4)
+            want = fn(x)
+            torch.manual_seed(4)
+            got = f(x)
+            assert torch.equal(got, want)
+        if wants_grad:
+            (a,), (b,) = torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x)
+            assert torch.equal(a, b)

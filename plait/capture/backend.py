@@ -80,7 +80,7 @@ class _OneGraph:
         return wrapped if self.program is None else made.around(self.program, wrapped)
 
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        forward, backward = partition(joint, joint_inputs, **kwargs)
+        forward, backward = partition(self.cfg, joint, joint_inputs, **kwargs)
         self.training = TrainingGraph(self._backward, backward)
         return forward, backward
 

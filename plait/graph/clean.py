@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
+from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
@@ -31,8 +32,9 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 )
 
 
-def clean_graph(captured: Captured) -> Captured:
+def clean_graph(captured: Captured, cfg: Config) -> Captured:
     """Runs PASSES over the graph in place and returns the same object. The module's code is not regenerated."""
     for _, run in PASSES:
-        run(captured.graph)
+        if run is not replace_random or not cfg.eager_random:
+            run(captured.graph)
     return captured

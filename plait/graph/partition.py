@@ -11,14 +11,16 @@ from typing import Any
 from torch.fx import GraphModule
 
 from plait import compat
+from plait.config import Config
 from plait.graph.cse import merge_common
 from plait.graph.edit import aten
 from plait.graph.random import replace_random
 
 
-def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """The partition function that AOTAutograd is given; kwargs are whatever its version passes on."""
-    replace_random(joint)
+    if not cfg.eager_random:
+        replace_random(joint)
     merge_common(joint)
     _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)

@@ -78,5 +78,5 @@ def _evaluate(node: Node, constants: dict[Node, torch.Tensor]) -> Any:
         value = value_of(node)
         if not isinstance(result, torch.Tensor):
             return result
-        out = torch.empty_strided(value.shape, value.stride(), dtype=result.dtype)
+        out = torch.empty_strided(value.shape, value.stride(), dtype=result.dtype, device=result.device)
         return out.copy_(result)

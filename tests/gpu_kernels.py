@@ -34,7 +34,7 @@ class OnDevice:
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         target, cfg = TritonTarget(), Config.from_env()
-        self.source = target.emit([dataclasses.replace(k, device=DEVICE) for k in kernels], frozenset(), cfg)
+        self.source = target.emit([_moved(k) for k in kernels], frozenset(), cfg)
         self.pack = str(target.build(self.source, cfg).path)
 
     def __call__(
@@ -70,6 +70,10 @@ def wrong(seeds: Iterable[int], runner: Callable[[list[Kernel]], Callable[..., i
             if text := compare(kernel, makers[kernel.name], run, 1):
                 found.append(f"{kernel.name}: {text[:300]}")
     return found
+
+
+def _moved(kernel: Kernel) -> Kernel:
+    return dataclasses.replace(kernel, args=tuple(dataclasses.replace(b, device=DEVICE) for b in kernel.args))
 
 
 def _collides(kernel: Kernel) -> bool:

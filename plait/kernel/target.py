@@ -19,12 +19,13 @@ from plait.schedule.plan import Kernel
 class Source:
     """The kernels of one kind of device. text: what people read. entry_points: kernel name -> symbol; kernels that are
     equal but for names share one. grids: kernel name -> programs of a launch. units: what the target compiles, where
-    that is not the text as a whole."""
+    that is not the text as a whole. notes: a line a kernel that was to be tuned."""
 
     text: str
     entry_points: Mapping[str, str]
     grids: Mapping[str, Size] = field(default_factory=dict)
     units: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Target(Protocol):

@@ -13,7 +13,7 @@ import torch
 
 from plait.config import Config
 from plait.errors import Unsupported, UserError
-from plait.ir.loops import Load, walk
+from plait.ir.loops import Buffer, Load, walk
 from plait.ir.ops import ATOMICS
 from plait.ir.sizes import Size, bounds, ceildiv, mul
 from plait.kernel.same import structure, symbol_for
@@ -22,8 +22,11 @@ from plait.kernel.target import Source
 from plait.kernel.triton_body import Writer
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
 from plait.kernel.triton_tiles import Tile, plan_tile
+from plait.kernel.triton_tune import candidates, describe
 from plait.runtime.cubin import Job, get_or_build_pack
 from plait.runtime.store import Built
+from plait.runtime.tune import Contest, Scratch, tune
+from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Store
 
 _HEAD = """import triton
@@ -61,23 +64,65 @@ class TritonTarget:
 
     def emit(self, kernels: Sequence[Kernel], unaligned: Set[str], cfg: Config) -> Source:
         """A module a kernel."""
-        shared: dict[object, TritonKernel] = {}
-        taken: set[str] = set()
-        units: dict[str, TritonKernel] = {}
-        for k in kernels:
-            aligned = tuple(n for n, b in enumerate(k.args) if b.name not in unaligned)
-            key = structure(k), aligned
-            if key not in shared:
-                shared[key] = replace(emit_kernel(k, symbol_for(k.name, taken)), aligned=aligned)
-            units[k.name] = shared[key]
-        text = "\n\n".join(unit.text for unit in shared.values())
+        keys = [_key(k, unaligned) for k in kernels]
+        distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
+        distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
         capability = compute_capability(kernels[0].device, cfg)
-        jobs = tuple(_job(unit, capability) for unit in shared.values())
-        return Source(text, {n: u.name for n, u in units.items()}, {n: u.grid for n, u in units.items()}, jobs)
+        tuned, notes = _tuned(distinct, capability, cfg) if cfg.autotune else ({}, {})
+        taken: set[str] = set()
+        made = {key: _unit(k, symbol_for(k.name, taken), key, tuned.get(key)) for key, k in distinct.items()}
+        units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
+        return Source(
+            text="\n\n".join(unit.text for unit in made.values()),
+            entry_points={n: u.name for n, u in units.items()},
+            grids={n: u.grid for n, u in units.items()},
+            units=tuple(_job(unit, capability) for unit in made.values()),
+            notes=tuple(f"{made[key].name}: {text}" for key, text in notes.items()),
+        )
 
     def build(self, source: Source, cfg: Config) -> Built:
         """A pack of cubins."""
         return get_or_build_pack(source.units, cfg)
+
+
+Key = tuple[object, tuple[int, ...]]
+"""What kernels share their module by: their structure, and which pointers are aligned."""
+
+
+def _key(kernel: Kernel, unaligned: Set[str]) -> Key:
+    return structure(kernel), tuple(n for n, b in enumerate(kernel.args) if b.name not in unaligned)
+
+
+def _unit(kernel: Kernel, symbol: str, key: Key, tile: Tile | None) -> TritonKernel:
+    return replace(emit_kernel(kernel, symbol, tile), aligned=key[1])
+
+
+def _tuned(kernels: Mapping[Key, Kernel], capability: int, cfg: Config) -> tuple[dict[Key, Tile], dict[Key, str]]:
+    """The measured tile of each kernel, and a line on how it was found."""
+    tiles = {key: candidates(linear_space(k)) for key, k in kernels.items()}
+    contests = {key: _contest(k, key, tiles[key], capability) for key, k in kernels.items() if len(tiles[key]) > 1}
+    outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
+    chosen = {key: tiles[key][outcome.choice] for key, outcome in outcomes.items()}
+    return chosen, {key: outcome.text(contests[key]) for key, outcome in outcomes.items()}
+
+
+def _contest(kernel: Kernel, key: Key, tiles: Sequence[Tile], capability: int) -> Contest:
+    hints = kernel.hint_of
+
+    def version(k: int) -> tuple[Job, int]:
+        # Buffers have no values here that checks would pass; what they guard reads element 0 then.
+        unit = replace(_unit(kernel, f"t{k}", key, tiles[k]), checks=False)
+        return _job(unit, capability), hint(unit.grid, hints)
+
+    buffers = tuple(Scratch(b.dtype.name, _span(b, hints) * b.dtype.nbytes) for b in kernel.args)
+    sizes = tuple(hint(e, hints) for e in kernel.sizes)
+    return Contest(tuple(map(describe, tiles)), version, buffers, sizes, kernel.device)
+
+
+def _span(b: Buffer, hints: Mapping[str, int]) -> int:
+    """Elements from a buffer's first to its last."""
+    pairs = [(hint(n, hints), hint(s, hints)) for n, s in zip(b.shape, b.strides, strict=True)]
+    return 1 + sum(max(n - 1, 0) * s for n, s in pairs)
 
 
 def _job(unit: TritonKernel, capability: int) -> Job:
@@ -103,8 +148,9 @@ def compute_capability(device: str, cfg: Config) -> int:
     return int(cfg.gpu_arch[3:])
 
 
-def emit_kernel(kernel: Kernel, symbol: str) -> TritonKernel:
-    """The module of one kernel. Raises Unsupported where points collide in a way that Triton has no atomic for."""
+def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> TritonKernel:
+    """The module of one kernel. tile: other than the planned one. Raises Unsupported where points collide in a way
+    that Triton has no atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
     for s in kernel.stmts:
         if not isinstance(s, Store) or s.mode == "store":
@@ -112,7 +158,7 @@ def emit_kernel(kernel: Kernel, symbol: str) -> TritonKernel:
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")
     space = linear_space(kernel)
-    tile = plan_tile(space)
+    tile = tile or plan_tile(space)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
     wide = _is_wide(space, tile)
     writer = Writer(space, tile, wide, names)

@@ -226,8 +226,12 @@ class CubinPool:
 
         Raises ToolchainError with the compiler's words for the first job that it refuses.
         """
+        return [result.result() for result in self.submit(jobs, cfg)]
+
+    def submit(self, jobs: Sequence[Job], cfg: Config) -> list[Future[Cubin]]:
+        """The same, not waited for."""
         store = Store(Path(cfg.cache_dir) / "cubins", ".cubin")
-        return [result.result() for result in [self._submit(job, store) for job in jobs]]
+        return [self._submit(job, store) for job in jobs]
 
     def _submit(self, job: Job, store: Store) -> Future[Cubin]:
         key = job.key()

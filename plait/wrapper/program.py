@@ -21,7 +21,8 @@ class CompileRecord:
     kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python').
     aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline -> milliseconds.
     kernel_source: the text that the toolchain saw. cache_hit: the kernel library was found on disk (None: no kernels).
-    fallback_reasons: op without a lowering rule, or whose rule declined -> why.
+    tuned: a line a kernel that was to be tuned. fallback_reasons: op without a lowering rule, or whose rule declined
+    -> why.
     wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it got the program.
     """
 
@@ -34,6 +35,7 @@ class CompileRecord:
     times_ms: Mapping[str, float] = field(default_factory=dict)
     kernel_source: str = ""
     cache_hit: bool | None = None
+    tuned: tuple[str, ...] = ()
     fallback_reasons: Mapping[str, str] = field(default_factory=dict)
     wrapper_reason: str = ""
 

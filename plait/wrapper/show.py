@@ -60,9 +60,11 @@ def show_plan(log: PassLog, plan: Plan) -> None:
 
 
 def show_sources(log: PassLog, sources: Mapping[str, Source]) -> None:
-    """The kernels' source as their compilers see it. sources: by kind of device."""
+    """The kernels' source as their compilers see it, and how they were tuned. sources: by kind of device."""
     for kind, source in sources.items():
         log.dump("4_kernels.cpp" if kind == "cpu" else f"4_kernels_{kind}.py", source.text)
+        for line in source.notes:
+            log.note(KERNELS, f"{log.name}: {line}")
         if log.shows(SOURCE):
             log.note(SOURCE, f"{log.name}: kernels\n{source.text}")
 

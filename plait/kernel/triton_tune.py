@@ -1,0 +1,103 @@
+"""Tiles worth measuring for a Triton kernel: the planned one, and others around it.
+
+Comes in: a `Space`. Goes out: `Tile`s, a function of the same facts as the plan. Which of them is fastest,
+`runtime/tune.py` finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from plait.kernel.space import Space
+from plait.kernel.triton_tiles import Tile, plan_tile
+
+MAX_TILES = 14
+MAX_WARPS = 32
+MAX_EACH = 128
+"""Points of a block that a thread may have: more do not fit its registers."""
+MAX_ROW = 1 << 16
+"""The longest row that is tried as one block."""
+
+
+def candidates(space: Space) -> tuple[Tile, ...]:
+    """The planned tile first, then up to MAX_TILES - 1 others."""
+    first = plan_tile(space)
+    others = _reductions(first) if space.rvars else _pointwise(first)
+    return tuple(dict.fromkeys((first, *(t for t in others if _fits(t)))))[:MAX_TILES]
+
+
+def describe(tile: Tile) -> str:
+    """A tile in a few words."""
+    size = " x ".join(f"{g.name} {g.block}" for g in tile.groups)
+    loop = " looped" if tile.looped else ""
+    stages = f", {tile.num_stages} stages" if tile.num_stages > 1 else ""
+    return f"{size}{loop} on {tile.num_warps} warps{stages}"
+
+
+def _pointwise(first: Tile) -> Iterator[Tile]:
+    """Blocks of half to eight times the size, narrower and wider where there are two dimensions; first the number of
+    warps, which changes most."""
+    yield from _with_warps(first)
+    if len(first.groups) == 1:
+        x = first.groups[0].block
+        blocks: list[tuple[int, ...]] = [(2 * x,), (4 * x,), (x // 2,), (8 * x,)]
+    else:
+        y, x = (g.block for g in first.groups)
+        blocks = [(y // 2, x), (y, x // 2), (y // 2, x // 2), (y // 4, x), (y // 2, 2 * x), (2 * y, x // 2)]
+    for block in blocks:
+        sized = _sized(first, block, first.looped)
+        yield sized
+        yield _on_warps(sized, sized.num_warps // 2)
+
+
+def _reductions(first: Tile) -> Iterator[Tile]:
+    """More and fewer rows a block; whole rows in place of pieces, and pieces in place of whole rows."""
+    yield from _with_warps(first)
+    rows, r = (g.block for g in first.groups)
+    length = first.groups[1].points
+    whole = _power(length) if isinstance(length, int) else 0
+    if first.looped:
+        shapes = [(rows, 2 * r), (rows, r // 2), (2 * rows, r // 2), (rows // 2, r), (rows // 2, 2 * r)]
+        yield replace(first, num_stages=3)
+    else:
+        shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
+    yield from (_sized(first, shape, first.looped) for shape in shapes)
+    if first.looped and 0 < whole <= MAX_ROW:
+        row = _sized(first, (1, whole), False)
+        yield from (row, *_with_warps(row))
+    elif not first.looped and whole >= 512:
+        for pieces in (2, 4):
+            piece = _sized(first, (rows, whole // pieces), True)
+            yield from (piece, _on_warps(piece, piece.num_warps // 2))
+
+
+def _with_warps(tile: Tile) -> Iterator[Tile]:
+    yield from (_on_warps(tile, n) for n in (tile.num_warps // 2, 2 * tile.num_warps, tile.num_warps // 4))
+
+
+def _on_warps(tile: Tile, n: int) -> Tile:
+    return replace(tile, num_warps=min(max(n, 1), MAX_WARPS))
+
+
+def _sized(tile: Tile, blocks: tuple[int, ...], looped: bool) -> Tile:
+    """The tile with other blocks, its threads with as many points as before."""
+    groups = tuple(replace(g, block=max(b, 1)) for g, b in zip(tile.groups, blocks, strict=True))
+    made = replace(tile, groups=groups, looped=looped)
+    return _on_warps(made, tile.num_warps * _points(made) // _points(tile))
+
+
+def _fits(tile: Tile) -> bool:
+    return 32 * tile.num_warps <= _points(tile) <= MAX_EACH * 32 * tile.num_warps
+
+
+def _points(tile: Tile) -> int:
+    out = 1
+    for g in tile.groups:
+        out *= g.block
+    return out
+
+
+def _power(n: int) -> int:
+    """The least power of two that is no less than n."""
+    return 1 << max(0, n - 1).bit_length()

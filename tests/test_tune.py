@@ -1,0 +1,296 @@
+"""Tuning of GPU kernels: which tiles are tried, that each computes the same, and what becomes of measured times.
+
+Without a GPU: times are made up, tiles run in Triton's interpreter and compile to cubins in processes that have Triton
+(see test_triton_kernels.py): `python -m tests.test_tune run | compile`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plait.config import MODES, Config
+from plait.errors import ToolchainError
+from plait.ir.dtypes import f32
+from plait.ir.loops import Buffer, Load, const, loop_vars, node
+from plait.kernel.space import linear_space
+from plait.kernel.triton import TritonTarget, emit_kernel
+from plait.kernel.triton_tiles import plan_tile
+from plait.kernel.triton_tune import MAX_TILES, candidates, describe
+from plait.runtime import tune
+from plait.runtime.cubin import Cubin, Job
+from plait.runtime.store import CacheWarning, Store
+from plait.schedule.plan import Kernel, Reduce
+from plait.schedule.plan import Store as Put
+from tests.kernel_tools import run_kernel, strided
+
+ROOT = Path(__file__).parent.parent
+TRITON = Path(sys.prefix) / "triton"
+needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
+
+
+# ------------------------------------------------------------------------------------------------------ kernels
+def softmax(name: str, rows: int, columns: int) -> Kernel:
+    (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (columns,))
+    x = node("load", (), Load("x", (i, r)), f32)
+    e = node("exp", (node("sub", (x, node("acc", (), "peak", f32))),))
+    value = node("truediv", (e, node("acc", (), "sum", f32)))
+    stmts = (Reduce("peak", "max", x), Reduce("sum", "sum", e), Put("out", (i, r), value, True))
+    args = (strided("x", f32, (rows, columns)), strided("out", f32, (rows, columns)))
+    return Kernel(name, (i,), (r,), stmts, args, ("out",), ())
+
+
+def column_sums(name: str, rows: int, columns: int) -> Kernel:
+    (j,), (r,) = loop_vars("j", (columns,)), loop_vars("r", (rows,))
+    x = node("load", (), Load("x", (r, j)), f32)
+    stmts = (Reduce("s", "sum", x), Put("out", (j,), node("acc", (), "s", f32), False))
+    return Kernel(
+        name, (j,), (r,), stmts, (strided("x", f32, (rows, columns)), strided("out", f32, (columns,))), ("out",), ()
+    )
+
+
+def transposed(name: str, rows: int, columns: int) -> Kernel:
+    i, j = loop_vars("i", (rows, columns))
+    x = node("load", (), Load("x", (j, i)), f32)
+    stmts = (Put("out", (i, j), node("mul", (x, const(2.0, f32))), True),)
+    args = (strided("x", f32, (columns, rows)), strided("out", f32, (rows, columns)))
+    return Kernel(name, (i, j), (), stmts, args, ("out",), ())
+
+
+def doubled(name: str, n: int) -> Kernel:
+    (i,) = loop_vars("i", (n,))
+    x = node("load", (), Load("x", (i,)), f32)
+    stmts = (Put("out", (i,), node("mul", (x, const(2.0, f32))), True),)
+    return Kernel(name, (i,), (), stmts, (strided("x", f32, (n,)), strided("out", f32, (n,))), ("out",), ())
+
+
+KERNELS = (
+    softmax("rows", 20, 700),
+    softmax("long_rows", 3, 20001),
+    column_sums("columns", 300, 100),
+    column_sums("long_columns", 5000, 40),
+    transposed("transposed", 70, 130),
+    doubled("doubled", 70_000),
+)
+
+
+# -------------------------------------------------------------------------------------------------------- tiles
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_candidates(kernel: Kernel) -> None:
+    space = linear_space(kernel)
+    tiles = candidates(space)
+    assert tiles[0] == plan_tile(space)
+    assert 5 <= len(set(tiles)) == len(tiles) <= MAX_TILES
+    assert len({describe(t) for t in tiles}) == len(tiles)
+    for t in tiles:
+        assert all(g.block & (g.block - 1) == 0 for g in t.groups)
+        assert [(g.name, g.axes) for g in t.groups] == [(g.name, g.axes) for g in tiles[0].groups]
+        r = [g for g in t.groups if g.name == "r"]
+        assert t.looped or all(isinstance(g.points, int) and g.block >= g.points for g in r)
+
+
+def test_rows_are_tried_whole_and_in_pieces() -> None:
+    for kernel in KERNELS[:2]:
+        assert {t.looped for t in candidates(linear_space(kernel))} == {False, True}
+
+
+def run_tiles() -> None:
+    """Every tile of every kernel in Triton's interpreter, against the slow reference."""
+    from tests.triton_tools import Runner
+
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        for kernel in KERNELS:
+            spans = {b.name: math.prod(int(n) for n in b.shape) for b in kernel.args}
+            data = {n: rng.standard_normal(size).astype(np.float32) for n, size in spans.items()}
+            want = {n: a.copy() for n, a in data.items()}
+            run_kernel(kernel, want)
+            for k, tile in enumerate(candidates(linear_space(kernel))):
+                runner = Runner([kernel], Path(folder))
+                runner.made[kernel.name] = emit_kernel(kernel, f"{kernel.name}_{k}", tile)
+                got = {n: a.copy() for n, a in data.items()}
+                got["out"][:] = np.nan
+                assert runner(kernel, got) == 0
+                np.testing.assert_allclose(got["out"], want["out"], rtol=2e-5, atol=2e-5, err_msg=describe(tile))
+
+
+def compile_tiles() -> None:
+    """Every tile of every kernel to a cubin."""
+    from tests.gpu_compile import compiled
+
+    with tempfile.TemporaryDirectory() as folder:
+        for kernel in KERNELS:
+            for k, tile in enumerate(candidates(linear_space(kernel))):
+                cubin = compiled(emit_kernel(kernel, f"{kernel.name}_{k}", tile), 90, Path(folder))
+                assert cubin[:4] == b"\x7fELF"
+
+
+@needs_triton
+@pytest.mark.parametrize("what", ["run", pytest.param("compile", marks=pytest.mark.slow)])
+def test_tiles(what: str, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path)}
+    if what == "run":
+        env["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_tune", what], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------ outcomes
+class Clock:
+    """Stands for the device: gives made-up times and counts how often it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *us: float) -> None:
+        self.us, self.asked, self.refused = list(us), 0, [False] * len(us)
+        monkeypatch.setattr(tune, "obstacle", lambda contest: "")
+        monkeypatch.setattr(tune, "times_us", self.times_us)
+        monkeypatch.setattr(tune, "pool", lambda: self)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+        monkeypatch.setattr("plait.runtime.cubin.triton_version", lambda: "3.6.0")
+
+    def submit(self, jobs: list[Job], cfg: Config) -> list[Future[Cubin]]:
+        made: list[Future[Cubin]] = [Future() for _ in jobs]
+        for future, no in zip(made, self.refused, strict=True):
+            if no:
+                future.set_exception(ToolchainError("refused"))
+            else:
+                future.set_result(Cubin(b"", "s", 4, 1, 0, (0, 1), (0, 1), False, False))
+        return made
+
+    def times_us(self, contest: tune.Contest, versions: list[tuple[Job, int, Cubin | None]]) -> list[float]:
+        self.asked += 1
+        return [math.inf if cubin is None else us for us, (_, _, cubin) in zip(self.us, versions, strict=True)]
+
+
+def contest(n: int, text: str = "text") -> tune.Contest:
+    def version(k: int) -> tuple[Job, int]:
+        return Job(f"t{k}", text, {}, 90, 4), 100
+
+    return tune.Contest(tuple(f"tile {k}" for k in range(n)), version, (tune.Scratch("f32", 64),), (), "cuda:0")
+
+
+def test_the_fastest_is_taken_and_known_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, cfg = Clock(monkeypatch, 10.0, 9.0, 12.0), Config(cache_dir=str(tmp_path))
+    (first,) = tune.tune([contest(3)], cfg)
+    assert (first.choice, first.known, clock.asked) == (1, False, 1)
+    assert first.text(contest(3)) == "10.0 us, tile 0 -> 9.0 us, tile 1 of 3 versions"
+    clock.us = [1.0, 2.0, 3.0]
+    (second,) = tune.tune([contest(3)], cfg)
+    assert second == replace(first, known=True) and clock.asked == 1
+    assert second.text(contest(3)).endswith("measured before")
+    assert tune.tune([contest(3, "another")], cfg)[0].choice == 0 and clock.asked == 2
+
+
+def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Clock(monkeypatch, 10.0, 9.9)
+    (outcome,) = tune.tune([contest(2)], Config(cache_dir=str(tmp_path)))
+    assert outcome.choice == 0 and outcome.text(contest(2)) == "10.0 us, tile 0: the best"
+
+
+def test_what_does_not_compile_does_not_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = Clock(monkeypatch, 10.0, 1.0, 5.0)
+    clock.refused = [False, True, False]
+    cfg = Config(cache_dir=str(tmp_path))
+    assert tune.tune([contest(3)], cfg)[0].choice == 2
+    assert tune.tune([contest(3)], cfg)[0].us == (10.0, math.inf, 5.0)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"choice": 3, "us": [1, 2]}', '{"choice": "x", "us": [1, 2]}', None]
+)
+def test_a_damaged_entry_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
+) -> None:
+    clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
+    tune.tune([contest(2)], cfg)
+    store = Store(tmp_path / "tuned", ".json")
+    if content is None:
+        (entry,) = (tmp_path / "tuned").glob("*/*.json")
+        entry.write_bytes(entry.read_bytes()[:-1])
+    else:
+        store.put(contest(2).key(), content.encode())
+    with pytest.warns(CacheWarning):
+        (outcome,) = tune.tune([contest(2)], cfg)
+    assert outcome.choice == 1 and not outcome.known and clock.asked == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tune.tune([contest(2)], cfg)[0].known
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Clock(monkeypatch, 10.0, 9.0)
+    (tmp_path / "file").touch()
+    with pytest.warns(CacheWarning):
+        (outcome,) = tune.tune([contest(2)], Config(cache_dir=str(tmp_path / "file")))
+    assert outcome.choice == 1
+
+
+def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
+    monkeypatch.setattr(tune, "GRAPH_S", -1.0)
+    (outcome,) = tune.tune([contest(2)], cfg)
+    assert outcome.choice == 0 and "were over" in outcome.text(contest(2)) and clock.asked == 0
+    assert not list((tmp_path / "tuned").glob("*/*.json"))
+
+
+def test_the_emitted_kernel_is_the_tuned_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel = replace(KERNELS[5], args=tuple(replace(b, device="cuda:0") for b in KERNELS[5].args))
+    tiles = candidates(linear_space(kernel))
+    clock = Clock(monkeypatch, *([10.0] * (len(tiles) - 1) + [5.0]))
+    cfg = Config(cache_dir=str(tmp_path), gpu_arch="sm_90")
+    plain = TritonTarget().emit([kernel], frozenset(), cfg)
+    assert not plain.notes and clock.asked == 0
+    twin = replace(kernel, name="twin")
+    tuned = TritonTarget().emit([kernel, twin], frozenset(), replace(cfg, autotune=True))
+    assert clock.asked == 1 and tuned.text == emit_kernel(kernel, "doubled", tiles[-1]).text != plain.text
+    (note,) = tuned.notes
+    assert note.startswith("doubled: 10.0 us, ") and f"-> 5.0 us, {describe(tiles[-1])}" in note
+    assert tuned.entry_points == {"doubled": "doubled", "twin": "doubled"}
+
+
+def test_buffers_are_as_long_as_they_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    i, j = loop_vars("i", (8, 16))
+    x = Buffer("x", f32, (8, 16), (100, 1), "cuda:0")
+    out = Buffer("out", f32, (8, 16), (1, 8), "cuda:0")
+    stmts = (Put("out", (i, j), node("load", (), Load("x", (i, j)), f32), True),)
+    kernel = Kernel("k", (i, j), (), stmts, (x, out), ("out",), ())
+    seen: list[tune.Contest] = []
+    clock = Clock(monkeypatch, *[1.0] * len(candidates(linear_space(kernel))))
+    monkeypatch.setattr(tune, "times_us", lambda c, v: seen.append(c) or clock.us)
+    TritonTarget().emit([kernel], frozenset(), Config(cache_dir=str(tmp_path), gpu_arch="sm_90", autotune=True))
+    assert seen[0].buffers == (tune.Scratch("f32", 4 * (7 * 100 + 16)), tune.Scratch("f32", 4 * 128))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    kernel = replace(KERNELS[0], args=tuple(replace(b, device="cuda:0") for b in KERNELS[0].args))
+    cfg = Config(cache_dir=str(tmp_path), gpu_arch="sm_90", autotune=True)
+    source = TritonTarget().emit([kernel], frozenset(), cfg)
+    assert source.notes == ("rows: not tuned: no device with sm_90 at hand",)
+    assert source.text == TritonTarget().emit([kernel], frozenset(), replace(cfg, autotune=False)).text
+    assert not list(tmp_path.iterdir())
+
+
+def test_modes() -> None:
+    assert [m for m, changes in MODES.items() if changes.get("autotune")] == [
+        "max-autotune",
+        "max-autotune-no-cudagraphs",
+    ]
+    assert not Config().autotune and json.dumps(dict(Config().key())).count("autotune") == 1
+
+
+if __name__ == "__main__":
+    {"run": run_tiles, "compile": compile_tiles}[sys.argv[1]]()

@@ -4,7 +4,7 @@
 // The general road is the dispatcher's boxed call on a stack whose constant part was built at load.
 // bmm and baddbmm into existing memory call the CPU implementation directly; mm and addmm of float
 // and double call the BLAS that ATen itself would call, on bare pointers: no tensor, no dispatch
-// (0.3 us instead of 1.4).
+// (0.3 us instead of 1.4). On a GPU products go to cuBLASLt, see blaslt.cpp.
 #include <ATen/Context.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Generator.h>
@@ -251,7 +251,9 @@ class Resolver {
                                       {"aten::addmm.out", Call::Road::addmm, 3, true},
                                       {"aten::addmm", Call::Road::addmm, 3, false},
                                       {"aten::bmm.out", Call::Road::bmm, 2, true},
-                                      {"aten::baddbmm.out", Call::Road::baddbmm, 3, true}};
+                                      {"aten::bmm", Call::Road::bmm, 2, false},
+                                      {"aten::baddbmm.out", Call::Road::baddbmm, 3, true},
+                                      {"aten::baddbmm", Call::Road::baddbmm, 3, false}};
     for (const Known& k : known)
       if (out_.name == k.name) take_road(k.road, k.n, k.out);
   }
@@ -275,6 +277,7 @@ class Resolver {
     }
     out_.road = road;
     out_.makes_result = !out;
+    if (blaslt::Library::loaded()) out_.plans = std::make_unique<blaslt::Plans>();
   }
 
   const CallExtern& in_;
@@ -425,6 +428,7 @@ bool Program::call_gemm(Frame& f, const ExternCall& c) const {
 void Program::call_extern(Frame& f, const ExternCall& c) const {
   using Road = ExternCall::Road;
   if (c.bufs != kNone && call_gemm(f, c)) return;
+  if (gpu_ && c.plans && call_blaslt(f, c)) return;
   if (c.road == Road::boxed || c.makes_result) return call_boxed(f, c);
   const auto tensor = [&](size_t i) -> const at::Tensor& {
     return *f.refs[static_cast<size_t>(c.tensors[i])];

@@ -21,6 +21,7 @@
 
 #include "accelerator.h"
 #include "core/arena.h"
+#include "core/blaslt.h"
 #include "core/cubins.h"
 #include "core/library.h"
 #include "core/plan.h"
@@ -133,6 +134,8 @@ struct ExternCall {
   // float or double.
   int32_t bufs = kNone;
   bool single = true;
+  // Products on a GPU, see blaslt.cpp; null where they take the general road.
+  std::unique_ptr<blaslt::Plans> plans;
 };
 
 struct PythonCall {
@@ -294,6 +297,7 @@ class Program {
   struct Gemm;
   bool plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const;
   bool call_gemm(Frame& f, const ExternCall& c) const;
+  bool call_blaslt(Frame& f, const ExternCall& c) const;
   void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const;
   void check_finite(Frame& f, const CheckFinite& c) const;
   [[noreturn]] void fail_check(int32_t launch, int64_t code) const;

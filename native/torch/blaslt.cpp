@@ -1,0 +1,142 @@
+// native/torch/blaslt.cpp: products of matrices on a GPU by cuBLASLt, on pointers: no dispatch, and
+// everything that does not change from call to call prepared once.
+//
+// Types of numbers, precision and memory are those that ATen's own products would have here.
+#include "core/blaslt.h"
+
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/record_function.h>
+#include <dlfcn.h>
+
+#include "program.h"
+
+namespace plait {
+namespace {
+using blaslt::Compute;
+using blaslt::Matrix;
+using blaslt::Reductions;
+using blaslt::Type;
+
+// As much memory to work in as torch gives the library that would compute this: cuBLAS, or cuBLASLt
+// where a bias is added. With less, slower algorithms are found.
+size_t max_workspace(bool bias) {
+  using Size = size_t (*)();
+  static const auto size = [](const char* symbol) -> size_t {
+    void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    const auto ask = torch_cuda ? reinterpret_cast<Size>(dlsym(torch_cuda, symbol)) : nullptr;
+    return ask ? ask() : 32 << 20;
+  };
+  static const size_t plain = size("_ZN2at4cuda22getChosenWorkspaceSizeEv"),
+                      biased = size("_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv");
+  return bias ? biased : plain;
+}
+
+std::optional<Type> number_type(c10::ScalarType type) {
+  if (type == c10::ScalarType::Float) return Type::f32;
+  if (type == c10::ScalarType::Half) return Type::f16;
+  if (type == c10::ScalarType::BFloat16) return Type::bf16;
+  return std::nullopt;
+}
+
+// How ATen would compute at this moment; nothing where it would do what plans do not know.
+struct Precision {
+  Compute compute = Compute::f32;
+  Reductions reductions = Reductions::any;
+};
+std::optional<Precision> precision(Type type) {
+  const at::Context& context = at::globalContext();
+  if (context.deterministicAlgorithms() || context._SMCarveout_EXPERIMENTAL()) return std::nullopt;
+  if (type == Type::f32) {
+    const bool tf32 = context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+                      at::Float32Precision::TF32;
+    return Precision{tf32 ? Compute::tf32 : Compute::f32};
+  }
+  if (type == Type::f16 && context.allowFP16AccumulationCuBLAS()) return std::nullopt;
+  switch (type == Type::f16 ? context.allowFP16ReductionCuBLAS()
+                            : context.allowBF16ReductionCuBLAS()) {
+    case at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK: return Precision{};
+    case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
+      return Precision{Compute::f32, Reductions::in_compute_type};
+    default: return Precision{Compute::f32, Reductions::none};
+  }
+}
+
+// The last two dimensions of t as a matrix of these sizes; a dimension of size 1 repeats.
+Matrix matrix(const c10::TensorImpl& t, const void* data, int64_t rows, int64_t cols) {
+  const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
+  const size_t rank = sizes.size();
+  const auto step = [&](size_t from_end, int64_t want) -> int64_t {
+    if (rank < from_end || sizes[rank - from_end] != want) return 0;
+    return strides[rank - from_end];
+  };
+  return {data, rows, cols, step(2, rows), step(1, cols),
+          rank == 3 && sizes[0] != 1 ? strides[0] : 0};
+}
+// Whether `sizes` can be repeated to these.
+bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) {
+  const int64_t want[] = {batch, rows, cols};
+  if (sizes.size() > 3) return false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    const int64_t to = want[3 - sizes.size() + d];
+    if (sizes[d] != to && sizes[d] != 1) return false;
+  }
+  return true;
+}
+}  // namespace
+
+// False where the general road has to be taken.
+bool Program::call_blaslt(Frame& f, const ExternCall& c) const {
+  const size_t first = c.tensors.size() - 3;  // an addend may stand before the factors
+  const auto impl = [&](size_t i) -> const c10::TensorImpl& {
+    return *f.refs[static_cast<size_t>(c.tensors[i])]->unsafeGetTensorImpl();
+  };
+  const c10::TensorImpl &a = impl(first), &b = impl(first + 1);
+  const c10::ScalarType scalar = a.dtype().toScalarType();
+  const std::optional<Type> type = number_type(scalar);
+  const size_t rank = a.sizes().size();
+  if (!type || rank < 2 || rank > 3 || b.sizes().size() != rank) return false;
+  const size_t n_given = c.tensors.size() - (c.makes_result ? 1 : 0);
+  for (size_t i = 0; i < n_given; ++i)
+    if (impl(i).dtype().toScalarType() != scalar ||
+        !impl(i).key_set().has(c10::DispatchKey::CUDA) || impl(i).device() != gpu_->device())
+      return false;
+  const std::optional<Precision> how = precision(*type);
+  if (!how) return false;
+  const int64_t batch = rank == 3 ? a.sizes()[0] : 1, m = a.sizes()[rank - 2],
+                k = a.sizes()[rank - 1], n = b.sizes()[rank - 1];
+  if (b.sizes()[rank - 2] != k || (rank == 3 && b.sizes()[0] != batch)) return false;
+  if (first == 1 && !expands(impl(0).sizes(), batch, m, n)) return false;
+
+  const int64_t sizes[] = {batch, m, n};
+  const c10::IntArrayRef want(sizes + 3 - rank, rank);
+  at::Tensor made;
+  if (c.makes_result)
+    made = at::Tensor(at::detail::empty_generic(want, gpu_->allocator(),
+                                                c10::DispatchKeySet(c10::DispatchKey::CUDA), scalar,
+                                                std::nullopt));
+  c10::TensorImpl& out = c.makes_result
+                             ? *made.unsafeGetTensorImpl()
+                             : const_cast<c10::TensorImpl&>(impl(first + 2));
+  if (out.sizes() != want) return false;
+  const Matrix addend =
+      first == 1 ? matrix(impl(0), impl(0).data(), m, n) : Matrix{};
+  const std::optional<blaslt::Product> product =
+      blaslt::arrange(*type, how->compute, how->reductions, matrix(a, a.data(), m, k),
+                      matrix(b, b.data(), k, n), first == 1 ? &addend : nullptr,
+                      matrix(out, out.mutable_data(), m, n), batch, static_cast<float>(c.alpha),
+                      static_cast<float>(c.beta));
+  if (!product) return false;
+  const blaslt::Plan* plan = c.plans->find(*blaslt::Library::loaded(), gpu_->device().index(),
+                                           *product, max_workspace(product->problem.bias));
+  if (!plan) return false;
+  RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
+  // The allocator hands memory out in the order of the stream: it may go back at once.
+  c10::DataPtr workspace;
+  if (plan->workspace() > 0) workspace = gpu_->allocate(static_cast<int64_t>(plan->workspace()));
+  if (!plan->run(*product, workspace.get(), f.stream)) return false;
+  if (c.makes_result) define(f, c.tensors.back(), std::move(made));
+  return true;
+}
+
+}  // namespace plait

@@ -94,6 +94,8 @@ def kept_whole() -> tuple[Any, ...]:
         aten.index_fill.int_Tensor,
         aten.nll_loss_forward.default,
         aten.nll_loss2d_forward.default,
+        aten.nll_loss_backward.default,
+        aten.nll_loss2d_backward.default,
         aten.roll.default,
         aten.smooth_l1_loss_backward.default,
         aten.select_scatter.default,

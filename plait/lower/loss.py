@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 _TARGET = Check("IndexError", "a target is out of bounds")
 _NONE, _MEAN = 0, 1  # at::Reduction
-Point = tuple[Expr, ...]
+Point = tuple[Size, ...]
 
 
 @lower(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -73,6 +73,32 @@ def nll_loss(
         return ops.cast(value, x.dtype)
 
     return result(ctx, combined, 0), result(ctx, lambda ops, i: ops.cast(total_weight(ops), x.dtype), 1)
+
+
+@lower(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(
+    ctx: Lowering, grad: View, x: View, target: View, weight: View | None, reduction: int, ignore_index: Size,
+    total_weight: View,
+) -> View:  # fmt: skip
+    """The gradient of x: a choice for every class, which fuses with the gradient of log_softmax. What a scatter into
+    zeros would write and read again is never in memory."""
+    compute = compute_dtype(x.dtype)
+    rows = len(x.shape) > 1
+    target = target if rows else at_least_1d(target)
+
+    def body(ops: Recorder, i: Point) -> Node:
+        row, c = ((i[0], *i[2:]), i[1]) if rows else ((0,), i[0])
+        t = ops.cast(target.load(ops, row), i64)
+        hit = ops.op("and", ops.op("eq", t, ops.index(c)), ops.op("ne", t, ops.index(ignore_index)))
+        g = ops.cast(grad.load(ops, row if grad.shape and rows else (0,) * len(grad.shape)), compute)
+        if reduction == _MEAN:
+            g = ops.op("truediv", g, ops.cast(total_weight.load(ops, ()), compute))
+        g = ops.op("neg", g)
+        if weight is not None:
+            g = ops.op("mul", g, ops.cast(weight.load(ops, (c,)), compute))
+        return ops.cast(ops.op("where", hit, g, ops.const(0, compute)), x.dtype)
+
+    return result(ctx, body)
 
 
 @lower(aten.smooth_l1_loss_backward.default)

@@ -7,34 +7,40 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 
-@cache
-def _place(device: int) -> tuple[Any, Any]:
-    """The pool and the stream of a device's recordings."""
-    stream: Any = torch.cuda.Stream
-    return torch.cuda.graph_pool_handle(), stream(device)
+@lru_cache(maxsize=None)
+def _place(device: int) -> tuple[Any, Any, Any]:
+    """The pool and the stream of a device's recordings, and a recording that keeps the pool when there is no other."""
+    new_stream: Any = torch.cuda.Stream
+    pool, stream = torch.cuda.graph_pool_handle(), new_stream(device)
+    keeper = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(keeper, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=f"cuda:{device}")
+    return pool, stream, keeper
 
 
 class Capture:
     """From its making until `end`, what this thread puts on the current stream is recorded instead of run."""
 
     def __init__(self, device: int) -> None:
-        pool, stream = _place(device)
+        self._pool, stream, _ = _place(device)
+        self._device = device
         self._outer = torch.cuda.current_stream(device)
         self._collects = gc.isenabled()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes the executor patches
         torch.cuda.set_stream(stream)
         gc.disable()  # what dies in a collection may wait for the device
         try:
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         except BaseException:
             self._leave()
             raise
+        self._records = True
 
     def _leave(self) -> None:
         torch.cuda.set_stream(self._outer)
@@ -44,19 +50,29 @@ class Capture:
     def end(self) -> int:
         """Ends the recording and returns its cudaGraphExec_t. Raises RuntimeError where something in it could not be
         recorded."""
-        try:
-            self._graph.capture_end()
-        finally:
-            self._leave()
+        self._end()
         self._graph.instantiate()
         return self._graph.raw_cuda_graph_exec()
 
     def abort(self) -> None:
-        """Ends a recording that failed; nothing of it remains."""
-        if torch.cuda.is_current_stream_capturing():
+        """Ends a recording that failed, in `end` or before; nothing of it remains."""
+        if self._records:
             with suppress(RuntimeError):  # that it failed is known
-                self._graph.capture_end()
-        self._leave()
+                self._end()
+
+    def _end(self) -> None:
+        self._records = False
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            # torch stops at the first thing that a broken recording refuses; the rest is undone here.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device, self._pool)
+            generator = torch.cuda.default_generators[self._device]
+            generator.graphsafe_set_state(generator.clone_state())  # the old state waits for an end that never came
+            raise
+        finally:
+            self._leave()
 
     def replay(self) -> None:
         """Runs the recording with new random numbers from torch's generator."""

@@ -17,7 +17,8 @@ from plait.ir.sizes import free_symbols
 from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
-from plait.wrapper.instructions import Alloc, Launch, TensorInput
+from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput
+from plait.wrapper.partition import fixed_inputs
 from plait.wrapper.program import CompileRecord
 
 MANY = 30  # lines of one list in the summary
@@ -61,6 +62,7 @@ class Report:
         lines += [line for g in self.graphs for line in _graph_head(g)]
         lines += _section("graph breaks", self.breaks)
         lines += _section("kernels", _kernels(self.graphs))
+        lines += _section("tuned", [line for g in self.graphs for line in g.tuned])
         chosen = Counter(self.extern_calls) - Counter(self.fallbacks)
         lines += _section("PyTorch's own operators, by choice", _counted(chosen))
         lines += _section("PyTorch's own operators, for want of a rule", self._fallbacks())
@@ -144,7 +146,20 @@ def _graph_head(g: CompileRecord) -> list[str]:
         lines.append(f"  called through AOTAutograd's wrapper: {g.wrapper_reason}")
     if sizes := _dynamic(g):
         lines.append(f"  sizes that may vary: {', '.join(sizes)}")
-    return [*lines, f"  memory: {_memory(g)}"]
+    return [*lines, *_recorded(g), f"  memory: {_memory(g)}"]
+
+
+def _recorded(g: CompileRecord) -> list[str]:
+    """What of a graph is replayed as CUDA graphs, and why the rest is not."""
+    parts = [i for i in g.wrapper.body if isinstance(i, Partition)]
+    if not parts:
+        return []
+    free, fixed = fixed_inputs(g.wrapper)
+    lines = [
+        f"  CUDA graphs: {_count(sum(p.recorded for p in parts), 'part')} recorded; "
+        f"{_count(len(free), 'input')} patched if moved, {len(fixed)} copied or recorded again, for operators see them"
+    ]
+    return lines + [f"    at every call: {p.reason}" for p in parts if p.reason]
 
 
 def _dynamic(g: CompileRecord) -> list[str]:

@@ -254,3 +254,19 @@ def _arena_partition(parts: list[_Part]) -> int | None:
         if _root(n, bases) in places
     }
     return at.pop() if len(at) == 1 and parts[min(at)].recorded else None
+
+
+def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
+    """Inputs that recorded parts may find anywhere, for kernels alone read and write them, and those that have to stay
+    where they are, be copied or be recorded again, because operators see them too."""
+    bases = {i.name: i.base for i in program.body if isinstance(i, ins.View)}
+    inputs = [i.name for i in program.inputs if isinstance(i, ins.TensorInput)]
+    kernels: set[str] = set()
+    others: set[str] = set()
+    recorded = False
+    for i in program.body:
+        if isinstance(i, ins.Partition):
+            recorded = i.recorded
+        elif recorded and not isinstance(i, ins.View):
+            (kernels if isinstance(i, ins.Launch) else others).update(_root(n, bases) for n in used(i))
+    return [n for n in inputs if n in kernels - others], [n for n in inputs if n in others]

@@ -1,0 +1,132 @@
+"""Cutting programs into what is recorded as a CUDA graph and what runs at every call, on programs as text."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.wrapper.instructions import Alloc, Arena, Partition, WrapperProgram
+from plait.wrapper.native import encode
+from plait.wrapper.partition import fixed_inputs, partition
+from plait.wrapper.text import read, text
+from plait.wrapper.verify import verify, verify_kept
+
+HEAD = """\
+program('p', n_constants=1, n_callables=1)
+
+x = tensor_input(f32[4, 8] @ (8, 1), device='cuda:0')
+y = tensor_input(f32[4, 8] @ (8, 1), device='cuda:0')
+h = tensor_input(f32[4, 8] @ (8, 1))
+
+kernel('k', 2, 0, device='cuda:0')
+kernel('c', 2, 0)
+"""
+
+
+def cut(body: str, keeps_results: bool = False) -> WrapperProgram:
+    program = read(HEAD + body)
+    verify(program, after="test")
+    made = partition(program, [torch.zeros(3)], keeps_results)
+    verify(made, after="partition")
+    verify_kept(program, made, after="partition")
+    assert read(text(made)) == made
+    encode(made)
+    return made
+
+
+def parts(program: WrapperProgram) -> list[tuple[bool, str]]:
+    return [(i.recorded, i.reason) for i in program.body if isinstance(i, Partition)]
+
+
+KERNELS = """\
+a = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+launch('k', (x, a), (), (a,), 1)
+b = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+launch('k', (a, b), (), (b,), 1)
+"""
+
+
+def test_kernels_are_recorded_and_their_results_are_not() -> None:
+    made = cut(KERNELS + "v = view(b, f32[32] @ (1,), 0)\nreturn (v,)\n")
+    assert parts(made) == [(False, ""), (True, "")]
+    at = {i.name if isinstance(i, Alloc) else type(i).__name__: k for k, i in enumerate(made.body)}
+    first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
+    assert at["b"] < first < at["a"]
+    assert fixed_inputs(made) == (["x"], [])
+
+
+def test_results_of_operators_stay_in_recorded_memory() -> None:
+    made = cut(KERNELS + "call('aten::mm.out', into=(b,), may_keep=False)(a, y, out=b)\nreturn (b,)\n")
+    first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
+    assert all(made.body.index(i) > first for i in made.body if isinstance(i, Alloc))
+    assert fixed_inputs(made) == (["x"], ["y"])
+
+
+def test_large_results_of_a_forward_pass_stay_in_recorded_memory() -> None:
+    large = KERNELS.replace("[4, 8] @ (8, 1)", "[512, 64] @ (64, 1)")
+    assert parts(cut(large + "return (b,)\n", True)) == parts(cut(large + "return (b,)\n", False))
+
+    def hoisted(program: WrapperProgram) -> list[str]:
+        first = next(k for k, i in enumerate(program.body) if isinstance(i, Partition) and i.recorded)
+        return [i.name for i in program.body[:first] if isinstance(i, Alloc)]
+
+    assert hoisted(cut(large + "return (b,)\n", True)) == [] and hoisted(cut(large + "return (b,)\n")) == ["b"]
+
+
+def test_what_needs_the_host_is_not_recorded() -> None:
+    for line, reason in (
+        ("c = alloc(f32[4, 8] @ (8, 1))\nlaunch('c', (h, c), (), (c,), 1)\n", "kernel c runs on the CPU"),
+        ("c, = call_python(0, 'lib.f')(a)\n", "lib.f is a Python function"),
+        ("require_finite(a, 'm.py:1')\n", "values are checked"),
+        ("c, = call('aten::nonzero')(a)\n", "aten::nonzero waits for the device"),
+        ("c, = call('aten::multinomial')(a, 1)\n", "aten::multinomial waits for the device"),
+        ("c, = call('aten::add.Tensor')(a, h)\n", "aten::add.Tensor has a tensor on the host"),
+        ("w = constant(0)\nc, = call('aten::add.Tensor')(a, w)\n", "aten::add.Tensor has a tensor on the host"),
+        ("c, = call('aten::_to_copy')(a, device=device('cpu'))\n", "aten::_to_copy has a tensor on the host"),
+        ("copy(h, a)\n", "a copy to or from the host"),
+        ("n = read_item(a)\n", None),
+    ):
+        if reason is None:
+            continue
+        made = cut(KERNELS + line + KERNELS.replace("a", "e").replace("b", "g").replace("elloc", "alloc")
+                   .replace("leunch", "launch").replace("cude", "cuda") + "return (b, g)\n")  # fmt: skip
+        assert parts(made) == [(False, ""), (True, ""), (False, reason), (True, "")], line
+
+
+def test_little_work_is_not_recorded() -> None:
+    made = cut("a = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\nlaunch('k', (x, a), (), (a,), 1)\nreturn (a,)\n")
+    assert parts(made) == [(False, ""), (False, "too little work to record")]
+
+
+def test_seeds_are_drawn_first() -> None:
+    made = cut(KERNELS + "s, = call('plait::seed')(device('cuda:0'))\nlaunch('k', (s, b), (), (b,), 1)\nreturn (b,)\n")
+    assert parts(made) == [(False, "a seed is drawn"), (True, "")]
+
+
+def test_an_arena_is_recorded_memory_unless_parts_share_it() -> None:
+    one = """\
+arena = take_arena(256, device='cuda:0')
+a = place(arena, 0, f32[4, 8] @ (8, 1))
+launch('k', (x, a), (), (a,), 1)
+b = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+launch('k', (a, b), (), (b,), 1)
+"""
+    again = "c, = call_python(0, 'lib.f')(b)\nlaunch('k', (a, b), (), (b,), 1)\nlaunch('k', (a, b), (), (b,), 1)\n"
+    for body, recorded in ((one, True), (one + again, False)):
+        made = cut(body + "return (b,)\n")
+        at = next(k for k, i in enumerate(made.body) if isinstance(i, Arena))
+        last = [i for i in made.body[:at] if isinstance(i, Partition)][-1]
+        assert last.recorded is recorded
+
+
+def test_programs_of_the_host_are_left_alone() -> None:
+    program = read("""\
+program('p')
+
+x = tensor_input(f32[4] @ (1,))
+
+kernel('k', 2, 0)
+a = alloc(f32[4] @ (1,))
+launch('k', (x, a), (), (a,), 1)
+return (a,)
+""")
+    assert partition(program, [], False) is program

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 
-@lru_cache(maxsize=None)
+@cache
 def _place(device: int) -> tuple[Any, Any, Any]:
     """The pool and the stream of a device's recordings, and a recording that keeps the pool when there is no other."""
     new_stream: Any = torch.cuda.Stream

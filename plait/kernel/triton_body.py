@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from plait.ir.checks import Bound
-from plait.ir.dtypes import DType, i64
-from plait.ir.loops import Const, Load, Node, check_of
+from plait.ir.dtypes import DType, f32, i64
+from plait.ir.loops import Const, Load, Node, check_of, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, bounds, free_symbols, known_nonneg
-from plait.kernel.space import Space, dependences, extent, offset_of, passes_of
+from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_nonneg, mul, substitute, symbol
+from plait.kernel.space import Space, coefficient, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
+from plait.kernel.triton_passes import center_of, plan_passes, scale_of
 from plait.kernel.triton_tiles import Group, Tile
 from plait.schedule.plan import Reduce, Store
 
@@ -39,10 +40,13 @@ class Writer:
         self.accs: dict[str, str] = {}
         self.running: set[str] = set()
         self.group_of = {a: g for g in tile.groups for a in g.axes}
-        self.rescaled: dict[str, Reduce] = {}
+        self.passes = plan_passes(space, tile.looped)
+        self.later: frozenset[Node] | None = None  # loads that passes after this one repeat
+        self.seen = ""  # how many blocks of its row a program has seen
         self.lanes: dict[str, str] = {}  # reduction -> its accumulator, one value a lane
         self.n = 0
         self.checks = False
+        self.reciprocals: dict[Node, tuple[str, str]] = {}  # divisor -> its scale, 1 over what it is then
 
     # ------------------------------------------------------------------------------------------ levels
     def _fresh(self, prefix: str) -> str:
@@ -85,12 +89,13 @@ class Writer:
     def write(self) -> list[str]:
         """All lines of the body."""
         lines = self._heads()
-        passes, last = passes_of(self.space, self.deps)
-        if self.tile.looped:
-            passes, self.rescaled = online(passes)
-        for p in passes:
+        loaded = [{n for s in p for n in walk(stmt_nodes(s)) if n.op == "load"} for p in self.passes.loops]
+        for k, p in enumerate(self.passes.loops):
+            if self.tile.looped and len(loaded) > 1:
+                self.later = frozenset().union(*loaded[k + 1 :])
             self._pass(p)
-        for s in last:
+        self.later = None
+        for s in self.passes.last:
             self._store(s, inner=False)
         return lines + self.outer_lines
 
@@ -132,12 +137,14 @@ class Writer:
             started = [(s, self._start(s)) for s in stmts if isinstance(s, Reduce)]
         self.loop_lines, self.loop_values, self.loop_exprs = [], {}, {}
         begun = {s.name: names for s, names in started}
+        if not begun.keys().isdisjoint(self.passes.spread):
+            self.seen = self._define("tl.full([], 0, tl.float32)", False, "a")
         pending: list[Store] = []
         for s in stmts:
             if isinstance(s, Store):
                 pending.append(s)
-            elif s.name in self.rescaled:
-                pass  # goes with its maximum
+            elif s.name in self.passes.rescaled or s.name in self.passes.spread:
+                pass  # goes with its maximum or sum
             elif looped:
                 self._step(s, begun)
             else:
@@ -150,6 +157,8 @@ class Writer:
             self.values.update(self.loop_values)
             self.exprs.update(self.loop_exprs)
             return
+        if not begun.keys().isdisjoint(self.passes.spread):
+            self.loop_lines.append(f"{self.seen} = {self.seen} + 1")
         r = next(g for g in self.tile.groups if g.name == "r")
         head = [f"for offset in range(0, {self._points(r)}, {r.block}):", "r = rbase + offset"]
         if not r.full:
@@ -238,20 +247,56 @@ class Writer:
             self.loop_lines.append(f"{names[0]} = {names[0]} {sign} {block}")
         else:
             new = f"{combiner(s.kind, s.value.dtype)}({names[0]}, {block})"
-            sums = [begun[t.name][0] for t in self.rescaled.values() if t.name in begun and _peak(t) == s.name]
-            if sums:
+            with_it = [n for n, first in self.passes.rescaled.items() if first is s]
+            if with_it:
                 new = self._define(new, True)
-                for name in sums:
-                    old = f"{name} * p_exp_below({names[0]}, {new})"
-                    self.loop_lines.append(f"{name} = {old} + p_exp_below({block}, {new})")
+            for n in with_it:
+                self.loop_lines.append(f"{begun[n][0]} = p_exp_sum({begun[n][0]}, {names[0]}, {block}, {new})")
+            for n, first in self.passes.spread.items():
+                if first is s:
+                    self._deviate(self._reduction(n), s, begun[n][0], names[0])
             self.loop_lines.append(f"{names[0]} = {new}")
+
+    def _reduction(self, name: str) -> Reduce:
+        return next(s for s in self.space.stmts if isinstance(s, Reduce) and s.name == name)
+
+    def _deviate(self, s: Reduce, first: Reduce, squares: str, total: str) -> None:
+        """Adds a block to each lane's squared deviations from its own mean. total: the lanes' sums before it."""
+        d = s.value.dtype
+        seen = self._define(f"{self.seen}.to({TYPES[d.name]})", True)
+        mean = f"{total} * {self._define(self._mean_factor(s, first, seen), True)}"
+        off = self._define(f"{self.value(s.value.args[0].args[0])} - {mean}", True)
+        weight = self._define(render("truediv", d, (seen, f"({seen} + 1)")), True)
+        added = f"{off} * {off} * {weight}"
+        mask = self.mask(frozenset(("r",)))
+        self.loop_lines.append(f"{squares} = {squares} + " + (f"tl.where({mask[0]}, {added}, 0.0)" if mask else added))
+
+    def _mean_factor(self, s: Reduce, first: Reduce, count: str) -> str:
+        """What turns a sum of `count` values into their mean."""
+        d, scale = s.value.dtype, scale_of(s, first)
+        whole = f"tl.maximum({count}, 1.0)" if scale is None else f"(tl.maximum({count}, 1.0) * {self.value(scale)})"
+        return render("truediv", d, (literal(1, d), whole))
+
+    def _gathered(self, s: Reduce, first: Reduce, squares: str) -> str:
+        """The sum of (x - c)^2 of a row out of its lanes'."""
+        d = s.value.dtype
+        r = next(g for g in self.tile.groups if g.name == "r")
+        count = self._define(f"(({self._points(r)} - rbase + {r.block - 1}) // {r.block}).to({TYPES[d.name]})", False)
+        center = center_of(s)
+        assert center is not None
+        mean = f"{self.lanes[first.name]} * {self._mean_factor(s, first, count)}"
+        off = self._define(f"{mean} - {self.value(center)}", False)
+        return f"tl.sum({squares} + {count} * {off} * {off}, 1)[:, None]"
 
     def _finish(self, s: Reduce, names: tuple[str, ...]) -> None:
         self.loop_lines = []
-        if s.name in self.rescaled:
-            peak = self.accs[_peak(s)]
-            lane = f"{names[0]} * p_exp_below({self.lanes[_peak(s)]}, {peak})"
+        if s.name in self.passes.rescaled:
+            first = self.passes.rescaled[s.name].name
+            lane = f"{names[0]} * p_exp_below({self.lanes[first]}, {self.accs[first]})"
             self.accs[s.name] = self._define(f"tl.sum({lane}, 1)[:, None]", False, "a")
+        elif s.name in self.passes.spread:
+            text = self._gathered(s, self.passes.spread[s.name], names[0])
+            self.accs[s.name] = self._define(text, False, "a")
         elif not s.running:
             self.lanes[s.name] = names[0]
             position = names[1] if len(names) > 1 else ""
@@ -308,7 +353,7 @@ class Writer:
 
     def _needs(self, n: Node) -> tuple[Node, ...]:
         """Nodes whose values must exist before this one: its arguments and what its index is made of."""
-        found = n.args
+        found = n.args[0].args if _is_narrow_quotient(n) else n.args
         e: Size = 0
         if n.op == "load":
             e = offset_of(n)
@@ -324,6 +369,8 @@ class Writer:
         return out
 
     def _node(self, n: Node) -> str:
+        if _is_narrow_quotient(n):
+            return self._quotient(n)
         args = tuple(self.value(a) for a in n.args)
         if n.op in OPS:
             return render(n.op, n.args[-1].dtype, args)
@@ -340,6 +387,17 @@ class Writer:
         assert n.op == "const" and isinstance(n.attr, (bool, int, float))
         return _constant(n.attr, n.dtype)
 
+    def _quotient(self, n: Node) -> str:
+        """A quotient that becomes a 16-bit float. Where the divisor is the same all along a row, its reciprocal is: one
+        rounding of 24 bits more does not show in 11. A small divisor is scaled, so that its reciprocal is finite."""
+        a, b = n.args[0].args
+        if "r" not in self._names(self._all_deps(a)) or "r" in self._names(self._all_deps(b)):
+            return cast(render("truediv", f32, (self.value(a), self.value(b))), f32, n.dtype)
+        if b not in self.reciprocals:
+            scale = self._define(f"tl.where(tl.abs({self.value(b)}) < 2.0**-64, 2.0**64, 1.0)", False)
+            self.reciprocals[b] = scale, self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", False)
+        return cast(f"({' * '.join((self.value(a), *self.reciprocals[b]))})", f32, n.dtype)
+
     def _load(self, n: Node, args: tuple[str, ...]) -> str:
         assert isinstance(n.attr, Load)
         offset = offset_of(n)
@@ -352,7 +410,10 @@ class Writer:
             names |= of_mask
         at = self._offset(offset, names) if names else f"({self.expr(offset)})"
         mask = f", {_and(conditions)}, other=0" if conditions else ""
-        return f"tl.load({self.pointer(n.attr.buf)} + {at}{mask})"
+        keep = ""
+        if self.later is not None and names == frozenset(g.name for g in self.tile.groups):
+            keep = f", eviction_policy='evict_{'last' if n in self.later else 'first'}'"
+        return f"tl.load({self.pointer(n.attr.buf)} + {at}{mask}{keep})"
 
     def _index(self, n: Node, args: tuple[str, ...]) -> str:
         assert isinstance(n.attr, (int, Expr))
@@ -388,7 +449,21 @@ class Writer:
     # --------------------------------------------------------------------------------------- integers
     def expr(self, e: Size) -> str:
         """An integer expression over loop variables, sizes and values."""
-        return self._text(e, {})
+        return self._text(self._linear(e), {})
+
+    def _linear(self, e: Size) -> Size:
+        """e with axes that it walks in the order of their group as one: the group's index itself, undivided."""
+        for g in self.tile.groups:
+            if isinstance(e, int) or len(g.axes) < 2:
+                continue
+            step = coefficient(e, g.axes[-1])
+            steps = [None if step is None else mul(step, _product(g.axes[k + 1 :])) for k in range(len(g.axes))]
+            if step not in (None, 0) and all(
+                c is not None and coefficient(e, a) == c for a, c in zip(g.axes, steps, strict=True)
+            ):
+                rest = substitute(e, dict.fromkeys(g.axes, 0))
+                e = add(rest, mul(step, symbol(f"#{g.name}", extent=g.points)))
+        return e
 
     def _text(self, e: Size, memo: dict[Size, str]) -> str:
         if isinstance(e, int):
@@ -421,6 +496,8 @@ class Writer:
         return name
 
     def _atom_text(self, a: Atom) -> str:
+        if a.name.startswith("#"):
+            return a.name[1:]
         if a in self.group_of:
             return self._axis(a)
         if a in self.space.indirect:
@@ -448,36 +525,8 @@ class Writer:
         return text if k == 0 else f"{text} % {self.size(extent(a))}"
 
 
-Passes = tuple[tuple[Reduce | Store, ...], ...]
-
-
-def online(passes: Passes) -> tuple[Passes, dict[str, Reduce]]:
-    """Moves sums of exp(x - max x) into the pass of their maximum, where each lane rescales its sum as its maximum
-    grows, so that rows too long for a block are read once less. Also gives the moved sums, by name.
-
-    Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
-    """
-    level = {s.name: (k, s) for k, p in enumerate(passes) for s in p if isinstance(s, Reduce) and s.kind == "max"}
-    moved: dict[str, Reduce] = {}
-    out: list[list[Reduce | Store]] = [list(p) for p in passes]
-    for k, p in enumerate(passes):
-        for s in p:
-            if not isinstance(s, Reduce) or s.kind != "sum" or s.running or not _peak(s):
-                continue
-            at, peak = level.get(_peak(s), (k, s))
-            if at < k and not peak.running and s.value.args[0].args[0] is peak.value:
-                moved[s.name] = s
-                out[k].remove(s)
-                out[at].append(s)
-    return tuple(tuple(p) for p in out if p), moved
-
-
-def _peak(s: Reduce) -> str:
-    """The reduction m of a sum of exp(x - m), or ""."""
-    n = s.value
-    if n.op != "exp" or n.args[0].op != "sub" or n.args[0].args[1].op != "acc":
-        return ""
-    return str(n.args[0].args[1].attr)
+def _is_narrow_quotient(n: Node) -> bool:
+    return n.op == "cast" and n.dtype.name in ("f16", "bf16") and n.args[0].op == "truediv" and n.args[0].dtype == f32
 
 
 def _product(axes: Sequence[Atom]) -> Size:

@@ -13,14 +13,21 @@ from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
 from plait.ir.sizes import Atom, Size, bounds, free_symbols
 from plait.kernel.space import Space, coefficient, extent, offset_of, trip_count
+from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store
 
-PERSISTENT_POINTS = 8192
-"""The longest row that one block holds as a whole."""
+PERSISTENT_POINTS = 32768
+"""The longest row that one block holds as a whole, for each value of a point that it holds."""
+ONE_PASS_POINTS = 8192
+"""The same where a row is needed once only, so that holding it saves nothing."""
 BLOCK_POINTS = 1024
 """Points of a block of a pointwise kernel."""
 REDUCE_POINTS = 4096
 """Points of a block of a reduction."""
+AGAIN_POINTS = 8192
+"""The same where rows are read again: more threads a row, so that the rows in flight fit the cache."""
+BUSY = 264
+"""Programs that are two for each multiprocessor of a large device."""
 OFTEN = 64
 """How much more an access at every point of a row weighs than one a row."""
 TILE = 64
@@ -77,7 +84,10 @@ def plan_tile(space: Space) -> Tile:
     # A small tensor is cut finer, so that more than a handful of multiprocessors work on it.
     while block > 128 and points // block < 256:
         block //= 2
-    return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, 8))
+    narrow = max((d.nbytes for _, d in _accesses(space)), default=4) <= 2
+    # A thread has one or two vectors of 16 bytes; one is sooner there where the device is hardly filled.
+    each = 8 if narrow or points >= 1 << 24 else 4
+    return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
 
 
 def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
@@ -97,18 +107,32 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     along = sum(votes.get(r, 0) for r in inner)
     beside = sum(votes.get(v, 0) for v in outer)
     known = isinstance(trip_count(inner), int)
+    held = _held(space)
     column = beside > along and rows >= 16
-    longest = 1024 if column else PERSISTENT_POINTS
+    again = len(plan_passes(space, True).loops) > 1
+    longest = PERSISTENT_POINTS // max(len(held), 1) if again else ONE_PASS_POINTS
+    longest = 1024 if column else max(longest, ONE_PASS_POINTS)
     if known and length <= longest:
         r = _power(length)
         x = _block_rows(rows, r, 32 if column else 1)
-        return Tile((Group("x", outer, x), Group("r", inner, r)), False, _warps(x * r, 8))
+        return Tile((Group("x", outer, x), Group("r", inner, r)), False, _row_warps(x * r, rows // x, held, column))
     if column:
         x = min(_power(rows), TILE)
         r = max(1, REDUCE_POINTS // x)
+        warps = _warps(x * r, 8)
     else:
-        r, x = min(_power(length), REDUCE_POINTS), 1
-    return Tile((Group("x", outer, x), Group("r", inner, r)), True, _warps(x * r, 8 if column else 16))
+        r, x = min(_power(length), AGAIN_POINTS if again or rows < 2 * BUSY else REDUCE_POINTS), 1
+        warps = _power(r // (32 * 8)) if again else _warps(r, 16)
+    return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1))
+
+
+def _row_warps(points: int, programs: int, held: list[DType], column: bool) -> int:
+    """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight; fewer where the block is
+    small or the device hardly filled."""
+    if column or programs < BUSY:
+        return _warps(points, 8 if column else 4)
+    each = 32 if held and max(d.nbytes for d in held) <= 2 else 16
+    return max(_warps(points, each), min(4, _warps(points, 8)))
 
 
 def _block_rows(rows: int, length: int, least: int) -> int:
@@ -127,6 +151,12 @@ def _accesses(space: Space) -> Iterator[tuple[Size, DType]]:
     for s in space.stmts:
         if isinstance(s, Store) and not s.index_args:
             yield s.index[0], space.buffers[s.buf].dtype
+
+
+def _held(space: Space) -> list[DType]:
+    """The dtypes of what is loaded at every point, and not only once a row or once a column."""
+    found = [(frozenset(free_symbols(offset_of(n))), n.dtype) for n in walk(space.roots()) if n.op == "load"]
+    return [d for used, d in found if used & {*space.rvars} and (used & {*space.vars} or not space.vars)]
 
 
 def _indirect(n: Node) -> bool:

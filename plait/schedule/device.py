@@ -80,4 +80,4 @@ KINDS: dict[str, DeviceKind] = {
 
 def kind_of(buffer: Buffer) -> DeviceKind:
     """The kind of device that a buffer is on."""
-    return KINDS[buffer.device.partition(":")[0]]
+    return KINDS.get(buffer.device.partition(":")[0], KINDS["cpu"])

@@ -1,0 +1,114 @@
+"""Reductions of rows, short and too long for a block, against the slow reference: `python -m tests.gpu_rows`.
+
+They run on a GPU, built and launched as those of a program are; with TRITON_INTERPRET=1 in Triton's interpreter
+instead. Prints what differs and exits with 1 if anything does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from plait.ir.dtypes import DType, bf16, f32, f64
+from plait.ir.loops import Load, Node, cast, const, loop_vars, node
+from plait.schedule.plan import Kernel, Reduce, Stmt, Store
+from tests.gpu_kernels import OnDevice
+from tests.kernel_tools import run_kernel, strided
+
+ROWS = 3
+
+
+def _acc(name: str, d: DType) -> Node:
+    return node("acc", (), name, d)
+
+
+def layer_norm(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
+    """(x - mean) / sqrt(m2 / n + 1e-5)."""
+    n = node("acc", (), "w.count", d)
+    var = node("add", (node("truediv", (_acc("w.m2", d), n)), const(1e-5, d)))
+    value = node("truediv", (node("sub", (x, _acc("w.mean", d))), node("sqrt", (var,))))
+    return (Reduce("w", "welford", x),), value
+
+
+def spread(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
+    """The sum of squared distances from twice the sum of x, which is not its mean."""
+    off = node("sub", (x, node("mul", (_acc("s", d), const(2.0, d)))))
+    return (Reduce("s", "sum", x), Reduce("q", "sum", node("mul", (off, off)))), _acc("q", d)
+
+
+def softmax(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
+    """exp(x - max x) / sum."""
+    e = node("exp", (node("sub", (x, _acc("peak", d))),))
+    return (Reduce("peak", "max", x), Reduce("sum", "sum", e)), node("truediv", (e, _acc("sum", d)))
+
+
+CASES = {
+    "layer_norm": (layer_norm, f32, f32),
+    "layer_norm_f64": (layer_norm, f64, f64),
+    "layer_norm_bf16": (layer_norm, bf16, f32),
+    "spread": (spread, f32, f32),
+    "softmax": (softmax, f32, f32),
+    "softmax_bf16": (softmax, bf16, f32),
+}
+
+
+def kernel_of(name: str, length: int) -> Kernel:
+    """One of the cases over rows of a length."""
+    make, kept, d = CASES[name]
+    (i,), (r,) = loop_vars("i", (ROWS,)), loop_vars("r", (length,))
+    x = cast(node("load", (), Load("x", (i, r)), kept), d)
+    stmts, value = make(x, d)
+    args = (strided("x", kept, (ROWS, length)), strided("out", kept, (ROWS, length)))
+    return Kernel(name, (i,), (r,), (*stmts, Store("out", (i, r), cast(value, kept), True)), args, ("out",), ())
+
+
+def check(name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
+    """What is wrong with one case, or ""."""
+    kernel = kernel_of(name, length)
+    kept = CASES[name][1]
+    data = np.random.default_rng(0).standard_normal(ROWS * length)
+    data[length : 2 * length] += 1000  # a mean far from 0
+    if kept == bf16:
+        x = (data.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        empty = np.zeros(ROWS * length, np.uint16)
+    else:
+        x = data.astype(np.float64 if kept == f64 else np.float32)
+        empty = np.zeros_like(x)
+    mine, want = {"x": x, "out": empty.copy()}, {"x": x, "out": empty.copy()}
+    runner([kernel])(kernel, mine)
+    run_kernel(kernel, want)
+    got, reference = (_wide(a["out"]).reshape(ROWS, length) for a in (mine, want))
+    rtol = {"f64": 1e-12, "f32": 1e-4, "bf16": 8e-3}[kept.name]
+    scale = np.abs(reference).max(1, keepdims=True)
+    off = (np.abs(got - reference) / scale).max()
+    return "" if off <= rtol else f"{name} of {length}: off by {off}"
+
+
+def _wide(a: np.ndarray) -> np.ndarray:
+    return (a.astype(np.uint32) << 16).view(np.float32) if a.dtype == np.uint16 else a
+
+
+def main() -> None:
+    """Command line: see the module's docstring."""
+    with tempfile.TemporaryDirectory() as folder:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            runner: Callable[[list[Kernel]], Callable[..., int]] = OnDevice
+        else:
+            from tests.triton_tools import Runner
+
+            def runner(kernels: list[Kernel]) -> Callable[..., int]:
+                return Runner(kernels, Path(folder))
+
+        found = [check(name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)]
+    wrong = [text for text in found if text]
+    print("\n".join([*wrong, f"{len(found)} reductions of rows, {len(wrong)} wrong"]))
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib import metadata
@@ -142,11 +143,10 @@ class _Server:
 
 
 class _Worker:
-    """One worker process and the thread that talks to it. fork: gives what a new one listens to."""
+    """One worker process and the thread that talks to it. fork: gives what a new one listens to, or raises OSError."""
 
     def __init__(self, jobs: queue.SimpleQueue[_Task | None], fork: Callable[[], socket.socket]) -> None:
         self.jobs, self.fork = jobs, fork
-        self.stopped = False
         self.thread = threading.Thread(target=self._serve, name="plait-triton", daemon=True)
         self.thread.start()
 
@@ -155,15 +155,25 @@ class _Worker:
         while (task := self.jobs.get()) is not None:
             answer: Cubin | str | None = None
             for _ in range(2):  # if it dies: once more, in a new one
-                if self.stopped:
-                    break
                 try:
-                    stream = stream or self.fork().makefile("rwb")
+                    stream = stream or self._connect()
                     answer = _ask(stream, task.job)
                     break
                 except (OSError, EOFError):
+                    _close(stream)
                     stream = None
             task.finish(answer)
+        _close(stream)
+
+    def _connect(self) -> BinaryIO | Any:
+        with self.fork() as mine:
+            return mine.makefile("rwb")
+
+
+def _close(stream: BinaryIO | Any | None) -> None:
+    if stream is not None:
+        with suppress(OSError):  # what was not read
+            stream.close()
 
 
 def _ask(stream: BinaryIO | Any, job: Job) -> Cubin | str:
@@ -247,22 +257,19 @@ class CubinPool:
             self._pending[key] = task.result
             self._jobs.put(task)
             if len(self._workers) < min(self.n_workers, len(self._pending)):
-                self._workers.append(_Worker(self._jobs, partial(self._fork, job.capability)))
+                self._workers.append(_Worker(self._jobs, partial(self._fork, self._jobs, job.capability)))
         return task.result
 
-    def _fork(self, capability: int) -> socket.socket:
-        self.start(capability)
+    def _fork(self, jobs: queue.SimpleQueue[_Task | None], capability: int) -> socket.socket:
         with self._lock:
-            server = self._server
-        try:
-            if server is not None and server.process.poll() is None:
-                return server.fork()
-        except OSError:
-            pass
-        with self._lock:
-            if self._server is server:  # it is gone
-                self._server = _Server(capability)
-            assert self._server is not None
+            if jobs is not self._jobs:
+                raise OSError("the pool was stopped")
+            if self._server is not None:
+                try:
+                    return self._server.fork()
+                except OSError:  # it is gone
+                    self._server.stop()
+            self._server = _Server(capability)
             return self._server.fork()
 
     def stop(self) -> None:
@@ -270,11 +277,13 @@ class CubinPool:
         with self._lock:
             server, self._server = self._server, None
             workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.stopped = True
-            self._jobs.put(None)
+            jobs, self._jobs = self._jobs, queue.SimpleQueue()
         if server is not None:
             server.stop()
+        for _ in workers:
+            jobs.put(None)
+        for worker in workers:
+            worker.thread.join()
 
 
 _PACK = struct.Struct("<10q")

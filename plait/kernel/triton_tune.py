@@ -88,7 +88,9 @@ def _sized(tile: Tile, blocks: tuple[int, ...], looped: bool) -> Tile:
 
 
 def _fits(tile: Tile) -> bool:
-    return 32 * tile.num_warps <= _points(tile) <= MAX_EACH * 32 * tile.num_warps
+    """Whether threads have something to do, and room for it."""
+    useful = all(g.block <= _power(g.points) for g in tile.groups if isinstance(g.points, int))
+    return useful and 32 * tile.num_warps <= _points(tile) <= MAX_EACH * 32 * tile.num_warps
 
 
 def _points(tile: Tile) -> int:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from plait import _native, compat
 from plait.capture.direct import DirectGraph
+from plait.capture.masks import simplify_masks
 from plait.capture.program import collector_paused, compile_captured
 from plait.capture.training import TrainingGraph
 from plait.compile import Program
@@ -68,6 +69,8 @@ class _OneGraph:
 
     def compile(self, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.nested = not isinstance(gm, GraphModule)
+        if isinstance(gm, GraphModule):
+            simplify_masks(gm)
         wrapped = compat.aot_compile(
             gm,
             example_inputs,

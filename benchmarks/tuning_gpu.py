@@ -78,7 +78,11 @@ def main() -> None:
     rows, lines = [], []
     with torch.no_grad():
         for name in [a for a in arguments if a != "--json"] or NAMES:
-            row = measure(name)
+            try:
+                row = measure(name)
+            except Exception as error:  # noqa: BLE001  (one case must not cost the others' numbers)
+                lines.append([name, f"{type(error).__name__}: {str(error)[:90]}", *[""] * 5])
+                continue
             rows.append(row)
             numbers = [f"{row['off_us']:.1f}", f"{row['on_us']:.1f}", f"{row['off_us'] / row['on_us']:.2f}"]
             lines.append([name, *numbers, *(f"{row[k]:.2f}" for k in ("first_s", "tuning_s", "known_s"))])

@@ -332,7 +332,8 @@ def start_early() -> None:
     that the first kernel is written. Neither CUDA nor Triton is touched in this process."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if DEVICE.exists() and not hidden and find_spec("triton") is not None:
-        pool().start()
+        with suppress(OSError):  # the first job will say so
+            pool().start()
 
 
 def _exactly(source: BinaryIO | Any, n: int) -> bytes:

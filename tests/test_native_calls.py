@@ -60,6 +60,15 @@ def test_extern_arguments_of_every_kind():
         torch.testing.assert_close(got, want)
 
 
+def test_none_for_a_tensor_is_an_undefined_tensor():
+    with torch.library._scoped_library("plait_none", "DEF") as library:
+        library.define("plus_one_without(Tensor x, Tensor y) -> Tensor")
+        library.impl("plus_one_without", lambda x, y: x + 1 if y is None else x, "CPU")
+        x = torch.randn(3)
+        call = extern("plait_none::plus_one_without", Ref("x"), Literal("none"), outs=("o",))
+        torch.testing.assert_close(build(program((tensor("x", 3),), call, ret("o")))(x)[0], x + 1)
+
+
 def test_extern_lists_and_several_results():
     x = torch.randn(4, 6)
     split = extern("aten::split.Tensor", Ref("x"), 2, 1, outs=("a", None, "b"))

@@ -117,7 +117,8 @@ class Resolver {
         return later(type.kind() == TypeKind::TensorType ? FillKind::tensor : FillKind::opaque,
                      o.id);
       case Operand::Kind::size: return convert_size(o.id, type);
-      case Operand::Kind::none: return IValue();
+      case Operand::Kind::none:  // as torch's Python binding has it
+        return type.kind() == TypeKind::TensorType ? IValue(at::Tensor()) : IValue();
       case Operand::Kind::boolean: return number(c10::Scalar(o.id != 0), type);
       case Operand::Kind::real: return number(c10::Scalar(o.re), type);
       case Operand::Kind::complex:

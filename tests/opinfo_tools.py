@@ -7,6 +7,7 @@ eager is, beyond tolerance.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,10 +110,12 @@ def pick(
 
 
 def traceable(case: Case) -> bool:
-    """Whether AOTAutograd can trace a case by itself: no control flow on the values of tensors."""
-    with FakeTensorMode() as mode, torch.no_grad():
+    """Whether AOTAutograd can trace a case and its gradient by itself: no control flow on the values of tensors."""
+    mode = FakeTensorMode()
+    inputs = [mode.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in case.inputs()]
+    with mode:
         try:
-            case.run([mode.from_tensor(t.detach()) for t in case.inputs()])
+            _gradients(case.run(inputs), inputs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
             return False
         except AssertionError as error:  # a tensor made inside the op
@@ -151,7 +154,7 @@ def compiled(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
-        partition_fn=partition,
+        partition_fn=functools.partial(partition, config),
         decompositions=compat.decomposition_table(),
         keep_inference_input_mutations=True,
         dynamic=dynamic,

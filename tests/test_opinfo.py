@@ -40,11 +40,12 @@ BEHIND_DYNAMO = [
     op for op in _APART if torch.float32 in op.supported_dtypes("cpu") and not op.name.startswith("jiterator")
 ]
 FLOATS = [op for op in ALL if torch.float32 in op.supported_dtypes("cpu")]
-# The gradient of linalg.eig is defined for some losses only.
+# The gradient of linalg.eig is defined for some losses only; that of put reads a number as AOTAutograd traces it.
+_NO_GRADIENT = ("linalg.eig", "put")
 DIFFERENTIABLE = [
     op
     for op in ALL
-    if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu") and op.name != "linalg.eig"
+    if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu") and op.name not in _NO_GRADIENT
 ]
 DTYPES = (
     torch.float32,
@@ -66,7 +67,8 @@ def passes(outcome: Outcome) -> None:
     assert not outcome.failures, "\n".join(outcome.failures[:5])
     broken = {op: why for op, why in outcome.fallbacks.items() if "rule failed" in why or "the rule gave" in why}
     assert not broken, f"rules that fail: {broken}"
-    missing = {op for op, why in outcome.fallbacks.items() if why == "no lowering rule"} - LISTED
+    missing = {op for op, why in outcome.fallbacks.items() if op.startswith("aten::") and why == "no lowering rule"}
+    missing -= LISTED
     assert not missing, f"neither a rule nor a line in extern_ops.txt: {missing}"
 
 
@@ -80,6 +82,12 @@ def mixed(op: Any) -> list[Case]:
         if dtype in supported:
             cases += pick(op, dtype, 1)
     return [c for c in cases if traceable(c)]
+
+
+def test_there_are_samples() -> None:
+    """An op without a sample that can be traced passes every test here."""
+    some = ALL[::10]
+    assert sum(bool(mixed(op)) for op in some) >= 0.95 * len(some)
 
 
 @ops

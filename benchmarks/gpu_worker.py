@@ -1,6 +1,6 @@
 """One peer, one program, one fresh process, on a GPU: obeys commands from gpu.py, as worker.py does from run.py.
 
-Commands: ["ready"], ["first"], ["time", seconds, batch], ["bare", batch], ["profile"], ["memory"], ["check"], ["quit"].
+Commands: ["ready"], ["first"], ["time", seconds, batch], ["own", batch], ["profile"], ["memory"], ["check"], ["quit"].
 The device is idle before and after each. Usage: gpu_worker.py CASE PEER
 """
 
@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ HERE = Path(__file__).resolve().parent
 class GpuWorker(Worker):
     """As Worker; times are medians, and the truth is the program in float64."""
 
-    bare_launches: BareLaunches | None = None
+    guards: Callable[[], Any] | None = None
+    bare: BareLaunches | None = None
 
     def ready(self) -> dict[str, Any]:
         """Has run the program as it is, which loads the libraries that every peer calls."""
@@ -47,50 +49,59 @@ class GpuWorker(Worker):
         prepared = time.perf_counter()
         self._bind(run)()
         torch.cuda.synchronize()
-        first_s = time.perf_counter() - prepared
+        first_s = time.perf_counter() - (prepared if self.peer.lazy else begin)
         self.call = self._bind(run)
         answer = {"wrap_s": prepared - begin, "first_s": first_s}
         if self.records:
             launches, calls = self._instructions("Launch"), self._instructions("CallExtern")
-            answer |= {"launches": len(launches), "calls": len(calls), "stages": self._stages(first_s)}
+            answer |= {"launches": len(launches), "calls": len(calls)}
+        if self.records and self.peer.lazy:
+            answer["stages"] = self._stages(first_s)
         return answer
 
     def time(self, seconds: float, batch: int = 1) -> dict[str, Any]:
         """us: a call among calls that follow each other, by CUDA events. host_us: what the CPU takes for one of
         `batch` calls, so few that none waits for room in the driver's queue."""
-        call, clock = self.call, time.perf_counter
+        call = self.call
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-        def timed(n: int) -> tuple[float, float]:
+        def wall_us(n: int) -> float:
             torch.cuda.synchronize()
             begin.record()
-            start = clock()
             for _ in repeat(None, n):
                 call()
-            host = clock() - start
             end.record()
             end.synchronize()
-            return begin.elapsed_time(end) * 1e3 / n, host * 1e6 / n
+            return begin.elapsed_time(end) * 1e3 / n
 
         for _ in range(5):  # a mode may record its first calls
             call()
         gc.collect()
         gc.disable()
-        n = max(2, int(2e4 / timed(5)[0]))
+        n = max(2, int(2e4 / wall_us(5)))
         wall, host = [], []
-        stop = clock() + seconds
-        while clock() < stop or len(wall) < 3:
-            wall.append(timed(n)[0])
-            host += [timed(batch)[1] for _ in range(5)]
+        stop = time.perf_counter() + seconds
+        while time.perf_counter() < stop or len(wall) < 3:
+            wall.append(wall_us(n))
+            host += [_host_us(call, batch) for _ in range(5)]
         gc.enable()
         return {"us": statistics.median(wall), "host_us": statistics.median(host)}
 
-    def bare(self, batch: int) -> dict[str, Any]:
-        """Nanoseconds a launch where only the driver is called, for the kernels of plait's program and arguments like
-        plait's: the whole sequence `batch` times, as `time` makes calls."""
-        if self.bare_launches is None:
-            self.bare_launches = BareLaunches(self._instructions("Launch"))
-        return {"bare_ns": self.bare_launches.time_ns(batch)}
+    def own(self, batch: int) -> dict[str, Any]:
+        """own_us: what a call takes above Dynamo's guards. bare_ns: what a launch takes where only the driver is
+        called, for the same kernels with arguments like theirs. own_bare: own_us a kernel, in bare launches. The three
+        are timed in turn, `batch` calls at a time, since the speed of a CPU may change by the second."""
+        self.guards = self.guards or self._bind(GPU_PEERS["guards"].prepare(_renamed(self.module), self.inputs))
+        self.bare = self.bare or BareLaunches(self._instructions("Launch"))
+        self.guards()
+        own, bare = [], []
+        for _ in range(200):
+            guards_us, call_us = _host_us(self.guards, batch), _host_us(self.call, batch)
+            own.append(call_us - guards_us)
+            bare.append(self.bare.time_ns(batch))
+        ratios = [us * 1e3 / self.bare.n / ns for us, ns in zip(own, bare, strict=True)]
+        middle = statistics.median
+        return {"own_us": middle(own), "bare_ns": middle(bare), "own_bare": middle(ratios)}
 
     def profile(self) -> dict[str, Any]:
         """kernels: what the device runs in one call, copies included. busy_us: for how long. top: what took longest,
@@ -113,6 +124,7 @@ class GpuWorker(Worker):
 
     def memory(self) -> dict[str, Any]:
         """The most that lived at once during a call, and the most that the allocator had from the device for it."""
+        self.guards = self.bare = None
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -175,7 +187,7 @@ class BareLaunches:
 
         cache = Path(os.environ["PLAIT_CACHE_DIR"])
         cubins = {c.symbol: c for f in (cache / "cubins").rglob("*.cubin") for c in [Cubin.from_bytes(f.read_bytes())]}
-        memory: dict[str, Tensor] = defaultdict(lambda: torch.zeros(1 << 18, device="cuda"))
+        memory: dict[str, Tensor] = defaultdict(lambda: torch.zeros(1 << 16, device="cuda"))
         self.kept: list[Any] = [cubins, memory]
         given = (_Given * len(launches))()
         for g, launch in zip(given, launches, strict=True):
@@ -191,15 +203,12 @@ class BareLaunches:
             raise RuntimeError("the driver did not take plait's kernels: see the log")
 
     def time_ns(self, batch: int) -> float:
-        """The median, a launch."""
-        took = []
-        for _ in range(50):
-            torch.cuda.synchronize()
-            took.append(self.library.bare_ns(ctypes.c_void_p(self.sequence), batch) / batch / self.n)
+        """A launch, where the sequence is enqueued `batch` times."""
         torch.cuda.synchronize()
-        if min(took) < 0:
+        took: float = self.library.bare_ns(ctypes.c_void_p(self.sequence), batch)
+        if took < 0:
             raise RuntimeError("the driver refused a launch")
-        return statistics.median(took)
+        return took / batch / self.n
 
     def _library(self, path: Path) -> ctypes.CDLL:
         native = HERE.parent / "native"
@@ -221,6 +230,24 @@ class _Given(ctypes.Structure):
         ("n_arguments", ctypes.c_uint32),
         ("arguments", ctypes.POINTER(ctypes.c_uint64)),
     )
+
+
+def _host_us(call: Callable[[], Any], batch: int) -> float:
+    """What one of `batch` calls takes until it is enqueued."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in repeat(None, batch):
+        call()
+    return (time.perf_counter() - start) * 1e6 / batch
+
+
+def _renamed(module: torch.nn.Module) -> torch.nn.Module:
+    """The same module with a `forward` that Dynamo has not seen: it keeps what it compiles by code object."""
+    forward = type(module).forward
+    code = forward.__code__.replace(co_name="renamed")
+    twin = copy.copy(module)
+    twin.__class__ = type("Renamed", (type(module),), {"forward": FunctionType(code, forward.__globals__)})
+    return twin
 
 
 def _observed_records(peer: str) -> list[Any]:

@@ -178,6 +178,7 @@ GPU_PEERS = {
     for peer in (
         Peer("eager", eager),
         Peer("plait", plait(), modules=("plait.capture.backend",)),
+        Peer("plait.compile", plait_compile, lazy=False, trains=False, modules=("plait.capture.export",)),
         Peer("plait-graphs", plait("reduce-overhead"), modules=("plait.capture.backend",)),
         Peer("guards", guards, computes=False, trains=False, modules=("torch._dynamo",)),
         Peer("inductor", inductor(), modules=GPU_MODULES),

@@ -1,6 +1,7 @@
 // benchmarks/matmul_gpu.cpp: nanoseconds of CPU time a call of an operator on a GPU, by every road:
 // the dispatcher's boxed call, ATen's typed function, its CUDA function without dispatch, a plan of
-// cuBLASLt. No call waits for the device. Prints a line of JSON a case.
+// cuBLASLt (bare: the library's call alone, all else done before). No call waits for the device.
+// Prints a line of JSON a case.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
@@ -8,6 +9,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/convolution.h>
+#include <ATen/ops/cudnn_convolution.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/native_layer_norm.h>
@@ -84,34 +86,43 @@ Matrix matrix(const at::Tensor& t) {
           d == 3 ? t.stride(0) : 0};
 }
 
+Type type_of(const at::Tensor& t) {
+  if (t.scalar_type() == at::kFloat) return Type::f32;
+  return t.scalar_type() == at::kHalf ? Type::f16 : Type::bf16;
+}
+
 // As a program calls it: the plan is looked up, memory to work in comes from the allocator, as much
 // as torch would give.
-std::function<void()> planned(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out,
-                              const at::Tensor& bias, std::string& note) {
+void add_plans(Roads& roads, const at::Tensor& a, const at::Tensor& b, const at::Tensor& out,
+               const at::Tensor& bias, std::string& note) {
   static const auto& library = *plait::blaslt::Library::loaded();
   static const size_t plain = direct<size_t (*)()>("_ZN2at4cuda22getChosenWorkspaceSizeEv")(),
                       biased = direct<size_t (*)()>("_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")();
   auto plans = std::make_shared<plait::blaslt::Plans>();
-  const Type type = a.scalar_type() == at::kFloat  ? Type::f32
-                    : a.scalar_type() == at::kHalf ? Type::f16
-                                                   : Type::bf16;
-  const auto call = [=]() -> const plait::blaslt::Plan* {
+  const auto arranged = [=] {
     Matrix added{};
     if (bias.defined()) added = {bias.data_ptr(), out.size(-2), out.size(-1), 0, 1, 0};
-    const auto p = plait::blaslt::arrange(type, plait::blaslt::Compute::f32,
-                                          plait::blaslt::Reductions::any, matrix(a), matrix(b),
-                                          bias.defined() ? &added : nullptr, matrix(out),
-                                          a.dim() == 3 ? a.size(0) : 1, 1, bias.defined() ? 1 : 0);
-    const auto* plan = plans->find(library, 0, *p, bias.defined() ? biased : plain);
-    if (!plan) std::abort();
-    c10::DataPtr workspace;
-    if (plan->workspace() > 0)
-      workspace = c10::GetAllocator(c10::kCUDA)->allocate(plan->workspace());
-    if (!plan->run(*p, workspace.get(), nullptr)) std::abort();
-    return plan;
+    return *plait::blaslt::arrange(
+        type_of(a), plait::blaslt::Compute::f32, plait::blaslt::Reductions::any, matrix(a),
+        matrix(b), bias.defined() ? &added : nullptr, matrix(out), a.dim() == 3 ? a.size(0) : 1, 1,
+        bias.defined() ? 1 : 0);
   };
-  note = " (works in " + std::to_string(call()->workspace() >> 10) + " KiB)";
-  return [call] { call(); };
+  const auto run = [](const auto* plan, const auto& p, const c10::DataPtr& memory) {
+    if (!plan || !plan->run(p, memory.get(), nullptr)) std::abort();
+  };
+  const auto allocate = [](size_t nbytes) {
+    return nbytes ? c10::GetAllocator(c10::kCUDA)->allocate(nbytes) : c10::DataPtr();
+  };
+  roads["plan"] = [=] {
+    const auto p = arranged();
+    const auto* plan = plans->find(library, 0, p, bias.defined() ? biased : plain);
+    run(plan, p, allocate(plan->workspace()));
+  };
+  const auto product = arranged();
+  const auto* plan = plans->find(library, 0, product, bias.defined() ? biased : plain);
+  const auto memory = std::make_shared<c10::DataPtr>(allocate(plan->workspace()));
+  roads["bare"] = [=] { run(plan, product, *memory); };
+  note = " (works in " + std::to_string(plan->workspace() >> 10) + " KiB)";
 }
 
 std::string by(std::initializer_list<int64_t> sizes) {
@@ -130,25 +141,25 @@ void products(at::ScalarType dtype) {
     const Tensor a = make({m, k}, dtype), b = make({n, k}, dtype).t();
     Tensor out = make({m, n}, dtype);
     Roads roads{{"boxed", boxed("aten::mm", "out", {a, b, out})},
-                {"typed", [=]() mutable { at::mm_out(out, a, b); }},
-                {"plan", planned(a, b, out, {}, note)}};
+                {"typed", [=]() mutable { at::mm_out(out, a, b); }}};
+    add_plans(roads, a, b, out, {}, note);
     if (mm_out) roads["direct"] = [=]() mutable { mm_out(out, a, b); };
     race(kind + " mm" + by({m, k, n}) + note, roads);
   };
   const auto addmm = [&](int64_t m, int64_t k, int64_t n) {
     const Tensor a = make({m, k}, dtype), b = make({n, k}, dtype).t(), bias = make({n}, dtype);
     Tensor out = make({m, n}, dtype);
-    const Roads roads{{"boxed", boxed("aten::addmm", "out", {bias, a, b, 1, 1, out})},
-                      {"typed", [=]() mutable { at::addmm_out(out, bias, a, b); }},
-                      {"plan", planned(a, b, out, bias, note)}};
+    Roads roads{{"boxed", boxed("aten::addmm", "out", {bias, a, b, 1, 1, out})},
+                {"typed", [=]() mutable { at::addmm_out(out, bias, a, b); }}};
+    add_plans(roads, a, b, out, bias, note);
     race(kind + " addmm" + by({m, k, n}) + note, roads);
   };
   const auto bmm = [&](int64_t batch, int64_t m, int64_t k, int64_t n) {
     const Tensor a = make({batch, m, k}, dtype), b = make({batch, n, k}, dtype).transpose(1, 2);
     Tensor out = make({batch, m, n}, dtype);
-    const Roads roads{{"boxed", boxed("aten::bmm", "out", {a, b, out})},
-                      {"typed", [=]() mutable { at::bmm_out(out, a, b); }},
-                      {"plan", planned(a, b, out, {}, note)}};
+    Roads roads{{"boxed", boxed("aten::bmm", "out", {a, b, out})},
+                {"typed", [=]() mutable { at::bmm_out(out, a, b); }}};
+    add_plans(roads, a, b, out, {}, note);
     race(kind + " bmm" + by({batch, m, k, n}) + note, roads);
   };
   for (int64_t n : {64, 256, 1024}) mm(n, n, n);
@@ -159,11 +170,24 @@ void products(at::ScalarType dtype) {
 
 void others(at::ScalarType dtype) {
   using at::Tensor;
-  const Tensor x = make({4, 64, 32, 32}, dtype), w = make({64, 64, 3, 3}, dtype);
   const std::vector<int64_t> one{1, 1}, zero{0, 0};
-  race("f16 convolution",
-       {{"boxed", boxed("aten::convolution", "", {x, w, IValue(), one, one, one, false, zero, 1})},
-        {"typed", [=] { at::convolution(x, w, {}, one, one, one, false, zero, 1); }}});
+  for (const auto& [kind, type] : {std::pair{"f16", at::kHalf}, {"f32", at::kFloat}}) {
+    const Tensor x = make({4, 64, 32, 32}, type), w = make({64, 64, 3, 3}, type),
+                 c = make({64}, type);
+    Tensor out = make({4, 64, 32, 32}, type);
+    const std::string name = std::string(kind) + " convolution";
+    race(name,
+         {{"boxed", boxed("aten::convolution", "", {x, w, IValue(), one, one, one, false, zero, 1})},
+          {"typed", [=] { at::convolution(x, w, {}, one, one, one, false, zero, 1); }}});
+    race(name + " with bias",
+         {{"boxed", boxed("aten::convolution", "", {x, w, c, one, one, one, false, zero, 1})}});
+    race(name + " of cuDNN",
+         {{"boxed", boxed("aten::cudnn_convolution", "out",
+                          {x, w, one, one, one, 1, false, false, true, out})},
+          {"typed", [=]() mutable {
+             at::cudnn_convolution_out(out, x, w, one, one, one, 1, false, false, true);
+           }}});
+  }
   const Tensor t = make({256, 256}, dtype), g = make({256}, dtype);
   race("f16 native_layer_norm",
        {{"boxed", boxed("aten::native_layer_norm", "", {t, std::vector<int64_t>{256}, g, g, 1e-5})},

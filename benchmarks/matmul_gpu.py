@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ def host() -> None:
             check=True,
         )  # fmt: skip
         done = subprocess.run([program], capture_output=True, text=True, check=True)
-    roads = ("boxed", "typed", "direct", "plan")
+    roads = ("boxed", "typed", "direct", "plan", "bare")
     rows = []
     for line in done.stdout.splitlines():
         ns = json.loads(line)
@@ -59,15 +60,15 @@ def host() -> None:
     print(render(("CPU µs a call", *roads), rows), flush=True)
 
 
-def plan(op: str, tensors: list[Tensor], dtype: DType) -> Program:
-    """A program of one product into its last operand."""
+def plan(op: str, tensors: list[Tensor], dtype: DType, n: int = 1) -> Program:
+    """A program of n equal products into the last operand."""
     names = [f"x{k}" for k in range(len(tensors))]
     inputs = tuple(
         TensorInput(n, dtype, tuple(t.shape), t.stride(), "cuda:0") for n, t in zip(names, tensors, strict=True)
     )
     *args, out = names
     call = CallExtern(f"aten::{op}.out", tuple(map(Ref, args)), (("out", Ref(out)),), (), (out,), may_keep=False)
-    return load(encode(WrapperProgram("product", inputs, (call, Return((Ref(out),))))), {})
+    return load(encode(WrapperProgram("product", inputs, (*[call] * n, Return((Ref(out),))))), {})
 
 
 def device_us(call: Callable[[], object]) -> Callable[[], float]:
@@ -90,8 +91,19 @@ def device_us(call: Callable[[], object]) -> Callable[[], float]:
     return replay
 
 
+def inside_us(run: Callable[[], object]) -> float:
+    """CPU time of one of many calls in a program."""
+    best = float("inf")
+    for _ in range(REPLAYS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        best = min(best, (time.perf_counter() - start) * 1e6 / CALLS)
+    return best
+
+
 def device() -> None:
-    """Eager's algorithm against the plan's."""
+    """Eager's algorithm against the plan's, and what a program adds to a plan."""
     rows = []
     for name, (dtype, torch_dtype) in DTYPES.items():
         for op, shape in SHAPES:
@@ -107,8 +119,10 @@ def device() -> None:
             for _ in range(REPLAYS):
                 best = [min(b, side()) for b, side in zip(best, sides, strict=True)]
             label = f"{name} {op} {'x'.join(map(str, shape))}"
-            rows.append([label, *(f"{b:.2f}" for b in best), f"{best[0] / best[1]:.2f}"])
-    print(render(("device µs a call", "eager", "plan", "eager / plan"), rows), flush=True)
+            inside = inside_us(partial(plan(op, tensors, dtype, CALLS), *tensors))
+            rows.append([label, *(f"{b:.2f}" for b in best), f"{best[0] / best[1]:.2f}", f"{inside:.2f}"])
+    titles = ("device µs a call", "eager", "plan", "eager / plan", "CPU µs in a program")
+    print(render(titles, rows), flush=True)
 
 
 def main() -> None:

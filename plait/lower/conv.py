@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from plait.ir import sizes as sz
-from plait.ir.sizes import Size
+from plait.ir.dtypes import bf16, f16, f32
+from plait.ir.loops import Node
+from plait.ir.record import Recorder
+from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
+from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
 
 aten = torch.ops.aten
@@ -24,8 +28,23 @@ def convolution(
     # Each element of the result (of the input, if transposed) takes a product with one filter.
     points = x.shape if transposed else ctx.out_shape()
     flops = sz.product((2, *points, *weight.shape[1:]))
-    args = (x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    return call_extern(ctx, ctx.node, args, {}, fallback=False, exact=True, flops=flops)
+    # On a GPU a bias takes a kernel of its own, which may as well be one of ours: it fuses with what follows.
+    apart = bias if ctx.device() != "cpu" and ctx.cfg.kernels and x.dtype in (f16, bf16, f32) else None
+    inside = None if apart is not None else bias
+    args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)
+    out = call_extern(ctx, ctx.node, args, {}, fallback=False, exact=True, flops=flops)
+    return out if apart is None else _biased(ctx, out, apart)
+
+
+def _biased(ctx: Lowering, x: View, bias: View) -> View:
+    """x with a number a channel added."""
+    compute = compute_dtype(x.dtype)
+
+    def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+        value, more = ops.cast(x.load(ops, i), compute), ops.cast(bias.load(ops, (i[1],)), compute)
+        return ops.cast(ops.op("add", value, more), x.dtype)
+
+    return ctx.pointwise(x.shape, x.dtype, body, ctx.out_strides())
 
 
 @lower(aten.convolution_backward.default)

@@ -194,10 +194,11 @@ def test_the_fastest_is_taken_and_known_to_others(monkeypatch: pytest.MonkeyPatc
     assert tune.tune([contest(3, "another")], cfg)[0].choice == 0 and clock.asked == 2
 
 
-def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    Clock(monkeypatch, 10.0, 9.9)
+@pytest.mark.parametrize("us", [(100.0, 98.0), (5.0, 4.8)])
+def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, us: tuple[float, float]) -> None:
+    Clock(monkeypatch, *us)
     (outcome,) = tune.tune([contest(2)], Config(cache_dir=str(tmp_path)))
-    assert outcome.choice == 0 and outcome.text(contest(2)) == "10.0 us, tile 0: the best"
+    assert outcome.choice == 0 and outcome.text(contest(2)) == f"{us[0]:.1f} us, tile 0: the best"
 
 
 def test_what_does_not_compile_does_not_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

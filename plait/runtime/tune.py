@@ -34,8 +34,9 @@ KERNEL_S = 0.1
 GRAPH_S = 20.0
 """Time for the kernels of a graph; what is left then stays as it is."""
 MAX_REPEATS = 25
-MARGIN = 0.98
-"""A version must be this much faster than the first to take its place."""
+MARGIN = 0.97
+MARGIN_US = 0.3
+"""How much faster than the first a version must be to take its place: what events cannot tell apart is no gain."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _measured(contest: Contest, versions: Versions, key: str, store: Store, dead
     except torch.cuda.OutOfMemoryError:
         return Outcome(reason="no memory for a copy of its tensors")
     best = min(range(len(us)), key=us.__getitem__)
-    choice = best if us[best] < MARGIN * us[0] else 0
+    choice = best if us[best] < min(MARGIN * us[0], us[0] - MARGIN_US) else 0
     store.put(key, json.dumps({"choice": choice, "us": us}).encode())
     return Outcome(choice, tuple(us))
 

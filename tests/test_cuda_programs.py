@@ -24,7 +24,17 @@ from plait.runtime.cubin import Cubin, pack
 from plait.runtime.load import LoadError, load
 from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel
-from plait.wrapper.instructions import Alloc, Arena, CallExtern, DefineKernel, Launch, TensorInput, WrapperProgram
+from plait.wrapper.instructions import (
+    Alloc,
+    Arena,
+    CallExtern,
+    DefineKernel,
+    Launch,
+    Place,
+    TensorInput,
+    View,
+    WrapperProgram,
+)
 from plait.wrapper.native import encode
 from plait.wrapper.program import CompileRecord
 from plait.wrapper.python import make_python
@@ -172,3 +182,28 @@ def test_the_file_of_cubins_is_checked(compile_only: None, tmp_path: Path) -> No
     path.write_bytes(data)
     with pytest.raises(LoadError, match="built without CUDA"):
         load(plan, {"cuda": str(path)})
+
+
+def test_odd_rows_of_large_products_are_padded(compile_only: None) -> None:
+    """An output head: its logits are written with aligned rows, and so are their gradients."""
+    mode = FakeTensorMode()
+    with mode:
+        x, w = (torch.empty(n, 64, device="cuda", dtype=torch.bfloat16) for n in (512, 50257))
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax((x @ w.t()).float(), -1).sum()
+
+    def head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w.t()
+
+    def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (F.relu(x @ w.t()) * 2) @ w
+
+    for fn, calls in ((loss, 1), (backward, 2)):
+        p = record(fn, x, w, mode=mode).wrapper
+        made = [i.strides for i in p.body if isinstance(i, (Alloc, Place, View)) and 50257 in i.shape]
+        assert made and all(s == (50264, 1) for s in made if s[-1] == 1)
+        assert len(of(p, CallExtern)) == calls
+    p = record(head, x, w, mode=mode).wrapper
+    returned = [i for i in of(p, Alloc) if i.strides == (50257, 1)]
+    assert len(returned) == 1 and len(of(p, Launch)) == 1  # the caller gets eager's strides

@@ -7,11 +7,13 @@ fuse with them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from plait.ir import sizes as sz
+from plait.ir.dtypes import bf16, f16
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -23,6 +25,8 @@ from plait.lower.shape import broadcast, scalar
 aten = torch.ops.aten
 
 _LANES = 16  # of a vector of f32
+_ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
+_MANY = 1 << 17  # elements of a matrix that is worth it
 
 
 def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
@@ -38,7 +42,28 @@ def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
 
 def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
+    for x in args:
+        if isinstance(x, View):
+            _align_rows(ctx, x.buf, ours=True)
+    out = call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
+    _align_rows(ctx, out.buf, ours=False)
+    return out
+
+
+def _align_rows(ctx: Lowering, buf: str, ours: bool) -> None:
+    """On a GPU, starts every row of a large matrix of half precision at a multiple of 16 bytes, without which tensor
+    cores get their operands, and give back their result, at a fraction of their speed. ours: it is no result of the
+    call, so its layout may be settled already."""
+    b = ctx.buffers[buf]
+    each = _ROW_NBYTES // b.dtype.nbytes
+    n = sz.numel(b.shape)
+    if b.device == "cpu" or b.dtype not in (f16, bf16) or len(b.shape) < 2 or (ours and b.fixed):
+        return
+    if not isinstance(n, int) or n < _MANY or b.strides != sz.contiguous_strides(b.shape):
+        return
+    row = sz.mul(sz.ceildiv(b.shape[-1], each), each)
+    strides = (*(sz.mul(s, row) for s in sz.contiguous_strides(b.shape[:-1])), 1)
+    ctx.buffers[buf] = replace(b, strides=strides)
 
 
 def _product(ctx: Lowering, a: View, b: View) -> View:

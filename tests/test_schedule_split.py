@@ -95,7 +95,7 @@ def test_on_a_gpu_every_kind_gives_what_one_stage_gives(
     plan = schedule(program, CFG)
     check(plan, program)
     first, second = kernels(plan)[0], kernels(plan)[-1]
-    if kind == "argmin" and inner[0] < 8:  # positions are counted in one axis of chunks
+    if kind == "argmin" and outer == (2,):  # positions are counted in one axis of chunks
         assert first is second
         return
     assert numel(map(extent, first.vars)) > 6 * max(numel(map(extent, second.vars)), 1)
@@ -106,7 +106,7 @@ def test_on_a_gpu_a_mean_of_logits_keeps_a_thousand_programs_busy() -> None:
     x = b.input(128, 50257)
     b.output(b.reduce((), (128, 50257), "sum", lambda o, i, j: o.exp(o.load(x, i, j))))
     first, second = kernels(schedule(on_gpu(b), CFG))
-    assert [extent(v) for v in first.vars] == [128, 7] and [extent(v) for v in first.rvars] == [7232]
+    assert [extent(v) for v in first.vars] == [1733] and [extent(v) for v in first.rvars] == [3712]
     assert not second.vars
 
 

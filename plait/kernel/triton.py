@@ -176,10 +176,7 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
         **{p: POINTERS[b.dtype.name] for p, b in zip(pointers, kernel.args, strict=True)},
         **dict.fromkeys(names.values(), "i64"),
     }
-    grid: Size = 1
-    for g in tile.outer:
-        grid = mul(grid, ceildiv(g.points, g.block))
-    return TritonKernel(symbol, text, signature, grid, tile.num_warps, tile.num_stages, writer.checks)
+    return TritonKernel(symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, writer.checks)
 
 
 def _is_wide(space: Space, tile: Tile) -> bool:

@@ -7,6 +7,7 @@ that holds whole rows has no loop, so nothing is read twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from plait.ir.checks import Bound
@@ -17,7 +18,7 @@ from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_no
 from plait.kernel.space import Space, coefficient, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_passes import center_of, plan_passes, scale_of
-from plait.kernel.triton_tiles import Group, Tile
+from plait.kernel.triton_tiles import Group, Tile, held_dtypes
 from plait.schedule.plan import Reduce, Store
 
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
@@ -39,7 +40,8 @@ class Writer:
         self.loop_exprs: dict[Size, str] = {}
         self.accs: dict[str, str] = {}
         self.running: set[str] = set()
-        self.group_of = {a: g for g in tile.groups for a in g.axes}
+        self.groups: tuple[Group, ...] = (*tile.groups, *((tile.programs,) if tile.programs else ()))
+        self.group_of = {a: g for g in self.groups for a in g.axes}
         self.passes = plan_passes(space, tile.looped)
         self.later: frozenset[Node] | None = None  # loads that passes after this one repeat
         self.seen = ""  # how many blocks of its row a program has seen
@@ -60,7 +62,7 @@ class Writer:
 
     def _names(self, what: frozenset[object]) -> frozenset[str]:
         """The dimensions of the block that a value with these dependences varies along."""
-        found = {self.group_of[a].name for a in what if isinstance(a, Atom) and a in self.group_of}
+        found = {g.name for g in self.tile.groups if not what.isdisjoint(g.axes)}
         for d in what:
             if isinstance(d, str):
                 found |= {g.name for g in self.tile.outer}
@@ -103,10 +105,12 @@ class Writer:
         """Which block this program is, and the indices of its points."""
         lines = [f"pid = tl.program_id(0).to({self.index_type})"]
         pids = {"x": "pid"}
-        if len(self.tile.outer) == 2:
+        if len(self.tile.outer) == 2 or self.tile.programs:
             x = next(g for g in self.tile.outer if g.name == "x")
             lines.append(f"columns = {self._count(x)}")
             pids = {"x": "pid % columns", "y": "pid // columns"}
+        if self.tile.programs:
+            lines.append("y = pid // columns")
         for d, g in enumerate(self.tile.groups):
             at = ", ".join(":" if k == d else "None" for k in range(len(self.tile.groups)))
             span = f"tl.arange(0, {g.block}).to({self.index_type})[{at}]"
@@ -220,10 +224,23 @@ class Writer:
             self.running.add(s.name)
             return (carry,)
         everything = self.shape(frozenset(g.name for g in self.tile.groups))
+        if s.name in self.passes.rescaled or s in self.passes.rescaled.values():
+            height, _, lanes = self._folds()
+            everything = f"[{height}, {lanes}]"
         acc = self._define(f"tl.broadcast_to({first}, {everything})", False, "a")
         if not s.kind.startswith("arg"):
             return (acc,)
         return acc, self._define(f"tl.full({everything}, {2**63 - 1}, tl.int64)", False, "a")
+
+    def _folds(self) -> list[int]:
+        """[rows, n, lanes] of a block whose rows are folded n times, so that what lies on one another belongs to one
+        thread, which then keeps one maximum for it."""
+        r = next(g for g in self.tile.groups if g.name == "r")
+        rows = math.prod(g.block for g in self.tile.outer)
+        least = min((d.nbytes for d in held_dtypes(self.space)), default=4)
+        vectors = 32 * self.tile.num_warps * 16 // least
+        n = max(r.block // vectors, 1) if rows == 1 else 1
+        return [rows, n, r.block // n]
 
     def _step(self, s: Reduce, begun: dict[str, tuple[str, ...]]) -> None:
         """One block of a reduction inside the loop."""
@@ -247,9 +264,10 @@ class Writer:
             self.loop_lines.append(f"{names[0]} = {names[0]} {sign} {block}")
         else:
             new = f"{combiner(s.kind, s.value.dtype)}({names[0]}, {block})"
-            with_it = [n for n, first in self.passes.rescaled.items() if first is s]
-            if with_it:
-                new = self._define(new, True)
+            if with_it := [n for n, first in self.passes.rescaled.items() if first is s]:
+                block = self._define(f"tl.reshape({block}, {self._folds()})", True)
+                fn = combiner(s.kind, s.value.dtype)
+                new = self._define(f"{fn}({names[0]}, tl.reduce({block}, 1, {fn}))", True)
             for n in with_it:
                 self.loop_lines.append(f"{begun[n][0]} = p_exp_sum({begun[n][0]}, {names[0]}, {block}, {new})")
             for n, first in self.passes.spread.items():
@@ -453,7 +471,7 @@ class Writer:
 
     def _linear(self, e: Size) -> Size:
         """e with axes that it walks in the order of their group as one: the group's index itself, undivided."""
-        for g in self.tile.groups:
+        for g in self.groups:
             if isinstance(e, int) or len(g.axes) < 2:
                 continue
             step = coefficient(e, g.axes[-1])

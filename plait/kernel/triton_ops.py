@@ -216,8 +216,7 @@ _FUNCTIONS: dict[str, str] = dict((
     return libdevice.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
 """),
     ("p_exp_sum", """def p_exp_sum(total, old, x, peak):
-    e = p_exp_below(tl.minimum(old, x), peak)
-    return tl.where(x > old, total * e + 1, total + e)
+    return total * p_exp_below(old, peak) + tl.sum(p_exp_below(x, peak[:, None, :]), 1)
 """),
     ("p_argmax", """def p_argmax(a, i, b, j):
     better = (a > b) | ((a != a) & (b == b))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, bounds, free_symbols
-from plait.kernel.space import Space, coefficient, extent, offset_of, trip_count
+from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, product
+from plait.kernel.space import Space, coefficient, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store
 
@@ -56,17 +56,24 @@ class Group:
 @dataclass(frozen=True)
 class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
-    looped: the block walks along r; otherwise it holds whole rows."""
+    looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a program has one point."""
 
     groups: tuple[Group, ...]
     looped: bool
     num_warps: int
     num_stages: int = 1
+    programs: Group | None = None
 
     @property
     def outer(self) -> tuple[Group, ...]:
         """The dimensions that are spread over programs."""
         return tuple(g for g in self.groups if g.name != "r")
+
+    @property
+    def grid(self) -> Size:
+        """The number of programs."""
+        count = trip_count(self.programs.axes) if self.programs else 1
+        return product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
 
 
 def plan_tile(space: Space) -> Tile:
@@ -85,7 +92,7 @@ def plan_tile(space: Space) -> Tile:
     while block > 128 and points // block < 256:
         block //= 2
     narrow = max((d.nbytes for _, d in _accesses(space)), default=4) <= 2
-    # A thread has one or two vectors of 16 bytes; one is sooner there where the device is hardly filled.
+    # A thread has one or two vectors of 16 bytes; one is sooner where the device is hardly filled.
     each = 8 if narrow or points >= 1 << 24 else 4
     return Tile((Group("x", axes, max(block, 1)),), False, _warps(block, each))
 
@@ -107,32 +114,48 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     along = sum(votes.get(r, 0) for r in inner)
     beside = sum(votes.get(v, 0) for v in outer)
     known = isinstance(trip_count(inner), int)
-    held = _held(space)
+    held = held_dtypes(space)
     column = beside > along and rows >= 16
-    again = len(plan_passes(space, True).loops) > 1
+    programs = None
+    if column and len(outer) > 1 and isinstance(size := extent(outer[-1]), int) and size >= TILE:
+        # What is the same for neighbouring results is then one value for a program, or one a row.
+        programs, outer = Group("y", outer[:-1], 1), outer[-1:]
+    again = _reads_again(space)
     longest = PERSISTENT_POINTS // max(len(held), 1) if again else ONE_PASS_POINTS
-    longest = 1024 if column else max(longest, ONE_PASS_POINTS)
+    narrow = bool(held) and max(d.nbytes for d in held) <= 2
+    longest = (128 if narrow else 1024) if column else max(longest, ONE_PASS_POINTS)
     if known and length <= longest:
         r = _power(length)
-        x = _block_rows(rows, r, 32 if column else 1)
-        return Tile((Group("x", outer, x), Group("r", inner, r)), False, _row_warps(x * r, rows // x, held, column))
+        x = _block_rows(rows, r, (TILE if narrow else 32) if column else 1)
+        warps = _row_warps(x * r, rows // x, narrow, column)
+        return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
         x = min(_power(rows), TILE)
         r = max(1, REDUCE_POINTS // x)
-        warps = _warps(x * r, 8)
+        warps = _warps(x * r, 16 if narrow else 8)
     else:
-        r, x = min(_power(length), AGAIN_POINTS if again or rows < 2 * BUSY else REDUCE_POINTS), 1
-        warps = _power(r // (32 * 8)) if again else _warps(r, 16)
-    return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1))
+        r, x = min(_power(length), AGAIN_POINTS if again else REDUCE_POINTS), 1
+        warps = _power(r // (32 * (8 if again or rows < 2 * BUSY else 16)))
+    return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
 
 
-def _row_warps(points: int, programs: int, held: list[DType], column: bool) -> int:
+def _reads_again(space: Space) -> bool:
+    """Whether a block that walks along rows reads some of them twice."""
+    seen: set[Node] = set()
+    for p in plan_passes(space, True).loops:
+        found = {n for n in walk([n for s in p for n in stmt_nodes(s)]) if n.op == "load" and _along_rows(space, n)}
+        if found & seen:
+            return True
+        seen |= found
+    return False
+
+
+def _row_warps(points: int, programs: int, narrow: bool, column: bool) -> int:
     """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight; fewer where the block is
     small or the device hardly filled."""
     if column or programs < BUSY:
         return _warps(points, 8 if column else 4)
-    each = 32 if held and max(d.nbytes for d in held) <= 2 else 16
-    return max(_warps(points, each), min(4, _warps(points, 8)))
+    return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))
 
 
 def _block_rows(rows: int, length: int, least: int) -> int:
@@ -153,10 +176,14 @@ def _accesses(space: Space) -> Iterator[tuple[Size, DType]]:
             yield s.index[0], space.buffers[s.buf].dtype
 
 
-def _held(space: Space) -> list[DType]:
+def held_dtypes(space: Space) -> list[DType]:
     """The dtypes of what is loaded at every point, and not only once a row or once a column."""
-    found = [(frozenset(free_symbols(offset_of(n))), n.dtype) for n in walk(space.roots()) if n.op == "load"]
-    return [d for used, d in found if used & {*space.rvars} and (used & {*space.vars} or not space.vars)]
+    return [n.dtype for n in walk(space.roots()) if n.op == "load" and _along_rows(space, n)]
+
+
+def _along_rows(space: Space, n: Node) -> bool:
+    used = free_symbols(offset_of(n))
+    return not used.isdisjoint(space.rvars) and not (space.vars and used.isdisjoint(space.vars))
 
 
 def _indirect(n: Node) -> bool:

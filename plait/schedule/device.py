@@ -17,9 +17,12 @@ class DeviceKind:
     from farther away. launch_ns: what a kernel costs by being there.
 
     A unit of work is what runs without the others: a result, or `neighbours` results that lie side by side. A
-    reduction of split_nbytes or more to fewer than min_units of them is cut in two stages, with `units` to aim at; a
-    partial result is worth min_along points that lie side by side in memory, or min_across that do not, and starts at
-    multiples of `aligned` points where it can. min_outer: outer points from which on a large loop joins a reduction.
+    reduction of split_nbytes or more, and of unit_nbytes or more a unit, to fewer than min_units of them is cut in two
+    stages, with `units` to aim at. A partial result is worth min_along points that lie side by side in memory, or
+    min_across that do not, and begins at a multiple of `aligned` points where it can.
+
+    min_outer: outer points from which on a large loop joins a reduction. tiny_nbytes: groups near each other that move
+    no more are joined if only their shapes agree.
     """
 
     cycles_a_ns: float
@@ -28,6 +31,7 @@ class DeviceKind:
     cache_nbytes: int
     launch_ns: float
     split_nbytes: int
+    unit_nbytes: int
     min_units: int
     units: int
     neighbours: int
@@ -35,6 +39,7 @@ class DeviceKind:
     min_across: int
     aligned: int
     min_outer: int
+    tiny_nbytes: int
 
     def moved_ns(self, nbytes: float) -> float:
         """Nanoseconds that it takes to read or write so many bytes."""
@@ -51,6 +56,7 @@ KINDS: dict[str, DeviceKind] = {
         cache_nbytes=1 << 20,
         launch_ns=110.0,
         split_nbytes=1 << 20,
+        unit_nbytes=0,
         min_units=8,
         units=16,
         neighbours=64,
@@ -58,6 +64,7 @@ KINDS: dict[str, DeviceKind] = {
         min_across=1024,
         aligned=1,
         min_outer=4,
+        tiny_nbytes=4096,
     ),
     # A whole Hopper device; units are programs, eight for each of its 132 multiprocessors.
     "cuda": DeviceKind(
@@ -67,6 +74,7 @@ KINDS: dict[str, DeviceKind] = {
         cache_nbytes=32 << 20,
         launch_ns=2500.0,
         split_nbytes=1 << 19,
+        unit_nbytes=1 << 18,
         min_units=256,
         units=1024,
         neighbours=64,
@@ -74,6 +82,7 @@ KINDS: dict[str, DeviceKind] = {
         min_across=256,
         aligned=64,
         min_outer=128,
+        tiny_nbytes=1 << 20,
     ),
 }
 

@@ -28,7 +28,8 @@ MAX_WRITES = 16
 MAX_TINY = 64  # buffers that a kernel may read, and that it may write, where all of them are tiny
 MAX_SHARERS = 8  # earlier readers of one buffer that are looked at
 MAX_DISTANCE = 128  # ops between two readers of one buffer: far apart, fusing them would keep other data alive
-TINY_NBYTES = 4096  # groups that move no more are joined if only their shapes agree
+TINY_NBYTES = 4096  # whatever moves no more keeps nothing alive that matters
+NEAR = 24  # ops between groups that are joined though they are not as tiny
 LARGE_NUMEL = 1 << 16
 
 
@@ -133,10 +134,12 @@ class _Fuser:
         last: dict[tuple[Size, ...], int] = {}
         for k in sorted(self.nodes):
             node = self.nodes[k]
-            if node.moved_nbytes > TINY_NBYTES:
+            if node.moved_nbytes > self._kind(node).tiny_nbytes:
                 continue
             shape = tuple(extent(v) for v in node.group.vars)
             other = last.get(shape)
+            if other is not None and node.moved_nbytes > TINY_NBYTES and k - other > NEAR:
+                other = None
             joined = other is not None and isinstance(self._fuse(other, k), Fused)
             last[shape] = self._find(k) if joined else k
 

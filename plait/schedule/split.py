@@ -22,11 +22,14 @@ from plait.ir.loops import (
     arg_symbol,
     cast,
     const,
+    index_exprs,
     loop_vars,
     node,
+    substitute_vars,
+    walk,
 )
 from plait.ir.record import inline
-from plait.ir.sizes import Size, add, coefficient, contiguous_strides, mul, numel
+from plait.ir.sizes import Atom, Size, add, coefficient, contiguous_strides, floordiv, free_symbols, mod, mul, numel
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
 from plait.schedule.device import kind_of
@@ -50,17 +53,18 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     buffers = dict(program.buffers)
     ops: list[Op] = []
     for op in program.ops:
-        parts = _chunks(op, program.buffers, bodies, program.hints) if isinstance(op, Reduction) else None
-        if parts is None:
+        found = _chunks(op, program.buffers, bodies, program.hints) if isinstance(op, Reduction) else None
+        if found is None:
             ops.append(op)
         else:
-            assert isinstance(op, Reduction)
-            ops += _Split(op, parts, buffers).ops()
+            ops += _Split(*found, buffers).ops()
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
-def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints) -> Parts | None:
-    """How a reduction is cut, or None where it stays whole."""
+def _chunks(
+    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints
+) -> tuple[Reduction, Parts] | None:
+    """A reduction, perhaps over fewer axes, and how it is cut, or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
@@ -70,11 +74,41 @@ def _chunks(op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints:
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
     units = outer if along else outer // kind.neighbours
-    if points * nbytes < kind.split_nbytes or units >= kind.min_units:
+    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
         return None
     least = kind.min_along if along else kind.min_across
     want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
-    return _cut(op, want, kind.aligned if along else 1, hints) if want >= 2 else None
+    if want < 2:
+        return None
+    inner = extent(op.rvars[-1])
+    if along and isinstance(inner, int) and inner % kind.aligned:  # parts of rows would begin anywhere
+        op = _flattened(op, buffers, found)
+    parts = _cut(op, want, kind.aligned if along else 1, hints)
+    return None if parts is None else (op, parts)
+
+
+def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> Reduction:
+    """A reduction over one axis, where everything that it loads walks the reduced axes as one."""
+    flats = [flat_index(buffers[load_of(n).buf], load_of(n).index) for n in loads]
+    steps: Size = 1
+    used = [a for v in op.rvars if (a := v.symbol) is not None]
+    for axis, v in zip(reversed(used), reversed(op.rvars), strict=True):
+        for flat in flats:
+            step, last = coefficient(flat, axis), coefficient(flat, used[-1])
+            if step is None or last is None or step != mul(last, steps):
+                return op
+        steps = mul(steps, extent(v))
+    exprs = [e for n in walk((op.body,)) if n.op == "index" for e in index_exprs(n)]
+    if any(not isinstance(e, int) and not free_symbols(e).isdisjoint(used) for e in exprs):
+        return op
+    (whole,) = loop_vars("r", (steps,))
+    env: dict[Atom, Size] = {}
+    inner: Size = 1
+    for k, v in reversed(list(enumerate(op.rvars))):
+        at = floordiv(whole, inner)
+        env[used[k]] = mod(at, extent(v)) if k else at
+        inner = mul(inner, extent(v))
+    return replace(op, rvars=(whole,), body=substitute_vars(op.body, env))
 
 
 def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:

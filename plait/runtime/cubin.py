@@ -11,10 +11,12 @@ import atexit
 import json
 import os
 import queue
+import shutil
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -116,17 +118,23 @@ class _Server:
         # It finds Triton where this process does, and nothing of this process's folder.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         env.pop("TRITON_INTERPRET", None)
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.folder = tempfile.mkdtemp(prefix="plait-triton-", dir=memory)  # whoever lives longer removes it
         self.requests, theirs = socket.socketpair()
         with theirs:
             handle = theirs.fileno()
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER), str(handle), str(os.getpid()), str(capability)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a compiler prints
-                pass_fds=(handle,),
-                env=env,
-                start_new_session=True,  # the user's Ctrl-C is not for it
-            )
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", str(WORKER), str(handle), str(os.getpid()), str(capability), self.folder],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a compiler prints
+                    pass_fds=(handle,),
+                    env=env,
+                    start_new_session=True,  # the user's Ctrl-C is not for it
+                )
+            except OSError:
+                self._clean()
+                raise
 
     def fork(self) -> socket.socket:
         """What a new worker listens to, from now on or once the server is ready. Raises OSError if the server died."""
@@ -137,9 +145,13 @@ class _Server:
 
     def stop(self) -> None:
         """Ends the process and its workers; a job that one is at is lost."""
-        self.requests.close()
         self.process.terminate()
         self.process.wait()
+        self._clean()
+
+    def _clean(self) -> None:
+        self.requests.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Worker:

@@ -1,5 +1,5 @@
 """Compiles Triton kernels outside of the process that wants them. Run as a script by `plait/runtime/cubin.py`, with a
-socket's number, the number of its parent process and the capability of a GPU.
+socket's number, the number of its parent process, the capability of a GPU and an empty folder.
 
 It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a worker for every socket
 that comes in over its own: a worker is ready in milliseconds, and what all need lies in memory once. Jobs come in over
@@ -171,12 +171,13 @@ def main() -> None:
     """Serves until the parent wants no more."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     requests, parent, capability = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=f"plait-triton-{os.getpid()}-", dir=memory) as folder:
-        tempfile.tempdir = folder
+    folder = tempfile.tempdir = sys.argv[4]
+    try:
         prepare(capability, Path(folder) / "first")
         gc.freeze()  # workers share what is there
         serve(requests, parent, Path(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

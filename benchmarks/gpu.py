@@ -3,7 +3,8 @@
 Every peer runs every program in a process of its own (gpu_worker.py). In the groups `launch` and `first` the first
 calls are made one process at a time, and their times count; in the others they are made at once. Then the processes
 are timed in turn, round after round. A full run of a group writes benchmarks/results/gpu-GROUP.json and .md; one with
---only, --race or --quick prints. Usage: gpu.py GROUP [--only CASES] [--race PEERS] [--cpp] [--profile] [--quick]
+--only, --race or --quick prints, and writes with --out NAME.
+Usage: gpu.py GROUP [--only CASES] [--race PEERS] [--cpp] [--profile] [--quick] [--out NAME]
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def begin(
         ready[name] = answer
     for (case, peer), answer in ready.items():
         into = results[case].setdefault(peer, {})
-        into |= {key: answer.get("first_s"), f"{key}_stages": answer.pop("stages", None)}
-        into |= {k: v for k, v in answer.items() if k not in into and k != "first_s"}
+        times = {key: answer.pop("first_s", None), f"{key}_stages": answer.pop("stages", None)}
+        into |= (times if group.alone else {}) | {k: v for k, v in answer.items() if k not in into}
         if "failed" in answer:
             say(f"{case}: {peer} failed: {answer['failed']}")
             workers.pop((case, peer)).stop()
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--cpp", action="store_true", help="also Inductor's C++ wrapper, which compiles for a minute")
     parser.add_argument("--profile", action="store_true", help="count kernels in every group")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--out", help="name of the files written to benchmarks/results")
     args = parser.parse_args()
     if args.group == "kernels":
         sys.argv = ["kernels_gpu.py"]
@@ -235,9 +237,10 @@ def main() -> None:
     claims = check_gpu_claims(args.group, results)
     met = sum(c["verdict"] == "met" for c in claims)
     print(f"\n{LEGEND}\n\n{claims_table(claims)}\n\ngoals: met {met} of {len(claims)} in {about['seconds']} s")
-    if not (args.only or args.race or args.quick):
+    out = args.out or ("" if args.only or args.race or args.quick else f"gpu-{args.group}")
+    if out:
         tables = [case_table(case, results[case.name]) for case in cases]
-        write(f"gpu-{args.group}", about, LEGEND, tables, results, claims)
+        write(out, about, LEGEND, tables, results, claims)
 
 
 if __name__ == "__main__":

@@ -148,9 +148,8 @@ def machine() -> Result:
         if line.startswith("model name")
     ]
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    asked = ["git", "--git-dir", str(ROOT / ".git"), "rev-parse", "--short", "HEAD"]  # not a folder's around a copy
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
         "command": "python " + shlex.join(["benchmarks/run.py", *sys.argv[1:]]),

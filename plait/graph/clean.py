@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from plait.config import Config
 from plait.graph.captured import Captured
+from plait.graph.channels import channels_last
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
@@ -23,6 +24,7 @@ Pass = Callable[[GraphModule], int]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
+    ("channels last", channels_last),  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     ("drop no-ops", drop_noops),
     ("gather products", gather_products),

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from plait import compat
 from plait.config import Config
+from plait.graph.channels import channels_last
 from plait.graph.cse import merge_common
 from plait.graph.edit import aten
 from plait.graph.random import replace_random
@@ -21,6 +22,7 @@ def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any)
     """The partition function that AOTAutograd is given; kwargs are whatever its version passes on."""
     if not cfg.eager_random:
         replace_random(joint)
+    channels_last(joint)
     merge_common(joint)
     _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)

@@ -1,0 +1,172 @@
+"""Convolutions on a GPU get channels-last operands: tensor cores want channels innermost, and cuDNN would otherwise
+turn every operand and every result around.
+
+One copy makes the first operand so; what is computed from the results keeps their layout, and only what leaves the
+graph, or goes to an operator that reads raw memory, gets eager's layout again. No value changes. Runs on a joint graph
+before it is split, so that both halves agree on the layout of what is saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from plait.graph.edit import aten, is_view, value_of
+
+DEVICES = ("cuda",)
+_CONVOLUTIONS: dict[Any, tuple[int, ...]] = {  # positions of their operands but for the weight
+    aten.convolution.default: (0,),
+    aten.convolution_backward.default: (0, 1),
+}
+_RAW = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default})
+FEW_CHANNELS = 4
+"""Up to here the operand of a convolution stays as it is: there is nothing to gain inside of a tensor core."""
+
+
+def channels_last(gm: GraphModule) -> int:
+    """Changes the graph in place; returns how many operands it copied."""
+    if not any(_wants(n) for n in gm.graph.nodes):
+        return 0
+    return _Pass(gm).run()
+
+
+def _wants(node: Node) -> bool:
+    """Whether a node is a convolution that gains from it."""
+    at = _CONVOLUTIONS.get(node.target)
+    if at is None:
+        return False
+    x = value_of(node.args[at[-1]])  # type: ignore[arg-type]
+    transposed, groups = (node.args[6], node.args[8]) if at == (0,) else (node.args[7], node.args[9])
+    if x.dim() != 4 or x.device.type not in DEVICES or transposed or groups != 1:
+        return False
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return half or (x.dtype == torch.float32 and x.device.type == "cuda" and torch.backends.cudnn.allow_tf32)
+
+
+def _is_last(x: torch.Tensor) -> bool:
+    """Whether the channels are innermost, as far as that is known."""
+    strides = x.stride()
+    return isinstance(strides[1], int) and strides[1] == 1 and strides[3] != 1
+
+
+class _Pass:
+    """copied: operand -> its channels-last copy. eager: nodes with a new layout -> the value with eager's.
+    restored: such nodes -> their copies in eager's layout."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.graph = gm.graph
+        self.copied: dict[Node, Node] = {}
+        self.eager: dict[Node, Any] = {}
+        self.restored: dict[Node, Node] = {}
+
+    def run(self) -> int:
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                self._restore_inputs(node)
+            elif node.op == "call_function":
+                self._visit(node)
+        return len(self.copied)
+
+    def _visit(self, node: Node) -> None:
+        wants = _wants(node)
+        if wants:
+            for k in _CONVOLUTIONS[node.target]:
+                self._turn(node, k)
+        if not wants and not any(a in self.eager for a in node.all_input_nodes):
+            return
+        if not _keeps_values(node):
+            self._restore_inputs(node)
+            return
+        try:
+            now = self._computed(node)
+        except (RuntimeError, ValueError):  # a view that the new layout has not
+            self._restore_inputs(node)
+            return
+        old = value_of(node)
+        if isinstance(old, torch.Tensor) and isinstance(now, torch.Tensor) and _layout(old) != _layout(now):
+            self.eager[node] = old
+        elif isinstance(old, (tuple, list)):  # each is met again where it is picked
+            self.eager[node] = old
+        node.meta["val"] = now
+
+    def _turn(self, node: Node, k: int) -> None:
+        """Hands the convolution a channels-last operand."""
+        source = node.args[k]
+        assert isinstance(source, Node)
+        x = value_of(source)
+        channels = x.shape[1]
+        if _is_last(x) or (isinstance(channels, int) and channels <= FEW_CHANNELS):
+            return
+        if source not in self.copied:
+            self.copied[source] = self._insert(node, source, aten.clone.default, memory_format=torch.channels_last)
+        node.update_arg(k, self.copied[source])
+
+    def _insert(self, before: Node, source: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(before):
+            new = self.graph.call_function(target, (source, *args), kwargs)
+        new.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+        x = value_of(source)
+        with x.fake_mode:
+            new.meta["val"] = target(x, *args, **kwargs)
+        return new
+
+    def _computed(self, node: Node) -> Any:
+        given: Any = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
+        args, kwargs = given
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        assert isinstance(node.target, OpOverload)
+        tensors = [v for n in node.all_input_nodes if isinstance(v := value_of(n), torch.Tensor)]
+        with tensors[0].fake_mode:  # type: ignore[attr-defined]
+            return node.target(*args, **kwargs)
+
+    def _restore_inputs(self, node: Node) -> None:
+        """Hands a node eager's layouts."""
+        for source in node.all_input_nodes:
+            if isinstance(self.eager.get(source), torch.Tensor):
+                node.replace_input_with(source, self._restored(node, source))
+
+    def _restored(self, before: Node, source: Node) -> Node:
+        """The node with eager's layout; a view is taken again of its restored base, so that views go on sharing it."""
+        if source not in self.eager or source in self.restored:
+            return self.restored.get(source, source)
+        inside = source.args[0]
+        picked = source.target is operator.getitem and isinstance(inside, Node)
+        if is_view(source) and (not picked or is_view(inside)):  # type: ignore[arg-type]
+            with self.graph.inserting_before(before):
+                new = self.graph.node_copy(source, lambda n: self._restored(before, n))
+            new.meta["val"] = self.eager[source]
+        else:
+            old = self.eager[source]
+            # The dimensions in the order in which eager has them in memory, outermost first.
+            order = sorted(range(old.dim()), key=lambda d: (-_hint(old.stride(d)), d))
+            back = [order.index(d) for d in range(old.dim())]
+            new = self._insert(before, source, aten.permute.default, order)
+            new = self._insert(before, new, aten.clone.default, memory_format=torch.contiguous_format)
+            new = self._insert(before, new, aten.permute.default, back)
+        self.restored[source] = new
+        return new
+
+
+def _hint(stride: Any) -> int:
+    return stride if isinstance(stride, int) else int(stride.node.hint)
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(s if isinstance(s, int) else str(s) for s in x.stride())
+
+
+def _keeps_values(node: Node) -> bool:
+    """Whether a node's values do not depend on its arguments' layouts: so with all of PyTorch's own operators but those
+    that read raw memory."""
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims") or target in _RAW:
+        return False
+    return not target._schema.is_mutable

@@ -283,10 +283,13 @@ def test_random_programs(block: int) -> None:
     assert made < 0.8 * loops, "hardly anything was fused"
 
 
-def test_random_programs_with_every_reduction_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = {"split_nbytes": 0, "min_along": 1, "min_across": 1, "units": 2, "min_units": 50}
+@pytest.mark.parametrize("units, aligned, first", [(2, 1, 1000), (6, 2, 2000)])
+def test_random_programs_with_every_reduction_split(
+    units: int, aligned: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = {"split_nbytes": 0, "min_along": 1, "min_across": 1, "units": units, "min_units": 50, "aligned": aligned}
     monkeypatch.setitem(KINDS, "cpu", replace(KINDS["cpu"], **split))
-    for seed in range(1000, 1080):
+    for seed in range(first, first + 80):
         run(seed, split)
 
 

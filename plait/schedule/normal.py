@@ -1,24 +1,27 @@
 """Loops in normal form: scatters update in place, and reductions over nothing are pointwise.
 
 A Scatter runs on its base itself where nobody needs the old contents; otherwise the copy of its base becomes a
-Pointwise of its own, which can be inlined into and fused like any other.
+Pointwise of its own, which can be inlined into and fused like any other. One that adds to zeros, of which a sum with
+something else is all that is needed, adds to that instead: the gradient of an embedding whose weights are used twice.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TypeVar
 
 from plait.ir import loops as ir
 from plait.ir.dtypes import i64
 from plait.ir.sizes import Atom, Size
-from plait.schedule.deps import Bodies, extent, load_of, memory_roots, output_buffers, reads, roots
+from plait.schedule.deps import Bodies, extent, load_of, memory_roots, output_buffers, reads, roots, updates
 
 T = TypeVar("T")
 
 
 def normalise(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     """The program with every loop in normal form."""
+    program = _without_zeros(program, bodies)
     ops: list[ir.Op] = []
     taken = _Takeovers(program, bodies)
     for k, op in enumerate(program.ops):
@@ -40,6 +43,40 @@ def normalise(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     return replace(program, ops=tuple(ops), outputs=tuple(map(taken.argument, program.outputs)))
 
 
+def _without_zeros(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
+    """The program with x + (zeros with something scattered into them) as x with that scattered into it."""
+    scatters = {op.out: k for k, op in enumerate(program.ops) if isinstance(op, ir.Scatter) and op.mode == "add"}
+    if not scatters:
+        return program
+    ops: list[ir.Op | None] = list(program.ops)
+    zeros = {op.out for op in program.ops if isinstance(op, ir.Pointwise) and op.index is None and _is_zero(op.body)}
+    uses = Counter(b for op in program.ops for b in {*reads(op, bodies)})
+    uses.update(output_buffers(program))
+    for k, op in enumerate(program.ops):
+        if not isinstance(op, ir.Pointwise) or op.index is not None or op.body.op != "add":
+            continue
+        terms = [load_of(n) for n in op.body.args if n.op == "load" and load_of(n).index == op.vars and not n.args]
+        if len(terms) < 2 or op.body.dtype.name not in ("f32", "f64"):  # which rounds no more coarsely than it did
+            continue
+        for scattered, rest in (terms, reversed(terms)):
+            at = scatters.get(scattered.buf, k)
+            scatter = ops[at]
+            if not isinstance(scatter, ir.Scatter) or scatter.base not in zeros or scattered.buf == rest.buf:
+                continue
+            if uses[scattered.buf] > 1:
+                continue
+            if not {b for p in program.ops[at:k] for b in updates(p)}.isdisjoint(reads(scatter, bodies)):
+                continue
+            origin = tuple(dict.fromkeys((*scatter.origin, *op.origin)))
+            ops[at], ops[k] = None, replace(scatter, out=op.out, base=rest.buf, origin=origin)
+            break
+    return replace(program, ops=tuple(op for op in ops if op is not None))
+
+
+def _is_zero(body: ir.Node) -> bool:
+    return body.op == "const" and body.attr == 0
+
+
 class _Takeovers:
     """Scatters that run on their base itself, because nobody needs its old contents any more.
     names: their results -> their bases."""
@@ -56,6 +93,7 @@ class _Takeovers:
             while source := bases.get(source, ""):
                 self.mutated.add((target, source))
         self.plain = {o.out for o in program.ops if isinstance(o, ir.Pointwise)}
+        self.called = {n for o in program.ops if isinstance(o, ir.Extern) for n in o.outs}
         # An op that keeps its arguments may keep its results too.
         self.held = {n for o in program.ops if isinstance(o, ir.Extern) and o.may_keep for n in o.outs}
         self.last_read: dict[str, int] = {}
@@ -76,7 +114,7 @@ class _Takeovers:
             return False
         if base in self.inputs:
             return (base, op.out) in self.mutated and op.out not in self.outputs
-        return op.out not in self.outputs
+        return op.out not in self.outputs or base in self.called
 
     def take(self, op: ir.Scatter) -> None:
         """Lets a scatter write over its base: who reads the result reads the base from now on."""

@@ -118,10 +118,10 @@ def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:
     position = op.kind in ("argmax", "argmin")  # is counted in one axis of chunks
     while want >= 2 and whole < len(sizes) - 1 and not (position and whole):
         n = hint(sizes[whole], hints)
-        if n > 4 * want or (position and n < want):
+        if n > 4 * want or (position and n < want) or hint_numel(sizes[whole + 1 :], hints) <= 1:
             break
         whole, want = whole + 1, -(-want // max(n, 1))
-    kept = Parts(whole) if whole else None
+    kept = Parts(whole) if hint_numel(sizes[:whole], hints) > 1 else None
     size = sizes[whole]
     if want < 2 or not isinstance(size, int) or (position and whole):
         return kept
@@ -133,7 +133,7 @@ def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:
     if op.kind in MERGED and size > want:
         rest = -(-size // want)
         rest = -(-rest // aligned) * aligned if last else rest
-        return Parts(whole, -(-size // rest), rest)
+        return Parts(whole, -(-size // rest), rest) if rest < size else kept
     return Parts(whole, exact[0], size // exact[0]) if exact else kept
 
 

@@ -7,6 +7,7 @@ what it made. A constraint on order is a comment on its line.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -61,11 +62,13 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     plan = _name_kernels(plan, sources)  # equal kernels now have one name
     show.show_plan(log, plan)
     show.show_sources(log, sources)
-    built = log("build kernels", _build, sources, cfg)
-    wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs)
-    wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
-    if cfg.cuda_graphs:  # last: other passes know nothing of partitions
-        wrapper = log("partition", partition, wrapper, lowered.constants, captured.kind == "forward")
+    with ThreadPoolExecutor(1) as beside:  # compilers are processes of their own: the wrapper is made while they run
+        building = beside.submit(_build, sources, cfg)
+        wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs)
+        wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
+        if cfg.cuda_graphs:  # last: other passes know nothing of partitions
+            wrapper = log("partition", partition, wrapper, lowered.constants, captured.kind == "forward")
+        built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
     loaded = log("load", WRAPPERS[cfg.wrapper], wrapper, libraries, lowered.constants, lowered.callables)

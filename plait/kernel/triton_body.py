@@ -90,7 +90,8 @@ class Writer:
     # -------------------------------------------------------------------------------------- kernel body
     def write(self) -> list[str]:
         """All lines of the body."""
-        lines = self._heads()
+        heads = self._heads()
+        lines, self.outer_lines = self.outer_lines + heads, []  # first the sizes that heads are written with
         loaded = [{n for s in p for n in walk(stmt_nodes(s)) if n.op == "load"} for p in self.passes.loops]
         for k, p in enumerate(self.passes.loops):
             if self.tile.looped and len(loaded) > 1:

@@ -66,7 +66,7 @@ TABLE: dict[str, Row] = {
     },
     **{op: f"p_{op}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
     "not": _by_kind("", "(~{0})", "({0} == 0)"),
-    "neg": "(-{0})",
+    "neg": _by_kind("({0} * -1.0)", "(-{0})"),  # Triton's minus is 0 - x, which has no -0.0
     "abs": "tl.abs({0})",
     "truediv": _f32_or("tl.div_rn({0}, {1})", "({0} / {1})"),
     "reciprocal": _f32_or("tl.div_rn(1.0, {0})", "(1.0 / {0})"),

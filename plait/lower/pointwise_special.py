@@ -51,7 +51,9 @@ def digamma(m: Maths, x: Node) -> Node:
     tail = m("add", m("truediv", 0.5, y), m("mul", z, _horner(m, z, _DIGAMMA)))
     value = m("add", total, m("sub", m("log", y), tail))
     fraction = m("sub", x, m("trunc", x))
-    reflected = m("sub", value, m("truediv", math.pi, m("tan", m("mul", fraction, math.pi))))
+    # Near a pole a rounding of the angle counts for much, so this is in double, as in eager.
+    slope = m("truediv", math.pi, m("tan", m("mul", m.cast(fraction, f64), math.pi)))
+    reflected = m("sub", value, m.cast(slope, x.dtype))
     reflected = m("where", m("eq", fraction, 0), m.const(math.nan, x.dtype), reflected)
     out = m("where", negative, reflected, value)
     at_zero = m("copysign", m.const(math.inf, x.dtype), m("neg", x))

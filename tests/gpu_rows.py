@@ -1,7 +1,7 @@
-"""Reductions of rows, short and too long for a block, against the slow reference: `python -m tests.gpu_rows`.
+"""Reductions of rows and columns, short and too long for a block, against the slow reference.
 
-They run on a GPU, built and launched as those of a program are; with TRITON_INTERPRET=1 in Triton's interpreter
-instead. Prints what differs and exits with 1 if anything does.
+`python -m tests.gpu_rows` runs them on a GPU, built and launched as those of a program are; with TRITON_INTERPRET=1
+they run in Triton's interpreter instead. Prints what differs and exits with 1 if anything does.
 """
 
 from __future__ import annotations
@@ -67,6 +67,27 @@ def kernel_of(name: str, length: int) -> Kernel:
     return Kernel(name, (i,), (r,), (*stmts, Store("out", (i, r), cast(value, kept), True)), args, ("out",), ())
 
 
+def columns(length: int, width: int, kept: DType, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
+    """Sums of columns, by chunks of rows, of x and of x less a mean a row; what is wrong, or ""."""
+    (c, i), (r,) = loop_vars("i", (ROWS, width)), loop_vars("r", (length,))
+    x = cast(node("load", (), Load("x", (c, r, i)), kept), f32)
+    off = node("sub", (x, node("load", (), Load("mean", (c, r)), f32)))
+    stmts: list[Stmt] = [Reduce("s", "sum", x), Reduce("q", "sum", node("mul", (off, off)))]
+    stmts += [Store(out, (c, i), _acc(out, f32), False) for out in ("s", "q")]
+    shapes = {"x": (ROWS, length, width), "mean": (ROWS, length), "s": (ROWS, width), "q": (ROWS, width)}
+    args = tuple(strided(n, kept if n == "x" else f32, shape) for n, shape in shapes.items())
+    kernel = Kernel("columns", (c, i), (r,), tuple(stmts), args, ("s", "q"), ())
+    random = np.random.default_rng(1)
+    data = {n: random.standard_normal(int(np.prod(shape))).astype(np.float32) for n, shape in shapes.items()}
+    if kept == bf16:
+        data["x"] = (data["x"].view(np.uint32) >> 16).astype(np.uint16)
+    mine, want = ({n: a.copy() for n, a in data.items()} for _ in range(2))
+    runner([kernel])(kernel, mine)
+    run_kernel(kernel, want)
+    same = all(np.allclose(mine[n], want[n], rtol=1e-5, atol=1e-3) for n in ("s", "q"))
+    return "" if same else f"columns of {length} x {width} {kept}: {mine['s']} is not {want['s']}"
+
+
 def check(name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
     """What is wrong with one case, or ""."""
     kernel = kernel_of(name, length)
@@ -105,8 +126,9 @@ def main() -> None:
                 return Runner(kernels, Path(folder))
 
         found = [check(name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)]
+        found += [columns(*shape, d, runner) for d in (f32, bf16) for shape in ((70, 64), (300, 100), (2000, 192))]
     wrong = [text for text in found if text]
-    print("\n".join([*wrong, f"{len(found)} reductions of rows, {len(wrong)} wrong"]))
+    print("\n".join([*wrong, f"{len(found)} reductions, {len(wrong)} wrong"]))
     sys.exit(1 if wrong else 0)
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from plait.errors import Unsupported
-from plait.ir.dtypes import f32, i16, i64
-from plait.ir.loops import Buffer, Load, const, loop_vars, node
+from plait.ir.dtypes import bf16, f32, i16, i64
+from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.sizes import evaluate, symbol
+from plait.kernel.space import linear_space
 from plait.kernel.triton import TritonTarget, emit_kernel
+from plait.kernel.triton_tiles import plan_tile
 from plait.schedule.plan import Kernel, Reduce, Store
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +91,17 @@ def test_a_transposition_gets_a_square_tile() -> None:
         kernel(Store("out", (i, j), x, True), vars_=(i, j), args=(buffer("x", 384, 512), buffer("out", 512, 384))), "k"
     )
     assert made.grid == 8 * 6 and "xmask" not in made.text  # blocks of 64 x 64 divide it
+
+
+def test_sums_of_columns_get_columns_though_what_rows_have_is_wider() -> None:
+    (i,), (r,) = loop_vars("i", (4096,)), loop_vars("r", (512,))
+    x = cast(node("load", (), Load("x", (r, i)), bf16), f32)
+    scaled = node("mul", (x, node("load", (), Load("scale", (r,)), f32)))
+    value = node("sub", (scaled, node("load", (), Load("mean", (r,)), f32)))
+    stmts = (Reduce("s", "sum", value), Store("out", (i,), node("acc", (), "s", f32), False))
+    args = (buffer("x", 512, 4096, dtype=bf16), buffer("scale", 512), buffer("mean", 512), buffer("out", 4096))
+    tile = plan_tile(linear_space(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
+    assert {g.name: g.block for g in tile.groups}["x"] == 64  # 128 bytes of a row of x
 
 
 def test_indices_are_wide_only_where_a_range_needs_it() -> None:

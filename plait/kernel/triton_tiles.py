@@ -6,6 +6,7 @@ Comes in: a `Space`. Goes out: a `Tile`. Every choice is a function of extents, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,8 +29,6 @@ AGAIN_POINTS = 8192
 """The same where rows are read again: more threads a row, so that the rows in flight fit the cache."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
-OFTEN = 64
-"""How much more an access at every point of a row weighs than one a row."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
 
@@ -191,14 +190,15 @@ def _indirect(n: Node) -> bool:
 
 
 def _unit_strides(space: Space) -> dict[Atom, int]:
-    """Bytes of the accesses that are contiguous along each axis, those at every point of a row counting more."""
+    """Bytes of the accesses that are contiguous along each axis: what is one value a row counts once a row."""
     votes: dict[Atom, int] = {}
-    rvars = frozenset(space.rvars)
+    axes = (*space.vars, *space.rvars)
     for offset, dtype in _accesses(space):
-        often = 1 if rvars and rvars.isdisjoint(free_symbols(offset)) else OFTEN
-        for a in (*space.vars, *space.rvars):
+        used = free_symbols(offset)
+        nbytes = dtype.nbytes * math.prod(_known(extent(a)) for a in axes if a in used)
+        for a in axes:
             if coefficient(offset, a) == 1 and _known(extent(a)) > 1:
-                votes[a] = votes.get(a, 0) + dtype.nbytes * often
+                votes[a] = votes.get(a, 0) + nbytes
     return votes
 
 

@@ -67,7 +67,7 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
         wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs)
         wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
         if cfg.cuda_graphs:  # last: other passes know nothing of partitions
-            wrapper = log("partition", partition, wrapper, lowered.constants, captured.kind == "forward")
+            wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results)
         built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)

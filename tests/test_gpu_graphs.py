@@ -107,16 +107,72 @@ def test_results_stay_valid(programs: list[Program]) -> None:
         torch.testing.assert_close(b, (x * 2).sum(-1))
 
 
-def test_large_results_that_are_held_get_a_recording_of_their_own(programs: list[Program]) -> None:
+def test_results_of_operators_are_the_callers_own(programs: list[Program]) -> None:
     w = r(256, 2048)
     compiled = graphs(lambda x: torch.relu(x) @ w)
     x = r(1024, 256)
-    y = None
-    for _ in range(8):
-        y = compiled(x)  # the last one is alive while the next is computed
+    held = [compiled(x * k) for k in range(6)]
+    for k, y in enumerate(held):
+        torch.testing.assert_close(y, torch.relu(x * k) @ w)
+    assert stats(programs[0])["recorded"] == 1 and stats(programs[0])["replayed"] == 4
+
+
+def test_results_survive_other_programs_and_other_sizes() -> None:
+    """Programs with much memory of their own run between the making of a result and its use."""
+    w = r(512, 512)
+    small = graphs(lambda x: torch.relu(x) @ w)
+    large = graphs(lambda x: ((x @ w).relu() @ w).softmax(-1) @ w, dynamic=True)
+    for _ in range(3):
+        large(r(2048, 512)), small(r(16, 512)), large(r(64, 512))
+    x = r(16, 512)
+    y = small(x)
+    for n in (2048, 64, 2048):
+        large(r(n, 512))
     torch.testing.assert_close(y, torch.relu(x) @ w)
-    counts = stats(programs[0])
-    assert counts["recorded"] == 2 and counts["moved"] == 0 and counts["replayed"] >= 4
+
+
+def test_two_forward_passes_before_their_backward_passes(programs: list[Program]) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(CUDA)
+    compiled = graphs(model)
+    for _ in range(6):
+        a, b = r(32, 64), r(32, 64)
+        total = compiled(a).square().mean() + compiled(b).tanh().mean()
+        got = torch.autograd.grad(total, list(model.parameters()))
+        want = torch.autograd.grad(model(a).square().mean() + model(b).tanh().mean(), list(model.parameters()))
+        for g, e in zip(got, want, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+    assert not any(stats(p)["refused"] for p in programs)
+
+
+def test_dropout_in_attention_with_passes_in_any_order() -> None:
+    def block(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 2, q, q, dropout_p=0.2).square()
+
+    compiled = graphs(block)
+    for dtype in (torch.float32, torch.float16):
+        for k in range(4):
+            q = r(2, 4, 64, 32, dtype=dtype).requires_grad_()
+            compiled(q)
+            first, second = compiled(q), compiled(q)
+            (first.sum() + (second.sum() if k % 2 else 0)).backward()
+            assert q.grad is not None and bool(q.grad.isfinite().all())
+
+
+def test_a_result_on_another_stream() -> None:
+    w = r(512, 512)
+    compiled = graphs(lambda x: torch.relu(x) @ w)
+    for _ in range(3):
+        compiled(r(512, 512))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    made = []
+    for k in range(10):
+        with torch.cuda.stream(streams[k % 2]):
+            x = torch.randn(512, 512, device=CUDA)
+            made.append((x, compiled(x)))
+    torch.cuda.synchronize()
+    for x, y in made:
+        torch.testing.assert_close(y, torch.relu(x) @ w)
 
 
 def test_in_place_updates_of_a_cache(programs: list[Program]) -> None:
@@ -249,16 +305,6 @@ def test_inside_a_graph_of_the_user() -> None:
     torch.testing.assert_close(y, F.softmax(x * 2, -1).cumsum(0))
 
 
-def test_a_resized_result() -> None:
-    w = r(64, 64)
-    compiled = graphs(lambda x: torch.relu(x) @ w)
-    x = r(64, 64)
-    for _ in range(6):
-        y = compiled(x)
-        torch.testing.assert_close(y, torch.relu(x) @ w)
-        y.untyped_storage().resize_(0)
-
-
 def test_views_of_inputs_and_results() -> None:
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         y = (x * 2).cumsum(0)
@@ -278,25 +324,19 @@ def test_memory_is_given_back() -> None:
         torch._dynamo.reset()
         compiled = graphs(lambda x: (x @ x).relu().cumsum(0))
         for _ in range(4):
-            compiled(r(512, 512))
+            compiled(r(2048, 2048))
+
+    def reserved() -> int:
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
 
     run()
-    gc.collect()
-    torch._dynamo.reset()
-    gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = reserved()
     for _ in range(5):
         run()
-    torch._dynamo.reset()
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= before + (8 << 20)
-
-
-def test_an_error_in_a_call_leaves_no_trace() -> None:
-    compiled = graphs(lambda x: F.embedding(x, torch.arange(8.0, device=CUDA)[:, None]) * 2)
-    x = torch.arange(4, device=CUDA)
-    for _ in range(4):
-        torch.testing.assert_close(compiled(x), x[:, None] * 2.0)
+    assert reserved() <= before + (8 << 20)
 
 
 def test_a_step_may_be_marked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from plait.wrapper.instructions import Alloc, Arena, Partition, WrapperProgram
@@ -22,10 +23,10 @@ kernel('c', 2, 0)
 """
 
 
-def cut(body: str, keeps_results: bool = False) -> WrapperProgram:
+def cut(body: str, n_results: int | None = None) -> WrapperProgram:
     program = read(HEAD + body)
     verify(program, after="test")
-    made = partition(program, [torch.zeros(3)], keeps_results)
+    made = partition(program, [torch.zeros(3)], n_results)
     verify(made, after="partition")
     verify_kept(program, made, after="partition")
     assert read(text(made)) == made
@@ -61,19 +62,27 @@ def test_results_of_operators_stay_in_recorded_memory() -> None:
     assert fixed_inputs(made) == (["x"], ["y"])
 
 
-def test_large_results_of_a_forward_pass_stay_in_recorded_memory() -> None:
-    large = KERNELS.replace("[4, 8] @ (8, 1)", "[512, 64] @ (64, 1)")
-    assert parts(cut(large + "return (b,)\n", True)) == parts(cut(large + "return (b,)\n", False))
-
+def test_what_a_forward_pass_saves_stays_in_recorded_memory() -> None:
     def hoisted(program: WrapperProgram) -> list[str]:
         first = next(k for k, i in enumerate(program.body) if isinstance(i, Partition) and i.recorded)
         return [i.name for i in program.body[:first] if isinstance(i, Alloc)]
 
-    assert hoisted(cut(large + "return (b,)\n", True)) == [] and hoisted(cut(large + "return (b,)\n")) == ["b"]
+    both = KERNELS + "return (b, a)\n"
+    assert hoisted(cut(both, 1)) == ["b"] and hoisted(cut(both)) == ["a", "b"] and hoisted(cut(both, 0)) == []
+    assert cut(both, 1).n_results == 1 and cut(both).n_results is None
 
 
-def test_what_needs_the_host_is_not_recorded() -> None:
-    for line, reason in (
+MORE = """\
+e = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+launch('k', (x, e), (), (e,), 1)
+g = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+launch('k', (e, g), (), (g,), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
         ("c = alloc(f32[4, 8] @ (8, 1))\nlaunch('c', (h, c), (), (c,), 1)\n", "kernel c runs on the CPU"),
         ("c, = call_python(0, 'lib.f')(a)\n", "lib.f is a Python function"),
         ("require_finite(a, 'm.py:1')\n", "values are checked"),
@@ -83,13 +92,24 @@ def test_what_needs_the_host_is_not_recorded() -> None:
         ("w = constant(0)\nc, = call('aten::add.Tensor')(a, w)\n", "aten::add.Tensor has a tensor on the host"),
         ("c, = call('aten::_to_copy')(a, device=device('cpu'))\n", "aten::_to_copy has a tensor on the host"),
         ("copy(h, a)\n", "a copy to or from the host"),
-        ("n = read_item(a)\n", None),
-    ):
-        if reason is None:
-            continue
-        made = cut(KERNELS + line + KERNELS.replace("a", "e").replace("b", "g").replace("elloc", "alloc")
-                   .replace("leunch", "launch").replace("cude", "cuda") + "return (b, g)\n")  # fmt: skip
-        assert parts(made) == [(False, ""), (True, ""), (False, reason), (True, "")], line
+        (
+            "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, 0.5)\n",
+            "aten::_scaled_dot_product_efficient_attention draws its seed where it runs, on the host or on the device",
+        ),
+    ],
+)
+def test_what_needs_the_host_is_not_recorded(line: str, reason: str) -> None:
+    assert parts(cut(KERNELS + line + MORE + "return (b, g)\n")) == [
+        (False, ""),
+        (True, ""),
+        (False, reason),
+        (True, ""),
+    ]
+
+
+def test_attention_without_dropout_is_recorded() -> None:
+    line = "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, 0.0)\n"
+    assert parts(cut(KERNELS + line + "return (b, c)\n")) == [(False, ""), (True, "")]
 
 
 def test_little_work_is_not_recorded() -> None:
@@ -129,4 +149,4 @@ a = alloc(f32[4] @ (1,))
 launch('k', (x, a), (), (a,), 1)
 return (a,)
 """)
-    assert partition(program, [], False) is program
+    assert partition(program, []) is program

@@ -54,6 +54,7 @@ Driver::Driver(const char* library) {
   find(handle, make_event, "cuEventCreate");
   find(handle, record_event, "cuEventRecord");
   find(handle, wait_event, "cuStreamWaitEvent");
+  find(handle, synchronize, "cuCtxSynchronize");
   check(init(0), "cuInit");
 }
 

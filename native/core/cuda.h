@@ -111,6 +111,7 @@ class Driver {
   int (*make_event)(Event*, unsigned);
   int (*record_event)(Event, Stream);
   int (*wait_event)(Stream, Event, unsigned);
+  int (*synchronize)();
 };
 
 // What the compiler's metadata says of a kernel. Scratch: bytes a program.

@@ -4,7 +4,7 @@
 // payload bytes; then the payload: i64 number of words, the words (i64), the bytes of all strings
 // (UTF-8). The words are, in order:
 //   strings:  n, then (offset, length) each
-//   program:  name string, n_constants, n_callables
+//   program:  name string, n_constants, n_callables, n_results
 //   exprs:    n, then (op, a, b) each
 //   symbols:  n, then name each
 //   slots:    n, then (name, dtype) each
@@ -113,6 +113,7 @@ class Parser {
     plan_.name = in_.string();
     plan_.n_constants = in_.id(0, INT32_MAX, "number of constants");
     plan_.n_callables = in_.id(0, INT32_MAX, "number of callables");
+    plan_.n_results = in_.id(kNone, INT32_MAX, "number of results");
     parse_exprs();
     for (size_t n = symbols_after_exprs_; n > 0; --n) plan_.symbols.push_back(in_.string());
     for (size_t n = in_.count(); n > 0; --n) {

@@ -237,6 +237,7 @@ struct Kernel {
 struct Plan {
   std::string name;
   int32_t n_constants = 0, n_callables = 0;
+  int32_t n_results = kNone;  // first of the returned values that are for the caller; kNone: all
   std::vector<ExprNode> exprs;
   std::vector<std::string> symbols;
   std::vector<Slot> slots;

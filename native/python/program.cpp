@@ -319,13 +319,16 @@ Ref graph_stats(const Graphs& g) {
   Ref d = Ref::check(PyDict_New());
   const GraphCounts& c = g.counts;
   for (const auto& [name, n] : {std::pair{"recorded", c.recorded}, {"replayed", c.replayed},
-                                {"patched", c.patched}, {"copied", c.copied}, {"moved", c.moved}})
+                                {"patched", c.patched}, {"copied", c.copied}})
     put(d.get(), name, PyLong_FromLongLong(n));
   Ref refused = Ref::check(PyDict_New());
-  for (size_t k = 0; k < g.partitions.size(); ++k)
-    if (!g.partitions[k].refused.empty())
-      put(refused.get(), std::to_string(k).c_str(),
-          PyUnicode_FromString(g.partitions[k].refused.c_str()));
+  for (size_t k = 0; k < g.partitions.size(); ++k) {
+    std::string why = g.partitions[k].full ? "it was met with too many sizes" : "";
+    for (const auto& [sizes, at] : g.partitions[k].by_size)
+      if (why.empty()) why = at.refused;
+    if (!why.empty())
+      put(refused.get(), std::to_string(k).c_str(), PyUnicode_FromString(why.c_str()));
+  }
   put(d.get(), "refused", refused.release());
   return d;
 }
@@ -407,8 +410,8 @@ PyObject* always_true(PyObject*, void*) { Py_RETURN_TRUE; }
 PyMethodDef program_methods[] = {
     {"stats", program_stats, METH_NOARGS,
      "What the program does at a call: launches, regions, externs, arena_bytes, steps; graphs: how often "
-     "partitions were recorded and replayed, kernel nodes patched, inputs copied and held results moved, "
-     "and why partitions (by number) are not recorded."},
+     "partitions were recorded and replayed, kernel nodes patched and inputs copied, and why partitions (by "
+     "number) are not recorded."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef program_getset[] = {
     {"boxed", program_boxed, nullptr, "The program as a callable of one list, which it clears.",

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 
@@ -16,31 +17,34 @@ namespace {
 constexpr size_t kMaxSizes = 16;       // choices of sizes that one partition is recorded for
 constexpr size_t kMaxRecordings = 4;   // at once, for one choice of sizes
 constexpr int32_t kMaxMade = 32;       // in all: what moves so often is not worth recording
-constexpr size_t kCopyNbytes = 16 << 20;  // an input of an operator up to this is copied once it moves
-constexpr size_t kMoveNbytes = 1 << 20;   // results up to this are moved out of the way
+constexpr size_t kCopyNbytes = 16 << 20;  // inputs of operators up to this are copied once they move
 constexpr unsigned kNoTiming = 2;         // CU_EVENT_DISABLE_TIMING
 
 // What the recordings of one device share. The GIL guards it.
 struct Shared {
   bool busy = false;
-  bool replayed = false;
+  bool used = false, on_many_streams = false;
   cuda::Stream last = nullptr;
   cuda::Event event = nullptr;
+  std::weak_ptr<SharedArena> arena;
 
   static Shared& of(c10::DeviceIndex device) {
     static std::unordered_map<int, Shared> all;
     return all[device];
   }
 
-  // A replay reads and writes memory of the one before it, wherever that was put.
+  // A call uses memory of the one before it, wherever that was put.
   void follow(cuda::Stream stream) {
-    const cuda::Driver& driver = cuda::Driver::machine();
-    if (replayed && last != stream) {
+    if (used && last != stream) {
+      on_many_streams = true;
+      const cuda::Driver& driver = cuda::Driver::machine();
       if (!event) driver.check(driver.make_event(&event, kNoTiming), "cuEventCreate");
-      driver.check(driver.record_event(event, last), "cuEventRecord");
-      driver.check(driver.wait_event(stream, event, 0), "cuStreamWaitEvent");
+      if (driver.record_event(event, last) == 0)
+        driver.check(driver.wait_event(stream, event, 0), "cuStreamWaitEvent");
+      else  // the stream is gone
+        driver.check(driver.synchronize(), "cuCtxSynchronize");
     }
-    replayed = true;
+    used = true;
     last = stream;
   }
 };
@@ -74,39 +78,58 @@ at::Tensor sharing(const at::Tensor& t) {
   return at::Tensor(t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false));
 }
 
-c10::StorageImpl* impl_of(const at::Tensor& t) {
+c10::StorageImpl* memory_of(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+bool is_on_gpu(const Recording::Export& e) {
+  return e.tensor.defined() && !e.tensor.device().is_cpu();
 }
 
 // Whether nobody has given the memory another size or place.
 bool is_whole(const Recording& r) {
-  for (const Recording::Export& e : r.exports)
-    if (e.tensor.defined() &&
-        (impl_of(e.tensor)->data() != e.pointer || impl_of(e.tensor)->nbytes() != e.nbytes))
-      return false;
-  return true;
+  return std::all_of(r.exports.begin(), r.exports.end(), [](const Recording::Export& e) {
+    return !e.tensor.defined() || (memory_of(e.tensor)->data() == e.pointer &&
+                                   memory_of(e.tensor)->nbytes() == e.nbytes);
+  });
 }
 
-// Owners of a storage that are the recording's own.
-size_t own_uses(const Recording& r, const c10::StorageImpl* storage) {
-  size_t n = 0;
-  for (const Recording::Export& e : r.exports) n += e.tensor.defined() && impl_of(e.tensor) == storage;
-  return n;
-}
-
-bool is_held(const Recording& r, const Recording::Export& e) {
-  if (!e.tensor.defined() || e.tensor.device().is_cpu()) return false;
-  const c10::StorageImpl* storage = impl_of(e.tensor);
-  const size_t uses = e.tensor.storage().use_count();
-  return uses > 1 && uses > own_uses(r, storage);
+// Whether somebody else than the recording holds memory that it writes.
+bool is_held(const Recording& r) {
+  for (const Recording::Export& e : r.exports) {
+    if (!is_on_gpu(e)) continue;
+    size_t own = 0;
+    for (const Recording::Export& other : r.exports)
+      own += other.tensor.defined() && memory_of(other.tensor) == memory_of(e.tensor);
+    if (e.tensor.storage().use_count() > own) return true;
+  }
+  return false;
 }
 
 }  // namespace
 
 const void* Program::address(const Frame& f, SlotId s) const {
-  const SlotInfo::Kind kind = slots_[static_cast<size_t>(s)].kind;
-  if (kind == SlotInfo::Kind::arena) return f.pointers[static_cast<size_t>(s)];
+  if (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::arena)
+    return f.pointers[static_cast<size_t>(s)];
   return data_of(*f.refs[static_cast<size_t>(s)]);
+}
+
+// The arena of this device, at least this large. Not called while something is recorded.
+void Program::reserve_arena(int64_t nbytes) const {
+  Shared& shared = Shared::of(gpu_->device().index());
+  std::shared_ptr<SharedArena> now = shared.arena.lock();
+  if (!now || now->nbytes < nbytes) {
+    // The allocator knows of one stream that uses the old one.
+    if (now && shared.on_many_streams)
+      cuda::Driver::machine().check(cuda::Driver::machine().synchronize(), "cuCtxSynchronize");
+    now = std::make_shared<SharedArena>(gpu_->allocate(nbytes), nbytes);
+    shared.arena = now;
+  }
+  graphs_->arena = std::move(now);
+}
+
+void Program::lend_arena(Frame& f, const Step& s) const {
+  bind_arena(f, s.a, at::DataPtr(graphs_->arena->memory.get(), gpu_->device()), value(f, s.b));
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -142,107 +165,138 @@ void Program::note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l,
 
 void Program::copy_import(Frame& f, SlotId s, const at::Tensor& copy) const {
   const at::Tensor& from = *f.refs[static_cast<size_t>(s)];
-  const bool plain = !is_lazy(from) && from.device() == copy.device() &&
-                     from.is_non_overlapping_and_dense() && from.strides() == copy.strides();
-  if (plain) {
+  if (is_lazy(from) || from.strides() != copy.strides()) {
+    const DispatchGuard below;
+    copy.copy_(from);
+  } else if (from.nbytes() > 0) {
     const cuda::Driver& driver = cuda::Driver::machine();
-    if (from.nbytes() > 0)
-      driver.check(driver.copy(copy.unsafeGetTensorImpl()->mutable_data(),
-                               from.unsafeGetTensorImpl()->data(), from.nbytes(), f.stream),
-                   "cuMemcpyDtoDAsync");
-    return;
+    driver.check(driver.copy(copy.unsafeGetTensorImpl()->mutable_data(),
+                             from.unsafeGetTensorImpl()->data(), from.nbytes(), f.stream),
+                 "cuMemcpyDtoDAsync");
   }
-  const DispatchGuard below;
-  copy.copy_(from);
 }
 
-// The partition, recorded and launched; null if it cannot be.
-Recording* Program::record(Frame& f, size_t partition, Recordings& at) const {
-  const PartitionInfo& p = partitions_[partition];
-  auto r = std::make_unique<Recording>();
+// From here on the frame's slot is this tensor.
+void Program::substitute(Frame& f, SlotId s, const at::Tensor* tensor) const {
+  f.refs[static_cast<size_t>(s)] = tensor;
+  if (slots_[static_cast<size_t>(s)].needs_pointer)
+    patch(f, s, static_cast<char*>(tensor->unsafeGetTensorImpl()->mutable_data()));
+}
+
+// What may die in the partition before it has run lives to its end: it runs as it is if recording
+// fails.
+void Program::capture_steps(Frame& f, const PartitionInfo& p, Recording& r) const {
+  f.excluded_by_us = DispatchGuard::added();
+  const DispatchGuard below;
+  for (int32_t at = p.first; at < p.last; ++at) {
+    const Step& s = steps_[static_cast<size_t>(at)];
+    const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
+    if (s.kind == StepKind::bump ||
+        (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end()))
+      continue;
+    if (s.kind == StepKind::arena)
+      lend_arena(f, s);
+    else
+      step(f, s, false);
+    if (s.kind == StepKind::launch)
+      note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], r);
+  }
+}
+
+// The partition, recorded and run; false if it cannot be.
+bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
+  auto r = std::make_unique<Recording>(host_.release);
   r->imports.resize(p.imports.size());
   at.copied.resize(p.imports.size());
-  for (size_t i = 0; i < p.imports.size(); ++i) {
-    const SlotId s = p.imports[i].slot;
-    Recording::Import& import = r->imports[i];
-    if (at.copied[i]) {
-      const at::Tensor& from = *f.refs[static_cast<size_t>(s)];
-      const DispatchGuard below;
-      import.copy = at::empty_strided(from.sizes(), from.strides(), from.options());
-      copy_import(f, s, import.copy);
-      f.owns_inputs = true;  // the frame drops it after the call
-      f.tensors[static_cast<size_t>(s)] = import.copy;
-      f.refs[static_cast<size_t>(s)] = &f.tensors[static_cast<size_t>(s)];
-      if (slots_[static_cast<size_t>(s)].needs_pointer)
-        patch(f, s, static_cast<char*>(import.copy.unsafeGetTensorImpl()->mutable_data()));
-    }
-    import.pointer = address(f, s);
-  }
+  std::vector<std::pair<SlotId, const at::Tensor*>> replaced;
   const cuda::Stream outer = f.stream;
   void* capture = nullptr;
   try {
+    for (int32_t k = p.first; k < p.last; ++k) {
+      const Step& s = steps_[static_cast<size_t>(k)];
+      if (s.kind == StepKind::eval) evaluate_range(f, s.a, s.b);
+      if (s.kind == StepKind::arena) reserve_arena(value(f, s.b));
+    }
+    r->arena = graphs_->arena;
+    for (size_t i = 0; i < p.imports.size(); ++i) {
+      const SlotId s = p.imports[i].slot;
+      Recording::Import& import = r->imports[i];
+      const at::Tensor& from = *f.refs[static_cast<size_t>(s)];
+      if (p.imports[i].fixed && from.defined() && from.device().is_cpu() &&
+          slots_[static_cast<size_t>(s)].kind != SlotInfo::Kind::arena)
+        throw std::runtime_error("'" + slots_[static_cast<size_t>(s)].name + "' is on the host");
+      if (at.copied[i]) {
+        const DispatchGuard below;
+        import.copy = at::empty_strided(from.sizes(), from.strides(), from.options());
+        copy_import(f, s, import.copy);
+        replaced.emplace_back(s, &from);
+        substitute(f, s, &import.copy);
+      }
+      import.pointer = address(f, s);
+    }
     capture = host_.begin_capture(gpu_->device().index());
     f.stream = gpu_->stream();
-    const DispatchGuard below;
-    for (int32_t at_step = p.first; at_step < p.last; ++at_step) {
-      const Step& s = steps_[static_cast<size_t>(at_step)];
-      step(f, s, false);
-      if (s.kind == StepKind::launch)
-        note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], *r);
-    }
+    capture_steps(f, p, *r);
     r->exec = host_.end_capture(capture);
+    r->host = capture;
   } catch (const std::exception& error) {
+    at.refused = error.what();
     if (capture) host_.abort_capture(capture);
-    f.stream = outer;
-    graphs_->partitions[partition].refused = error.what();
-    return nullptr;
   }
-  r->host = capture;
   f.stream = outer;
-  for (SlotId s : p.exports) {
-    const at::Tensor& t = f.tensors[static_cast<size_t>(s)];
-    Recording::Export e{s, {}, nullptr, 0};
+  for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
+  if (!at.refused.empty()) return false;
+  for (const PartitionInfo::Export& e : p.exports) {
+    const at::Tensor& t = f.tensors[static_cast<size_t>(e.slot)];
+    Recording::Export made{e.slot, e.escapes, {}};
     if (t.defined()) {
-      e.tensor = sharing(t);
-      e.pointer = impl_of(t)->data();
-      e.nbytes = impl_of(t)->nbytes();
+      made.tensor = sharing(t);
+      made.pointer = memory_of(t)->data();
+      made.nbytes = memory_of(t)->nbytes();
     }
-    r->exports.push_back(std::move(e));
+    r->exports.push_back(std::move(made));
   }
   if (p.defines_symbols) r->values = f.values;
-  launch_recording(f, p, *r);
   ++graphs_->counts.recorded;
   at.all.push_back(std::move(r));
-  return at.all.back().get();
-}
-
-void Program::launch_recording(Frame& f, const PartitionInfo& p, const Recording& r) const {
-  Shared::of(gpu_->device().index()).follow(f.stream);
-  if (p.random) return host_.replay(r.host);
-  const cuda::Driver& driver = cuda::Driver::machine();
-  driver.check(driver.launch_graph(r.exec, f.stream), "cuGraphLaunch");
+  launch_recording(f, p, *at.all.back());
+  return true;
 }
 
 // ----------------------------------------------------------------------------------------------------
 // replaying
-// Memory of results that somebody still holds goes on in memory of its own.
-void Program::move_results(Frame& f, Recording& r) const {
+// Runs a recording that is up to date and leaves the frame as the steps would.
+void Program::launch_recording(Frame& f, const PartitionInfo& p, const Recording& r) const {
   const cuda::Driver& driver = cuda::Driver::machine();
-  for (Recording::Export& e : r.exports) {
-    if (!is_held(r, e)) continue;
-    const auto held = e.tensor.storage();
-    c10::StorageImpl* storage = held.unsafeGetStorageImpl();
-    c10::DataPtr fresh = gpu_->allocate(static_cast<int64_t>(e.nbytes));
-    if (e.nbytes > 0)
-      driver.check(driver.copy(fresh.get(), e.pointer, e.nbytes, f.stream), "cuMemcpyDtoDAsync");
-    auto kept = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, e.nbytes,
-                                                      storage->set_data_ptr(std::move(fresh)),
-                                                      gpu_->allocator(), true);
-    for (Recording::Export& other : r.exports)
-      if (other.tensor.defined() && impl_of(other.tensor) == storage)
-        other.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(at::Storage(kept));
-    ++graphs_->counts.moved;
+  if (p.random)
+    host_.replay(r.host);
+  else
+    driver.check(driver.launch_graph(r.exec, f.stream), "cuGraphLaunch");
+  std::vector<std::pair<c10::StorageImpl*, at::Storage>> fresh;
+  for (const Recording::Export& e : r.exports) {
+    const auto s = static_cast<size_t>(e.slot);
+    f.tensors[s] = e.tensor.defined() ? sharing(e.tensor) : at::Tensor();
+    if (!e.tensor.defined()) continue;
+    if (e.escapes && is_on_gpu(e)) {
+      c10::StorageImpl* from = memory_of(e.tensor);
+      auto found = std::find_if(fresh.begin(), fresh.end(), [&](auto& x) { return x.first == from; });
+      if (found == fresh.end()) {
+        c10::DataPtr memory = gpu_->allocate(static_cast<int64_t>(e.nbytes));
+        if (e.nbytes > 0)
+          driver.check(driver.copy(memory.get(), e.pointer, e.nbytes, f.stream), "cuMemcpyDtoDAsync");
+        fresh.emplace_back(from, at::Storage(c10::make_intrusive<c10::StorageImpl>(
+                                     c10::StorageImpl::use_byte_size_t{}, e.nbytes, std::move(memory),
+                                     gpu_->allocator(), true)));
+        found = fresh.end() - 1;
+      }
+      f.tensors[s].unsafeGetTensorImpl()->set_storage_keep_dtype(found->second);
+    }
+    if (slots_[s].needs_pointer)
+      patch(f, e.slot, static_cast<char*>(f.tensors[s].unsafeGetTensorImpl()->mutable_data()));
   }
+  if (p.defines_symbols) f.values = r.values;
+  for (int32_t at : p.after) step(f, steps_[static_cast<size_t>(at)], false);
+  for (SlotId s : p.bumps) f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
 }
 
 void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
@@ -270,66 +324,39 @@ void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
     launch.changed = false;
     ++graphs_->counts.patched;
   }
-  move_results(f, r);
-  launch_recording(f, p, r);
   ++graphs_->counts.replayed;
-  for (const Recording::Export& e : r.exports) {
-    const auto s = static_cast<size_t>(e.slot);
-    f.tensors[s] = e.tensor.defined() ? sharing(e.tensor) : at::Tensor();
-    if (slots_[s].needs_pointer && e.tensor.defined())
-      patch(f, e.slot, static_cast<char*>(f.tensors[s].unsafeGetTensorImpl()->mutable_data()));
-  }
-  if (p.defines_symbols) f.values = r.values;
-  for (int32_t at : p.after) step(f, steps_[static_cast<size_t>(at)], false);
-  for (SlotId s : p.bumps) f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
+  launch_recording(f, p, r);
 }
 
-// A recording that knows the addresses of this call and whose results nobody holds, or one whose
-// held results are better moved than kept beside those of another recording; null: make one.
+// A recording that knows the addresses of this call and whose memory nobody holds; null: there is
+// none, and there is room for one.
 Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const {
-  std::erase_if(at.all, [&](const std::unique_ptr<Recording>& r) {
-    const bool whole = is_whole(*r);
-    if (!whole) host_.release(r->host);
-    return !whole;
-  });
-  Recording* held = nullptr;
-  size_t held_nbytes = 0, all_nbytes = 0;
+  std::erase_if(at.all, [](const std::unique_ptr<Recording>& r) { return !is_whole(*r); });
+  const auto lies_elsewhere = [&](const Recording& r, size_t i) {
+    return p.imports[i].fixed && !r.imports[i].copy.defined() &&
+           address(f, p.imports[i].slot) != r.imports[i].pointer;
+  };
+  bool known = false;
   for (const auto& r : at.all) {
     bool here = true;
-    for (size_t i = 0; here && i < p.imports.size(); ++i)
-      here = !p.imports[i].fixed || r->imports[i].copy.defined() ||
-             address(f, p.imports[i].slot) == r->imports[i].pointer;
-    if (!here) continue;
-    size_t now = 0, all = 0;
-    for (const Recording::Export& e : r->exports) {
-      all += e.nbytes;
-      if (is_held(*r, e)) now += e.nbytes;
-    }
-    if (now == 0) return r.get();
-    if (held) continue;
-    held = r.get();
-    held_nbytes = now;
-    all_nbytes = all;
+    for (size_t i = 0; here && i < p.imports.size(); ++i) here = !lies_elsewhere(*r, i);
+    if (here && !is_held(*r)) return r.get();
+    known = known || here;
   }
-  if (held) {
-    const bool mostly = held_nbytes > kMoveNbytes && 2 * held_nbytes >= all_nbytes;
-    return mostly && at.all.size() < kMaxRecordings ? nullptr : held;
-  }
-  if (at.all.empty()) return nullptr;
-  size_t moved = 0;
-  const auto is_moved = [&](size_t i) {
-    return p.imports[i].fixed && !p.imports[i].written && !at.all.back()->imports[i].copy.defined() &&
-           address(f, p.imports[i].slot) != at.all.back()->imports[i].pointer;
+  if (at.all.empty() || known) return nullptr;
+  const Recording& last = *at.all.back();
+  const auto may_copy = [&](size_t i) {
+    return lies_elsewhere(last, i) && !p.imports[i].written &&
+           slots_[static_cast<size_t>(p.imports[i].slot)].kind != SlotInfo::Kind::arena &&
+           f.refs[static_cast<size_t>(p.imports[i].slot)]->is_non_overlapping_and_dense();
   };
+  size_t moved = 0;
   for (size_t i = 0; i < p.imports.size(); ++i)
-    if (is_moved(i)) moved += f.refs[static_cast<size_t>(p.imports[i].slot)]->nbytes();
+    if (may_copy(i)) moved += f.refs[static_cast<size_t>(p.imports[i].slot)]->nbytes();
   const bool full = at.all.size() >= kMaxRecordings;
   for (size_t i = 0; i < p.imports.size(); ++i)
-    if (is_moved(i) && (moved <= kCopyNbytes || full)) at.copied[i] = true;
-  if (full) {
-    host_.release(at.all.front()->host);
-    at.all.erase(at.all.begin());
-  }
+    if (may_copy(i) && (moved <= kCopyNbytes || full)) at.copied[i] = true;
+  if (full) at.all.erase(at.all.begin());
   return nullptr;
 }
 
@@ -337,25 +364,29 @@ Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recor
 bool Program::run_recorded(Frame& f, size_t partition) const {
   const PartitionInfo& p = partitions_[partition];
   PartitionState& state = graphs_->partitions[partition];
-  if (!state.refused.empty()) return false;
   std::vector<int64_t> key;
   key.reserve(p.key.size());
   for (ExprId e : p.key) key.push_back(value(f, e));
   auto found = state.by_size.find(key);
   if (found == state.by_size.end()) {
-    if (state.by_size.size() < kMaxSizes) state.by_size.emplace(std::move(key), Recordings());
-    return false;  // the first time: operators choose their algorithms
+    // The first time operators choose their algorithms.
+    state.full = state.by_size.size() >= kMaxSizes;
+    if (!state.full) state.by_size.emplace(std::move(key), Recordings());
+    return false;
   }
   Recordings& at = found->second;
+  if (!at.refused.empty()) return false;
   if (Recording* r = find_recording(f, p, at)) {
     replay(f, p, *r);
     return true;
   }
+  if (at.all.size() >= kMaxRecordings) return false;  // the memory of all of them is held
   if (++at.made > kMaxMade) {
-    state.refused = "its tensors lie elsewhere at every call";
+    at.refused = "its tensors lie elsewhere at every call";
+    at.all.clear();
     return false;
   }
-  return record(f, partition, at) != nullptr;
+  return record(f, p, at);
 }
 
 void Program::run_below(Frame& f, const PartitionInfo& p) const {
@@ -365,17 +396,27 @@ void Program::run_below(Frame& f, const PartitionInfo& p) const {
     f.excluded_by_us = DispatchGuard::added();
     below.emplace();
   }
-  for (int32_t at = p.first; at < p.last; ++at) {
-    const Step& s = steps_[static_cast<size_t>(at)];
-    if (s.kind == StepKind::arena && !p.recorded)
-      take_arena(f, s, true);
-    else
-      step(f, s, at::hasCallbacks());
+  const bool profiled = at::hasCallbacks();
+  if (p.waits) f.gil = host_.release_gil();
+  try {
+    for (int32_t at = p.first; at < p.last; ++at) {
+      const Step& s = steps_[static_cast<size_t>(at)];
+      if (s.kind == StepKind::arena) {
+        reserve_arena(value(f, s.b));
+        lend_arena(f, s);
+      } else {
+        step(f, s, profiled);
+      }
+    }
+  } catch (...) {
+    if (f.gil) host_.retake_gil(std::exchange(f.gil, nullptr));
+    throw;
   }
+  if (f.gil) host_.retake_gil(std::exchange(f.gil, nullptr));
 }
 
-// A call with recordings, the GIL held throughout; false where it must run without: another is under
-// way, or the caller records a graph of their own.
+// A call with recordings; false where it must run without: another is under way, or the caller
+// records a graph of their own.
 bool Program::run_graphs(Frame& f) const {
   Shared& shared = Shared::of(gpu_->device().index());
   if (shared.busy) return false;
@@ -383,18 +424,12 @@ bool Program::run_graphs(Frame& f) const {
   f.stream = gpu_->stream();
   if (is_capturing(f.stream)) return false;
   const Busy busy(shared);
+  shared.follow(f.stream);
   for (size_t k = 0; k < partitions_.size(); ++k)
     if (!partitions_[k].recorded || !run_recorded(f, k)) run_below(f, partitions_[k]);
   if (!f.written_back.empty()) [[unlikely]]
     write_back(f);
   return true;
-}
-
-Program::~Program() {
-  if (!graphs_) return;
-  for (const PartitionState& state : graphs_->partitions)
-    for (const auto& [sizes, at] : state.by_size)
-      for (const auto& r : at.all) host_.release(r->host);
 }
 
 }  // namespace plait

@@ -6,11 +6,12 @@
 // - What only our kernels touch may lie anywhere: a new address is written into their graph nodes.
 // - What operators touch as well must lie where it lay. If it moves, the partition is recorded again,
 //   or, for small tensors, a copy that stays is read instead.
-// - Results of operators lie in memory that the recording owns. A result that its user still holds
-//   when the next replay would overwrite it is moved out of the way, or another recording with
-//   memory of its own serves the call: results stay valid.
-// Recordings of one device share one pool of memory, so no two programs replay at once, and a replay
-// on another stream waits for the last one. A call that finds another under way runs as it is.
+// - Results of operators lie in a memory pool of the recording's own. The caller gets copies of its
+//   results; what is saved for a backward pass is not copied, and while it is held another recording
+//   serves the call.
+// Arenas hold nothing between calls: all programs of a device share one. So no two of them run at
+// once with recordings, and a call on another stream waits for the one before it. A call that finds
+// another under way, or a recording of the user's own, runs as it is.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,12 +33,19 @@ struct PartitionInfo {
     int32_t slot;
     bool fixed = false, written = false;
   };
+  // Allocations and results that live on after it. escapes: the caller gets them.
+  struct Export {
+    int32_t slot;
+    bool escapes = false;
+  };
   std::vector<Import> imports;
-  std::vector<int32_t> exports;  // allocations and results that live on after it
+  std::vector<Export> exports;
   std::vector<int32_t> after;    // steps that a replay does not spare: headers of views
   std::vector<int32_t> bumps;    // inputs whose versions go up
+  std::vector<int32_t> dropped;  // slots from before it that die in it
   std::vector<int32_t> key;      // expressions of the symbols that are known before it
   bool defines_symbols = false, random = false;
+  bool waits = false;  // not recorded: the host may wait for the device in it
 };
 
 // A launch of ours inside a recording, with the parameters that it has now: pointers, sizes, scratch.
@@ -48,6 +56,12 @@ struct RecordedLaunch {
   std::vector<uint64_t> words;
   std::vector<void*> addresses;
   bool changed = false;
+};
+
+// Memory of intermediates, shared by whatever runs next.
+struct SharedArena {
+  c10::DataPtr memory;
+  int64_t nbytes;
 };
 
 struct Recording {
@@ -62,16 +76,26 @@ struct Recording {
   };
   struct Export {
     int32_t slot;
-    at::Tensor tensor;  // shares the memory; its storage has no other owner once the user is done
-    const void* pointer;
-    size_t nbytes;
+    bool escapes;
+    at::Tensor tensor;  // its memory in the recording
+    const void* pointer = nullptr;
+    size_t nbytes = 0;
   };
+  explicit Recording(void (*release)(void*)) : release(release) {}
+  ~Recording() {
+    if (host) release(host);
+  }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+  void (*release)(void*);
   void* host = nullptr;  // the host's object
   cuda::GraphExec exec = nullptr;
   std::vector<RecordedLaunch> launches;
   std::vector<Import> imports;
   std::vector<Export> exports;
   std::vector<int64_t> values;  // of all expressions, after it
+  std::shared_ptr<SharedArena> arena;
 };
 
 // The recordings of one partition at one choice of sizes.
@@ -79,21 +103,21 @@ struct Recordings {
   std::vector<std::unique_ptr<Recording>> all;
   std::vector<bool> copied;  // by import
   int32_t made = 0;
-  bool seen = false;
+  std::string refused;  // why nothing is recorded any more
 };
 
 struct PartitionState {
   std::map<std::vector<int64_t>, Recordings> by_size;
-  std::string refused;  // why it is not recorded any more
+  bool full = false;  // there were more sizes than are recorded
 };
 
 struct GraphCounts {
-  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, moved = 0;
+  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0;
 };
 
 struct Graphs {
   std::vector<PartitionState> partitions;
-  std::map<int64_t, c10::DataPtr> arenas;  // by size, where an arena outlives one recording
+  std::shared_ptr<SharedArena> arena;  // that the last call used
   GraphCounts counts;
 };
 

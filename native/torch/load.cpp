@@ -445,7 +445,9 @@ class Loader {
   void emit(const Free&) {}
   void emit(const View& i) { emit_slot(i.slot); }
   void emit(const Constant&) {}
+  void write(SlotId s) { writes_.emplace_back(static_cast<int32_t>(p_.partitions_.size()) - 1, s); }
   void emit(const Launch& i) {
+    for (SlotId s : i.outs) write(s);
     if (plan_.kernels[static_cast<size_t>(i.kernel)].device != "cpu") return emit_grid(i);
     LaunchInfo l{i.kernel,
                  kernel(i.kernel),
@@ -511,6 +513,7 @@ class Loader {
   }
   void emit(const CallExtern& i) {
     close_region();
+    for (SlotId s : i.into) write(s);
     need_operands(i);
     ExternCall call = resolve_extern(i, constants_);
     if (p_.gpu_)
@@ -543,8 +546,9 @@ class Loader {
     push(StepKind::call_python, static_cast<int32_t>(p_.pythons_.size()));
     p_.pythons_.push_back({i.index, i.label, i.args, i.kwargs, i.outs});
   }
-  void emit(const Copy&) {
+  void emit(const Copy& i) {
     close_region();
+    write(i.dst);
     push(StepKind::copy, at_);
   }
   void emit(const BumpVersion& i) { push(StepKind::bump, i.tensor); }
@@ -558,6 +562,7 @@ class Loader {
   }
   void emit(const Fill& i) {
     close_region();
+    write(i.tensor);
     need_operand(i.value);
     push(StepKind::fill, at_);
   }
@@ -607,6 +612,11 @@ class Loader {
       case StepKind::call_extern:
         for (const ExternCall::Fill& f : p_.externs_[static_cast<size_t>(s.a)].fills) {
           using K = ExternCall::Fill::Kind;
+          // Seeds of attention without dropout, wherever it left them: nobody reads them.
+          const auto& arguments = p_.externs_[static_cast<size_t>(s.a)].op->schema().arguments();
+          if (static_cast<size_t>(f.pos) < arguments.size() &&
+              arguments[static_cast<size_t>(f.pos)].name().starts_with("philox_"))
+            continue;
           if (f.kind == K::tensor || f.kind == K::opaque) use(f.id);
           if (f.kind == K::tensor_list || f.kind == K::optional_tensor_list)
             for (int32_t id : f.ids)
@@ -671,7 +681,8 @@ class Loader {
           case StepKind::call_extern: {
             const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
             results(c.outs);
-            p.random |= c.op->hasTag(at::Tag::nondeterministic_seeded);
+            p.random |= !c.builtin || c.op->hasTag(at::Tag::nondeterministic_seeded);
+            p.waits |= c.name != "plait::seed";
             break;
           }
           case StepKind::call_python: results(p_.pythons_[static_cast<size_t>(s.a)].outs); break;
@@ -681,9 +692,12 @@ class Loader {
             break;
           case StepKind::read_symbol:
             symbol_home[static_cast<size_t>(p_.instr<Symbol>(s.a).symbol)] = k;
+            p.waits |= p_.instr<Symbol>(s.a).source == Symbol::Source::item;
             p.defines_symbols = true;
             break;
           case StepKind::eval: p.defines_symbols = true; break;
+          case StepKind::region:
+          case StepKind::check_finite: p.waits = true; break;
           case StepKind::bump: p.bumps.push_back(s.a); break;
           case StepKind::copy:
             if (p_.instr<Copy>(s.a).bump) p.bumps.push_back(p_.instr<Copy>(s.a).dst);
@@ -692,7 +706,7 @@ class Loader {
         }
       }
     }
-    std::vector<bool> exported(n_slots, false);
+    std::vector<bool> exported(n_slots, false), escaping(n_slots, false);
     const auto import = [&](int32_t k, SlotId s, bool fixed) {
       if (info(s).kind == Kind::constant || home[static_cast<size_t>(s)] == k) return;
       if (home[static_cast<size_t>(s)] >= 0) exported[static_cast<size_t>(s)] = true;
@@ -703,7 +717,7 @@ class Loader {
           i.fixed |= fixed;
           return;
         }
-      imports.push_back({s, fixed, info(s).written});
+      imports.push_back({s, fixed, false});
     };
     // A tensor that operators or the caller see in partition k (n: after the last).
     const auto see = [&](auto&& self, int32_t k, SlotId s) -> void {
@@ -739,16 +753,34 @@ class Loader {
         }
       }
     }
-    for (const Operand& o : *p_.outputs_)
-      if (o.kind == Operand::Kind::ref || o.kind == Operand::Kind::value) see(see, n, o.id);
+    const int32_t n_results = plan_.n_results;
+    for (size_t at = 0; at < p_.outputs_->size(); ++at) {
+      const Operand& o = (*p_.outputs_)[at];
+      if (o.kind != Operand::Kind::ref && o.kind != Operand::Kind::value) continue;
+      see(see, n, o.id);
+      if (n_results == kNone || at < static_cast<size_t>(n_results))
+        escaping[static_cast<size_t>(memory(o.id))] = true;
+    }
+    for (const auto& [k, slot] : writes_) {
+      if (k < 0) continue;
+      for (PartitionInfo::Import& i : p_.partitions_[static_cast<size_t>(k)].imports)
+        i.written |= i.slot == memory(slot);
+    }
     for (int32_t k = 0; k < n; ++k) {
       PartitionInfo& p = p_.partitions_[static_cast<size_t>(k)];
+      for (int32_t at = p.first; at < p.last; ++at) {
+        const Step& s = p_.steps_[static_cast<size_t>(at)];
+        if (s.kind == StepKind::drop_input ||
+            (s.kind == StepKind::drop && home[static_cast<size_t>(s.a)] != k))
+          p.dropped.push_back(s.a);
+      }
+      p.waits &= !p.recorded;
       std::sort(p.after.begin(), p.after.end());
       p.after.erase(std::unique(p.after.begin(), p.after.end()), p.after.end());
       for (size_t s = 0; s < n_slots; ++s) {
         if (home[s] != k || !exported[s]) continue;
         if (p_.slots_[s].kind == Kind::alloc || p_.slots_[s].kind == Kind::result)
-          p.exports.push_back(static_cast<int32_t>(s));
+          p.exports.push_back({static_cast<int32_t>(s), escaping[s]});
         else if (p_.slots_[s].kind == Kind::arena)
           p.recorded = false;  // its memory would not outlive the recording
       }
@@ -773,6 +805,7 @@ class Loader {
   std::vector<LaunchInfo> region_;
   std::vector<Step> pending_drops_;
   std::vector<KernelFn> kernels_;
+  std::vector<std::pair<int32_t, SlotId>> writes_;  // partition, what it writes
   int at_ = -1;
 };
 

@@ -244,7 +244,6 @@ class Program {
   // Throws PlanError, LoadError. callables are borrowed objects of the host.
   Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
           std::vector<at::Tensor> constants, const Host& host, void* owner);
-  ~Program();
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
@@ -278,7 +277,8 @@ class Program {
   friend class Loader;
 
   void patch(Frame& f, SlotId s, char* pointer) const;
-  void take_arena(Frame& f, const Step& step, bool held = false) const;
+  void take_arena(Frame& f, const Step& step) const;
+  void bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) const;
   const at::Storage& storage_of(Frame& f, SlotId s) const;
   void allocate(Frame& f, SlotId s) const;
   void set_pointer(Frame& f, SlotId s) const;
@@ -311,15 +311,18 @@ class Program {
   void write_back(Frame& f) const;
   bool run_graphs(Frame& f) const;
   void run_below(Frame& f, const PartitionInfo& p) const;
-  Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const;
   bool run_recorded(Frame& f, size_t partition) const;
-  Recording* record(Frame& f, size_t partition, Recordings& at) const;
+  Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const;
+  bool record(Frame& f, const PartitionInfo& p, Recordings& at) const;
+  void capture_steps(Frame& f, const PartitionInfo& p, Recording& r) const;
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
   void replay(Frame& f, const PartitionInfo& p, Recording& r) const;
   void launch_recording(Frame& f, const PartitionInfo& p, const Recording& r) const;
-  void move_results(Frame& f, Recording& r) const;
   const void* address(const Frame& f, SlotId s) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
+  void substitute(Frame& f, SlotId s, const at::Tensor* tensor) const;
+  void reserve_arena(int64_t nbytes) const;
+  void lend_arena(Frame& f, const Step& s) const;
   void step(Frame& f, const Step& s, bool profiled) const;
   template <class T>
   const T& instr(int32_t index) const {

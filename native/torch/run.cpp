@@ -305,30 +305,23 @@ void Program::reset(Frame& f) const noexcept {
 
 // ----------------------------------------------------------------------------------------------------
 // memory
-// held: recordings know its address, so it stays what it is from call to call.
-void Program::take_arena(Frame& f, const Step& step, bool held) const {
+void Program::take_arena(Frame& f, const Step& step) const {
   const int64_t nbytes = value(f, step.b);
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
-  const c10::Device device = slots_[static_cast<size_t>(step.a)].device;
-  at::DataPtr block;
-  auto size = static_cast<size_t>(nbytes);
-  if (device.is_cpu()) {
-    f.arena = ArenaBlock(nbytes);
-    block = at::DataPtr(f.arena.data(), device);
-    size = static_cast<size_t>(f.arena.size());
-  } else if (held) {
-    auto [found, missing] = graphs_->arenas.try_emplace(nbytes);
-    if (missing) found->second = gpu_->allocate(nbytes);
-    block = at::DataPtr(found->second.get(), device);
-  } else {
-    block = gpu_->allocate(nbytes);
-  }
+  if (!slots_[static_cast<size_t>(step.a)].device.is_cpu())
+    return bind_arena(f, step.a, gpu_->allocate(nbytes), nbytes);
+  f.arena = ArenaBlock(nbytes);
+  bind_arena(f, step.a, at::DataPtr(f.arena.data(), c10::kCPU), f.arena.size());
+}
+
+void Program::bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) const {
   char* data = static_cast<char*>(block.get());
+  const auto size = static_cast<size_t>(nbytes);
   if (f.arena_storage && data == f.arena_storage.data() && f.arena_storage.nbytes() == size) return;
-  patch(f, step.a, data);
+  patch(f, s, data);
   if (!f.arena_storage)
     f.arena_storage = at::Storage(c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t{}, size, at::DataPtr(nullptr, device), nullptr, false));
+        c10::StorageImpl::use_byte_size_t{}, size, at::DataPtr(nullptr, block.device()), nullptr, false));
   c10::StorageImpl* storage = f.arena_storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(block));
   storage->set_nbytes(size);

@@ -110,7 +110,10 @@ class _OneGraph:
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.bumped_input_indices(meta)
         static = compat.static_input_indices(meta)
-        self.program = self._program(gm, kind, static, bumped_inputs=bumped, wrapper_reason=made.reason)
+        n_results = meta.num_forward if kind == "forward" else None
+        self.program = self._program(
+            gm, kind, static, bumped_inputs=bumped, n_results=n_results, wrapper_reason=made.reason
+        )
         return self.program.boxed
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
@@ -124,6 +127,7 @@ class _OneGraph:
         static_inputs: tuple[int, ...] = (),
         donated_inputs: tuple[int, ...] = (),
         bumped_inputs: tuple[int, ...] = (),
+        n_results: int | None = None,
         wrapper_reason: str = "",
     ) -> Program:
         captured = Captured(
@@ -133,6 +137,7 @@ class _OneGraph:
             static_inputs=static_inputs,
             donated_inputs=donated_inputs,
             bumped_inputs=bumped_inputs,
+            n_results=n_results,
             wrapper_reason=wrapper_reason,
         )
         return compile_captured(captured, self.cfg)

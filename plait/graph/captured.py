@@ -23,6 +23,7 @@ class Captured:
     static_inputs: positions of placeholders whose storage never moves (parameters, buffers).
     donated_inputs: positions of placeholders that nobody reads after the call (saved tensors of a backward).
     bumped_inputs: positions of mutated placeholders whose autograd version the program itself must bump, once a call.
+    n_results: of a forward graph: how many of its outputs are for the caller, the others are for its backward graph.
     wrapper_reason: why calls go through AOTAutograd's runtime wrapper; "" where they do not.
     """
 
@@ -32,4 +33,5 @@ class Captured:
     static_inputs: tuple[int, ...] = ()
     donated_inputs: tuple[int, ...] = ()
     bumped_inputs: tuple[int, ...] = ()
+    n_results: int | None = None
     wrapper_reason: str = ""

@@ -1,6 +1,6 @@
 """CUDA graphs as torch makes them: recording with torch's memory pools and random numbers; the executor does the rest.
 
-All recordings of a device share one pool of memory and are made on one stream of their own.
+Each recording has a pool of memory of its own; those of a device are made on one stream.
 """
 
 from __future__ import annotations
@@ -14,26 +14,23 @@ import torch
 
 
 @cache
-def _place(device: int) -> tuple[Any, Any, Any]:
-    """The pool and the stream of a device's recordings, and a recording that keeps the pool when there is no other."""
+def _stream(device: int) -> Any:
+    """Where a device's work is recorded: of the streams with priority, which hardly anyone else takes."""
     new_stream: Any = torch.cuda.Stream
-    pool, stream = torch.cuda.graph_pool_handle(), new_stream(device)
-    keeper = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(keeper, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        torch.zeros(1, device=f"cuda:{device}")
-    return pool, stream, keeper
+    return new_stream(device, priority=-1)
 
 
 class Capture:
     """From its making until `end`, what this thread puts on the current stream is recorded instead of run."""
 
     def __init__(self, device: int) -> None:
-        self._pool, stream, _ = _place(device)
-        self._device = device
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        # A workspace that cuBLAS keeps must not lie in the pool of a recording that may go.
+        torch._C._cuda_clearCublasWorkspaces()
         self._outer = torch.cuda.current_stream(device)
         self._collects = gc.isenabled()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes the executor patches
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(_stream(device))
         gc.disable()  # what dies in a collection may wait for the device
         try:
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -43,6 +40,7 @@ class Capture:
         self._records = True
 
     def _leave(self) -> None:
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.set_stream(self._outer)
         if self._collects:
             gc.enable()

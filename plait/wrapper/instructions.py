@@ -358,6 +358,8 @@ class WrapperProgram:
     """A whole program: its signature and its instructions.
 
     Constants and callables are tables held beside it (they are no data); n_constants and n_callables are their lengths.
+    n_results: how many of the first values that it returns are for the caller, the others being kept for a backward
+    pass; None: all of them.
     """
 
     name: str
@@ -365,4 +367,5 @@ class WrapperProgram:
     body: tuple[Instr, ...]
     n_constants: int = 0
     n_callables: int = 0
+    n_results: int | None = None
     origins: tuple[tuple[str, str], ...] = field(default=())  # kernel name -> source lines and ATen ops

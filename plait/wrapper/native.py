@@ -73,7 +73,7 @@ class _Encoder:
             body += [opcode, len(words), *words]
             n_instrs += 1
         # The tables come last: everything above has filled them.
-        head = [self._string(p.name), p.n_constants, p.n_callables]
+        head = [self._string(p.name), p.n_constants, p.n_callables, -1 if p.n_results is None else p.n_results]
         head += [len(self._nodes), *(w for node in self._nodes for w in node)]
         head += [len(self._symbols), *(self._string(s) for s in self._symbols)]
         head += [len(self._slot_table)]

@@ -2,8 +2,8 @@
 
 A pass over the final instructions, run where CUDA graphs are wanted. What needs the host while it runs (kernels of the
 CPU, Python, sizes that depend on data, operators that wait for the device) is never recorded, and its reason is written
-down. Seeds are drawn first, so that a replay gets new random numbers as any input. Results that kernels alone write are
-allocated before the recorded work and patched into it: nobody's result is overwritten by the next call.
+down. Seeds are drawn first, so that a replay gets new random numbers as any input. Results for the caller that kernels
+alone write are allocated before the recorded work and patched into it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 import torch
 
-from plait.ir.sizes import numel
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import defined, operands, refs, symbols, used
 
 MIN_STEPS = 2
 """Launches and calls that a recording must save."""
-KEPT_NBYTES = 1 << 16
-"""Results of a forward pass above this stay in recorded memory: most are kept for a backward pass that is recorded with
-their addresses."""
-
 SEED = "plait::seed"
 # Operators that wait for the device or ask the host for sizes, though no tag says so.
 _WAITS = frozenset({
@@ -37,12 +33,11 @@ _WAITS = frozenset({
 
 
 def partition(
-    program: ins.WrapperProgram, constants: Sequence[torch.Tensor], keeps_results: bool
+    program: ins.WrapperProgram, constants: Sequence[torch.Tensor], n_results: int | None = None
 ) -> ins.WrapperProgram:
     """The program with a Partition before each part; unchanged where nothing runs on a GPU.
 
-    constants: its table of constants. keeps_results: it is a forward pass, most of whose results a backward pass
-    reads."""
+    constants: its table of constants. n_results: as in the program that is returned."""
     if not any(isinstance(i, ins.DefineKernel) and i.device != "cpu" for i in program.body) and not any(
         isinstance(i, ins.TensorInput) and i.device != "cpu" for i in program.inputs
     ):
@@ -55,7 +50,7 @@ def partition(
     facts.host |= {i.name for i in body if isinstance(i, ins.Constant) and constants[i.index].device.type == "cpu"}
     why = [reason for i in head if (reason := facts.why_not(i))]
     parts = _cut(rest, facts)
-    hoisted = _outputs_of_kernels(program, head, rest, keeps_results)
+    hoisted = _outputs_of_kernels(program, head, rest, n_results)
     arenas = [i for i in rest if isinstance(i, ins.Arena)]
     arena_at = _arena_partition(parts)
     out: list[ins.Instr] = [ins.Partition(False, "; ".join(why)), *head, *hoisted]
@@ -67,7 +62,7 @@ def partition(
         if k == arena_at:
             out += arenas
         out += [i for i in p.body if not (isinstance(i, (ins.Alloc, ins.Arena)) and i.name in moved)]
-    return replace(program, body=tuple(out))
+    return replace(program, body=tuple(out), n_results=n_results)
 
 
 def _is_early(i: ins.Instr) -> bool:
@@ -181,6 +176,8 @@ class _Facts:
         tags = _tags(i.op)
         if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or name in _WAITS:
             return f"{name} waits for the device"
+        if "attention" in name and not _without_dropout(i):
+            return f"{name} draws its seed where it runs, on the host or on the device"
         if getattr(torch.Tag, "cudagraph_unsafe", None) in tags:
             return f"{name} may not be recorded"
         return ""
@@ -190,10 +187,32 @@ def _literals(i: ins.CallExtern) -> Iterator[ins.Literal]:
     return (o for o in operands(i) if isinstance(o, ins.Literal))
 
 
-def _tags(op: str) -> list[torch.Tag]:
+def _without_dropout(i: ins.CallExtern) -> bool:
+    """Whether an attention operator's probability of dropping is 0."""
+    given = _overload(i.op)
+    if given is None:
+        return True
+    names = [a.name for a in given._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    p = i.args[at] if at < len(i.args) else dict(i.kwargs).get("dropout_p", 0)
+    return p == 0 or (isinstance(p, ins.Literal) and p.kind == "float" and _number(p.text) == 0)
+
+
+def _number(text: str) -> float:
+    return float.fromhex(text) if "x" in text else float(text)
+
+
+def _overload(op: str) -> Any:
+    """The operator, None if torch does not know it by now."""
     name, _, overload = op.partition(".")
     space, _, packet = name.partition("::")
-    found = getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+    return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+
+
+def _tags(op: str) -> list[torch.Tag]:
+    found = _overload(op)
     return [] if found is None else list(found.tags)
 
 
@@ -205,14 +224,14 @@ def _seeds_first(program: ins.WrapperProgram) -> list[ins.Instr]:
 
 
 def _outputs_of_kernels(
-    program: ins.WrapperProgram, head: list[ins.Instr], rest: list[ins.Instr], keeps_results: bool
+    program: ins.WrapperProgram, head: list[ins.Instr], rest: list[ins.Instr], n_results: int | None
 ) -> list[ins.Alloc]:
-    """Allocations that are returned and that nothing but kernels touches, with sizes known before anything runs."""
+    """Allocations that the caller gets and that nothing but kernels touches, with sizes known before anything runs."""
     last = rest[-1]
     assert isinstance(last, ins.Return)
     bases = {i.name: i.base for i in rest if isinstance(i, ins.View)}
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
-    returned = {_root(n, bases) for n in used(last)}
+    returned = {_root(n, bases) for v in last.values[:n_results] for n in refs(v)}
     touched = {
         _root(n, bases)
         for i in rest
@@ -222,17 +241,8 @@ def _outputs_of_kernels(
     return [
         i
         for i in rest
-        if isinstance(i, ins.Alloc)
-        and i.name in returned - touched
-        and i.device != "cpu"
-        and symbols(i) <= known
-        and not (keeps_results and _is_large(i))
+        if isinstance(i, ins.Alloc) and i.name in returned - touched and i.device != "cpu" and symbols(i) <= known
     ]
-
-
-def _is_large(i: ins.Alloc) -> bool:
-    n = numel(i.shape)
-    return not isinstance(n, int) or n * i.dtype.nbytes > KEPT_NBYTES
 
 
 def _root(name: str, bases: Mapping[str, str]) -> str:
@@ -267,6 +277,6 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
     for i in program.body:
         if isinstance(i, ins.Partition):
             recorded = i.recorded
-        elif recorded and not isinstance(i, ins.View):
+        elif recorded and not isinstance(i, (ins.View, ins.Return)):
             (kernels if isinstance(i, ins.Launch) else others).update(_root(n, bases) for n in used(i))
     return [n for n in inputs if n in kernels - others], [n for n in inputs if n in others]

@@ -83,6 +83,7 @@ def text(p: ins.WrapperProgram) -> str:
     body = [w.line(i) for i in p.body]
     facts = [repr(p.name)]
     facts += [f"{k}={v}" for k, v in (("n_constants", p.n_constants), ("n_callables", p.n_callables)) if v]
+    facts += [f"n_results={p.n_results}"] if p.n_results is not None else []
     origins = [f"origin({k!r}, {o!r})" for k, o in p.origins]
     head = [f"program({', '.join(facts)})", *w.scope.lines]
     return "\n".join([*head, "", *inputs, "", *origins, *body]) + "\n"
@@ -224,6 +225,7 @@ class _Reader:
             body=tuple(body),
             n_constants=_int(facts["n_constants"]) if "n_constants" in facts else 0,
             n_callables=_int(facts["n_callables"]) if "n_callables" in facts else 0,
+            n_results=_int(facts["n_results"]) if "n_results" in facts else None,
             origins=tuple(origins),
         )
 

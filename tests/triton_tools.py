@@ -84,12 +84,25 @@ def _all_ones(self: object, kind: core.dtype) -> TensorHandle:
     return TensorHandle(np.full(1, -1, np.int64).astype(interpreter._get_np_dtype(kind)), kind.scalar)
 
 
+def _bf16(self: object, value: float) -> TensorHandle:
+    """A constant; the interpreter has none of this type."""
+    return TensorHandle(torch.tensor([value]).to(torch.bfloat16).view(torch.uint16).numpy(), core.bfloat16)
+
+
+def _splat(self: object, block: core.block_type, arg: TensorHandle) -> TensorHandle:
+    """A scalar as a block. The handle of a comparison has the type of what was compared, its data that of a bool."""
+    dtype = arg.data.dtype if arg.data.dtype == np.bool_ else interpreter._get_np_dtype(arg.dtype)
+    return TensorHandle(np.full(block.shape, arg.data.reshape(()), dtype), arg.dtype.scalar)
+
+
 def _assert(self: object, condition: TensorHandle, message: str) -> None:
     assert condition.data.all(), message
 
 
 _patch_index()
 interpreter.InterpreterBuilder.create_assert = _assert
+interpreter.InterpreterBuilder.get_bf16 = _bf16
+interpreter.InterpreterBuilder.create_splat = _splat
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
@@ -121,7 +134,9 @@ def interpreted(name: str, text: str, folder: Path) -> Callable[..., None]:
 
 
 def launch(function: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int], grid: int) -> int:
-    """Runs all programs of a kernel. Returns 1 where a run-time check failed, else 0."""
+    """Runs all programs of a kernel. Returns 1 where a run-time check failed, else 0.
+
+    Raises NotImplementedError for atomics of 16-bit floats, which the interpreter has not."""
     if not grid:
         return 0
     try:
@@ -129,5 +144,7 @@ def launch(function: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int],
     except interpreter.InterpreterError as error:
         if isinstance(error.__cause__, AssertionError):
             return 1
+        if str(error.__cause__) == "Unsupported data type":
+            raise NotImplementedError("an atomic of a 16-bit float") from error
         raise
     return 0

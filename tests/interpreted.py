@@ -1,0 +1,151 @@
+"""A pytest plugin that runs a suite as on a GPU, without one: `TRITON_INTERPRET=1 pytest -p tests.interpreted ...`.
+
+Every graph is compiled as if its tensors were on a GPU (the fake tensors that describe it say so while it is compiled);
+its kernels then run in Triton's interpreter on the tensors that the test made, on the CPU, and extern calls are those
+of the CPU. Programs run as the Python target writes them. What only a device can show (alignment, races, the launcher,
+CUDA's own operators) it does not show. Needs Triton on the path; slow: a program of a kernel takes about a millisecond.
+
+Without TRITON_INTERPRET, kernels are compiled to cubins for the GPU that PLAIT_GPU_ARCH names, and the graphs run as
+PyTorch captured them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+MOST_PROGRAMS = 20_000  # of one launch: more would take minutes
+
+_folder = tempfile.TemporaryDirectory(prefix="plait-interpreted-")
+_packs: dict[str, dict[str, Any]] = {}
+
+
+class Interpreted:
+    """A kernel, with the interface of runtime.generated.GpuKernel."""
+
+    def __init__(self, pack: str, name: str, device: str) -> None:
+        self.name, self.function = name, _packs[pack][name]
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
+    ) -> None:
+        """Runs all programs, one after the other."""
+        from plait.runtime.generated import _without_lazy_bits
+        from tests.triton_tools import launch
+
+        if grid > MOST_PROGRAMS:
+            pytest.skip(f"{grid} programs of a kernel take too long here")
+        # A load that no point uses may be without a mask; the compiler drops it, the interpreter would read address 0.
+        used = [_without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
+        try:
+            failed = launch(self.function, used, sizes, grid)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+        if failed:
+            raise RuntimeError(f"a check failed (in kernel {self.name})")
+        for k in writes:
+            if used[k] is not tensors[k]:
+                tensors[k].copy_(used[k])
+
+
+@contextmanager
+def on_gpu(graph: torch.fx.GraphModule) -> Iterator[None]:
+    """The graph says that its tensors are on a GPU. Only what it was before is put back into its fake tensors."""
+    fakes = {id(x): x for n in graph.graph.nodes for x in tree_leaves(n.meta.get("val")) if isinstance(x, FakeTensor)}
+    moved = [x for x in fakes.values() if x.fake_device == CPU]
+    for n in graph.graph.nodes:
+        n.args, n.kwargs = tree_map_only(torch.device, lambda d: GPU if d == CPU else d, (n.args, n.kwargs))
+    for x in moved:
+        x.fake_device = GPU
+    try:
+        yield
+    finally:
+        for x in moved:
+            x.fake_device = CPU
+
+
+def pytest_configure() -> None:
+    """From here on, whoever compiles a graph compiles it for a GPU."""
+    os.environ["PLAIT_WRAPPER"] = "python"
+    channels: Any = importlib.import_module("plait.graph.channels")
+    channels.DEVICES = ()  # results of the CPU's convolutions have layouts of their own
+    pipeline: Any = importlib.import_module("plait.compile")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _interpret(pipeline)
+    else:
+        _only_build(pipeline)
+    capture: Any = sys.modules.get("plait.capture.program")
+    if capture is not None:
+        capture.compile_graph = pipeline.compile_graph
+
+
+def _interpret(pipeline: Any) -> None:
+    from plait.kernel.targets import TARGETS
+    from plait.runtime import generated
+    from plait.runtime.store import Built
+    from plait.wrapper.python import load_python, make_python
+    from tests.triton_tools import interpreted
+
+    compile_graph = pipeline.compile_graph
+
+    def compile_for_gpu(captured: Any, cfg: Any) -> Any:
+        with on_gpu(captured.graph):
+            return compile_graph(captured, cfg)
+
+    def build(sources: Mapping[str, Any], cfg: Any) -> dict[str, Built]:
+        built = {}
+        for kind, source in sources.items():
+            if kind == "cpu":
+                built[kind] = TARGETS[kind].build(source, cfg)
+                continue
+            pack = f"pack {len(_packs)}"
+            folder = Path(_folder.name) / str(len(_packs))
+            folder.mkdir()
+            _packs[pack] = {unit.name: interpreted(unit.name, unit.text, folder) for unit in source.units}
+            built[kind] = Built(Path(pack), False)
+        return built
+
+    def python(program: Any, libraries: Any, constants: Any, callables: Any) -> Any:
+        source = make_python(program, libraries).replace("cuda:0", "cpu")
+        return load_python(source, libraries, constants, callables)
+
+    os.environ["PLAIT_GPU_ARCH"] = "sm_90"
+    generated.GpuKernel = Interpreted  # type: ignore[misc,assignment]
+    pipeline._build, pipeline.compile_graph, pipeline.WRAPPERS = build, compile_for_gpu, {"python": python}
+
+
+class _NotLoaded:
+    boxed = None
+
+
+def _only_build(pipeline: Any) -> None:
+    from plait.compile import Program
+
+    compile_graph = pipeline.compile_graph
+
+    def compile_for_gpu(captured: Any, cfg: Any) -> Any:
+        forward = type(captured.graph).forward  # of the graph as it is now
+        with on_gpu(captured.graph):
+            made = compile_graph(captured, cfg)
+
+        def boxed(args: list[Any]) -> tuple[Any, ...]:
+            given = list(args)
+            args.clear()
+            return tuple(forward(captured.graph, *given))
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return Program(boxed, boxed, made.record)
+
+    pipeline.compile_graph, pipeline.WRAPPERS = compile_for_gpu, {"python": lambda *args: _NotLoaded()}

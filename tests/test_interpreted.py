@@ -1,0 +1,73 @@
+"""Tests of the CPU suite as on a GPU, without one: see tests/interpreted.py. A sample here, the suite under `slow`.
+
+Kernels run in Triton's interpreter, or are compiled to cubins and do not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRITON = Path(sys.prefix) / "triton"
+needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
+
+
+def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: str) -> None:
+    """These tests pass in a process with the plugin, and so many of them were there. more: its environment."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PLAIT_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.interpreted", "-q", "-o", f"cache_dir={folder}", *args],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": str(TRITON), **more},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found and int(found[1]) >= at_least, done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("suite", ["graphs", "models", "operators"])
+def test_sample(suite: str, tmp_path: Path) -> None:
+    some_ops = "test_forward and (softmax or scatter_add or cumsum or digamma) or test_dynamic and pool"
+    samples = {
+        "graphs": (["tests/test_fuzz_graphs.py", "-k", "test_random_graphs"], 24),
+        "models": (["tests/test_models.py", "-k", "step and bert or inference and resnet"], 2),
+        "operators": (["tests/test_opinfo.py", "-k", some_ops], 12),
+    }
+    passes(*samples[suite], tmp_path, timeout=300, TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["test_fuzz_graphs", "test_models", "test_opinfo", "test_optimizers"])
+def test_suite(file: str, tmp_path: Path) -> None:
+    passes([f"tests/{file}.py", "-k", "not repro and not prints"], 18, tmp_path, timeout=3000, TRITON_INTERPRET="1")
+
+
+def builds(args: list[str], at_least: int, n_cubins: int, capability: str, folder: Path) -> None:
+    """As `passes`, with the kernels compiled to at least so many cubins."""
+    passes(
+        args, at_least, folder / "pytest", timeout=3000, PLAIT_GPU_ARCH=f"sm_{capability}", PLAIT_CACHE_DIR=str(folder)
+    )
+    assert len(list(folder.glob("cubins/*/*.cubin"))) >= n_cubins
+
+
+@needs_triton
+def test_sample_builds(tmp_path: Path) -> None:
+    builds(["tests/test_models.py", "-k", "step and bert"], 1, 12, "100", tmp_path)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_everything_builds(capability: str, tmp_path: Path) -> None:
+    builds(["tests/test_models.py", "tests/test_fuzz_graphs.py", "-k", "not prints"], 42, 300, capability, tmp_path)

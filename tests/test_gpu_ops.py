@@ -16,6 +16,13 @@ from tests.test_opinfo import ALL, DIFFERENTIABLE, FLOATS, passes
 
 warnings.filterwarnings("ignore", category=UserWarning)
 
+# Eager refuses the samples of the first on a GPU; the others return the state of a random generator besides.
+_APART = """_softmax_backward_data torch.ops.aten._flash_attention_forward
+    torch.ops.aten._efficient_attention_forward""".split()
+OPS = [op for op in ALL if op.name not in _APART]
+# PyTorch 2.11 cannot trace a quantile of symbolic sizes.
+DYNAMIC = [op for op in OPS[::6] if op in FLOATS and "quantile" not in op.name]
+
 
 def samples(op: Any, dtype: torch.dtype, count: int, **how: Any) -> list[Case]:
     """Samples on the GPU, none where the op has no such dtype there."""
@@ -27,11 +34,11 @@ def samples(op: Any, dtype: torch.dtype, count: int, **how: Any) -> list[Case]:
 
 def test_there_are_samples() -> None:
     """An op without a sample that can be traced passes every test here."""
-    some = ALL[::10]
+    some = OPS[::10]
     assert sum(bool(samples(op, torch.float32, 1)) for op in some) >= 0.9 * len(some)
 
 
-@pytest.mark.parametrize("op", ALL, ids=name_of)
+@pytest.mark.parametrize("op", OPS, ids=name_of)
 def test_forward(op: Any) -> None:
     cases = samples(op, torch.float32, 2, strided=(1,))
     for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool):
@@ -40,14 +47,14 @@ def test_forward(op: Any) -> None:
         passes(check_forward(cases))
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=name_of)
+@pytest.mark.parametrize("op", [op for op in DIFFERENTIABLE if op in OPS], ids=name_of)
 def test_gradient(op: Any) -> None:
     cases = samples(op, torch.float32, 2, requires_grad=True) + samples(op, torch.bfloat16, 1, requires_grad=True)
     if cases:
         passes(check_gradient(cases))
 
 
-@pytest.mark.parametrize("op", [op for op in ALL[::6] if op in FLOATS], ids=name_of)
+@pytest.mark.parametrize("op", DYNAMIC, ids=name_of)
 def test_dynamic(op: Any) -> None:
     if cases := samples(op, torch.float32, 2):
         passes(check_forward(cases, dynamic=True))
@@ -56,7 +63,7 @@ def test_dynamic(op: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "dtype"),
-    [(op, d) for op in ALL for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32)],
+    [(op, d) for op in OPS for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32)],
     ids=lambda x: name_of(x) if hasattr(x, "op") else str(x),
 )
 def test_forward_all(op: Any, dtype: torch.dtype) -> None:

@@ -40,8 +40,8 @@ BEHIND_DYNAMO = [
     op for op in _APART if torch.float32 in op.supported_dtypes("cpu") and not op.name.startswith("jiterator")
 ]
 FLOATS = [op for op in ALL if torch.float32 in op.supported_dtypes("cpu")]
-# The gradient of linalg.eig is defined for some losses only; that of put reads a number as AOTAutograd traces it.
-_NO_GRADIENT = ("linalg.eig", "put")
+# The gradient of linalg.eig is defined for some losses only; AOTAutograd cannot trace those of the others.
+_NO_GRADIENT = ("index_fill", "linalg.eig", "put")
 DIFFERENTIABLE = [
     op
     for op in ALL

@@ -184,26 +184,53 @@ def test_the_file_of_cubins_is_checked(compile_only: None, tmp_path: Path) -> No
         load(plan, {"cuda": str(path)})
 
 
-def test_odd_rows_of_large_products_are_padded(compile_only: None) -> None:
-    """An output head: its logits are written with aligned rows, and so are their gradients."""
+def _half(*shapes: tuple[int, ...]) -> tuple[FakeTensorMode, list[torch.Tensor]]:
     mode = FakeTensorMode()
     with mode:
-        x, w = (torch.empty(n, 64, device="cuda", dtype=torch.bfloat16) for n in (512, 50257))
+        return mode, [torch.empty(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+def _strides(p: WrapperProgram, width: int) -> set[tuple[Any, ...]]:
+    """Of row-major matrices of rows of this length."""
+    made = [i for i in p.body if isinstance(i, (Alloc, Place, View)) and len(i.shape) == 2 and i.shape[-1] == width]
+    return {i.strides for i in made if i.strides[-1] == 1}
+
+
+def test_odd_rows_of_large_products_are_padded(compile_only: None) -> None:
+    """An output head: its logits are written with aligned rows, and so are their gradients."""
+    mode, (x, w) = _half((512, 64), (50257, 64))
 
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.log_softmax((x @ w.t()).float(), -1).sum()
-
-    def head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return x @ w.t()
 
     def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (F.relu(x @ w.t()) * 2) @ w
 
     for fn, calls in ((loss, 1), (backward, 2)):
         p = record(fn, x, w, mode=mode).wrapper
-        made = [i.strides for i in p.body if isinstance(i, (Alloc, Place, View)) and 50257 in i.shape]
-        assert made and all(s == (50264, 1) for s in made if s[-1] == 1)
+        assert _strides(p, 50257) == {(50264, 1)}
         assert len(of(p, CallExtern)) == calls
-    p = record(head, x, w, mode=mode).wrapper
-    returned = [i for i in of(p, Alloc) if i.strides == (50257, 1)]
-    assert len(returned) == 1 and len(of(p, Launch)) == 1  # the caller gets eager's strides
+
+
+def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(compile_only: None) -> None:
+    def head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w.t()).view(8, 64, 50257)
+
+    def operand(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.tanh()
+        return y @ w.t(), y.view(-1)
+
+    for inner, launches in ((64, 0), (768, 1)):
+        mode, (x, w) = _half((512, inner), (50257, inner))
+        p = record(head, x, w, mode=mode).wrapper
+        assert len(of(p, Launch)) == launches  # the caller gets eager's strides
+        assert _strides(p, 50257) == ({(50264, 1)} if launches else set())
+    for cols, strides in ((64, {(1001, 1)}), (768, {(1008, 1)})):
+        mode, (x, w) = _half((512, 1001), (cols, 1001))
+        assert _strides(record(operand, x, w, mode=mode).wrapper, 1001) == strides
+
+
+def test_short_rows_are_not_padded(compile_only: None) -> None:
+    mode, (x, w) = _half((200000, 256), (256, 1))
+    p = record(lambda x, w: (x @ w).relu(), x, w, mode=mode).wrapper
+    assert _strides(p, 1) == {(1, 1)}

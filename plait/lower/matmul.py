@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.fx
 
+from plait.graph.edit import is_view, output_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import bf16, f16
 from plait.ir.loops import Node
@@ -27,6 +29,8 @@ aten = torch.ops.aten
 _LANES = 16  # of a vector of f32
 _ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
 _MANY = 1 << 17  # elements of a matrix that is worth it
+_LONG = 64  # elements of a row that grows by an eighth at most
+_FLOPS = 512  # an element, that pay for one more copy of the matrix
 
 
 def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
@@ -44,16 +48,17 @@ def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     for x in args:
         if isinstance(x, View):
-            _align_rows(ctx, x.buf, ours=True)
+            _align_rows(ctx, x.buf, flops, ours=True)
     out = call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
-    _align_rows(ctx, out.buf, ours=False)
+    _align_rows(ctx, out.buf, flops, ours=False)
     return out
 
 
-def _align_rows(ctx: Lowering, buf: str, ours: bool) -> None:
+def _align_rows(ctx: Lowering, buf: str, flops: Size, ours: bool) -> None:
     """On a GPU, starts every row of a large matrix of half precision at a multiple of 16 bytes, without which tensor
-    cores get their operands, and give back their result, at a fraction of their speed. ours: it is no result of the
-    call, so its layout may be settled already."""
+    cores get their operands, and give back their result, at a fraction of their speed. What leaves the graph is copied
+    to the strides that eager gives it, so there the product must be long. ours: it is no result of the call, so its
+    layout may be settled already."""
     b = ctx.buffers[buf]
     each = _ROW_NBYTES // b.dtype.nbytes
     n = sz.numel(b.shape)
@@ -61,9 +66,28 @@ def _align_rows(ctx: Lowering, buf: str, ours: bool) -> None:
         return
     if not isinstance(n, int) or n < _MANY or b.strides != sz.contiguous_strides(b.shape):
         return
-    row = sz.mul(sz.ceildiv(b.shape[-1], each), each)
+    length = b.shape[-1]
+    if not isinstance(length, int) or length < _LONG or length % each == 0:
+        return
+    if not (isinstance(flops, int) and flops >= _FLOPS * n) and _leaves(ctx, buf, ours):
+        return
+    row = -(-length // each) * each
     strides = (*(sz.mul(s, row) for s in sz.contiguous_strides(b.shape[:-1])), 1)
     ctx.buffers[buf] = replace(b, strides=strides)
+
+
+def _leaves(ctx: Lowering, buf: str, ours: bool) -> bool:
+    """Whether the graph gives out this buffer, or that of the node being lowered, or a view of it."""
+    assert ctx.node is not None
+    for node in output_of(ctx.node.graph).all_input_nodes:
+        while True:
+            made = ctx.env.get(node)
+            if (isinstance(made, View) and made.buf == buf) if ours else node is ctx.node:
+                return True
+            if not is_view(node) or not isinstance(node.args[0], torch.fx.Node):
+                break
+            node = node.args[0]
+    return False
 
 
 def _product(ctx: Lowering, a: View, b: View) -> View:

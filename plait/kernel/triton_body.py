@@ -286,7 +286,7 @@ class Writer:
         mean = f"{total} * {self._define(self._mean_factor(s, first, seen), True)}"
         off = self._define(f"{self.value(s.value.args[0].args[0])} - {mean}", True)
         weight = self._define(render("truediv", d, (seen, f"({seen} + 1)")), True)
-        added = f"{off} * {off} * {weight}"
+        added = f"{off} * ({off} * {weight})"  # the weight is 0 where the square may be too large
         mask = self.mask(frozenset(("r",)))
         self.loop_lines.append(f"{squares} = {squares} + " + (f"tl.where({mask[0]}, {added}, 0.0)" if mask else added))
 
@@ -312,7 +312,9 @@ class Writer:
         if s.name in self.passes.rescaled:
             first = self.passes.rescaled[s.name].name
             lane = f"{names[0]} * p_exp_below({self.lanes[first]}, {self.accs[first]})"
-            self.accs[s.name] = self._define(f"tl.sum({lane}, 1)[:, None]", False, "a")
+            # A row of nothing but -inf: its differences from its maximum are NaN.
+            nan = f"tl.where({self.accs[first]} == float('-inf'), float('nan'), tl.sum({lane}, 1)[:, None])"
+            self.accs[s.name] = self._define(nan, False, "a")
         elif s.name in self.passes.spread:
             text = self._gathered(s, self.passes.spread[s.name], names[0])
             self.accs[s.name] = self._define(text, False, "a")

@@ -234,3 +234,16 @@ def test_short_rows_are_not_padded(compile_only: None) -> None:
     mode, (x, w) = _half((200000, 256), (256, 1))
     p = record(lambda x, w: (x @ w).relu(), x, w, mode=mode).wrapper
     assert _strides(p, 1) == {(1, 1)}
+
+
+def test_a_bias_in_float32_is_added_by_a_kernel(compile_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, (x, w, b) = fakes((512, 256), (512, 256), (512,))
+
+    def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x, w, b))
+
+    p = record(linear, x, w, b, mode=mode).wrapper
+    assert [i.op for i in of(p, CallExtern)] == ["aten::mm.out"] and len(of(p, Launch)) == 1
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    p = record(linear, x, w, b, mode=mode).wrapper
+    assert [i.op for i in of(p, CallExtern)] == ["aten::addmm.out"]

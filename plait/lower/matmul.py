@@ -15,13 +15,13 @@ import torch.fx
 
 from plait.graph.edit import is_view, output_of
 from plait.ir import sizes as sz
-from plait.ir.dtypes import bf16, f16
+from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.extern import call_extern
+from plait.lower.extern import call_extern, call_op
 from plait.lower.shape import broadcast, scalar
 
 aten = torch.ops.aten
@@ -140,9 +140,22 @@ def bmm(ctx: Lowering, a: View, b: View) -> Any:
 @lower(aten.addmm.default)
 def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    if not is_small(ctx, flops, a.shape[-1]):
-        return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
-    return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
+    if is_small(ctx, flops, a.shape[-1]):
+        return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
+    if beta == alpha == 1 and _is_added_apart(ctx, bias, a):
+        assert ctx.node is not None
+        val = ctx.node.meta["val"]
+        product = call_op(ctx, aten.mm.default, (a, b), {}, val, fallback=False, flops=flops)
+        return _finished(ctx, product, bias, 1, 1)
+    return _by_aten(ctx, flops, bias, a, b, beta=beta, alpha=alpha)
+
+
+def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
+    """Whether a row of numbers is better added by a kernel of ours, which fuses with what follows: on a GPU in full
+    float32, where vendors' kernels that add a bias are the slow ones."""
+    if ctx.device() == "cpu" or not ctx.cfg.kernels or a.dtype != f32 or torch.backends.cuda.matmul.allow_tf32:
+        return False
+    return len(bias.shape) == 1 or bias.shape[0] == 1
 
 
 @lower(aten.baddbmm.default)

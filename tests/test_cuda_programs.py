@@ -236,7 +236,7 @@ def test_short_rows_are_not_padded(compile_only: None) -> None:
     assert _strides(p, 1) == {(1, 1)}
 
 
-def test_a_bias_in_float32_is_added_by_a_kernel(compile_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_in_float32_is_added_by_a_kernel(compile_only: None) -> None:
     mode, (x, w, b) = fakes((512, 256), (512, 256), (512,))
 
     def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -244,6 +244,9 @@ def test_a_bias_in_float32_is_added_by_a_kernel(compile_only: None, monkeypatch:
 
     p = record(linear, x, w, b, mode=mode).wrapper
     assert [i.op for i in of(p, CallExtern)] == ["aten::mm.out"] and len(of(p, Launch)) == 1
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    p = record(linear, x, w, b, mode=mode).wrapper
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        p = record(linear, x, w, b, mode=mode).wrapper
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
     assert [i.op for i in of(p, CallExtern)] == ["aten::addmm.out"]

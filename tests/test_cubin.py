@@ -5,21 +5,27 @@ The tests run in a process that has Triton on its path (see test_triton_kernels.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from plait.config import Config
 from plait.errors import ToolchainError
-from plait.runtime import cubin
+from plait.runtime import cubin, triton_worker
 from plait.runtime.cubin import Cubin, CubinPool, Job, pool, start_early
+from plait.runtime.store import CacheWarning
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -43,7 +49,7 @@ def second_process_compiles_nothing(folder: Path) -> None:
     first.stop()
     second = CubinPool(1)
     assert second.compile([JOB], cfg) == [made]
-    assert not second._workers  # nothing was started for it
+    assert not second._threads  # nothing was started for it
     assert Cubin.from_bytes(made.to_bytes()) == made
 
 
@@ -88,9 +94,9 @@ def killed_server_is_replaced(folder: Path) -> None:
     pool.compile([JOB], Config(cache_dir=str(folder)))
     assert pool._server is not None
     pool._server.process.kill()
-    scratch = Path(pool._server.folder)
+    scratch = pool._server.folders
     (made,) = pool.compile([replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
-    assert made.num_warps == 8 and not scratch.exists()
+    assert made.num_warps == 8 and not any(map(os.path.exists, scratch))
     pool.stop()
 
 
@@ -141,15 +147,15 @@ def no_orphans(folder: Path) -> None:
         "pool().compile([JOB], Config(cache_dir=sys.argv[1]))\n"
         "child = os.fork()\n"
         "if child == 0: time.sleep(30); os._exit(0)\n"
-        "print(pool()._server.process.pid, child, pool()._server.folder, flush=True)\n"
+        "print(pool()._server.process.pid, child, *pool()._server.folders, flush=True)\n"
         "time.sleep(30)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     line = parent.stdout.readline().split()
-    server, child, scratch = int(line[0]), int(line[1]), Path(line[2])
+    server, child, scratch = int(line[0]), int(line[1]), line[2:]
     (worker,) = _children(server)
-    assert scratch.exists()
+    assert all(map(os.path.exists, scratch))
     parent.kill()
     parent.wait()
     try:
@@ -157,7 +163,7 @@ def no_orphans(folder: Path) -> None:
         while _runs(server) or _runs(worker):
             assert time.monotonic() < deadline, "a process outlived its parent"
             time.sleep(0.1)
-        assert not scratch.exists()
+        assert not any(map(os.path.exists, scratch))
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -202,6 +208,109 @@ def no_process_can_be_started(folder: Path) -> None:
         pool().compile([JOB], Config(cache_dir=str(folder)))
 
 
+def what_a_thread_meets_is_raised(folder: Path) -> None:
+    """A full disk, or a warning that is an error: whoever waits is told, and what comes later is compiled."""
+    (folder / "file").touch()
+    warnings.simplefilter("error")
+    pool = CubinPool(1)
+    (result,) = pool.submit([JOB], Config(cache_dir=str(folder / "file")))
+    with pytest.raises(CacheWarning):
+        result.result(timeout=60)
+    (made,) = pool.compile([JOB], Config(cache_dir=str(folder)))
+    assert made.symbol == "double"
+    with patch.object(cubin, "_ask", side_effect=ValueError("no frame")):
+        (result,) = pool.submit([replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
+        with pytest.raises(ToolchainError, match=r"died twice \(no frame\)"):
+            result.result(timeout=60)
+    pool.compile([replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
+    pool.stop()
+
+
+def variables_of_the_compiler_count(folder: Path) -> None:
+    """They are in the key, and have an effect however late they are set."""
+    pool, cfg = CubinPool(1), Config(cache_dir=str(folder))
+    job = replace(JOB, text=TEXT.replace("* 2", "* 2.5 + n"))
+
+    def made(**env: str) -> Cubin:
+        with patch.dict(os.environ, env):
+            return pool.compile([job], cfg)[0]
+
+    plain = made()
+    changed = [made(TRITON_DEFAULT_FP_FUSION="0"), made(DISABLE_LLVM_OPT="1"), made(DISABLE_PTXAS_OPT="1")]
+    assert len({c.image for c in (plain, *changed)}) == 4
+    assert made() == made(TRITON_CACHE_DIR="/x") == plain and len(list(folder.glob("cubins/*/*.cubin"))) == 4
+    with pytest.raises(ToolchainError, match="Unknown option"):
+        made(PTXAS_OPTIONS="--nothing-like-it")
+    with patch.dict(os.environ, TRITON_PTXAS_PATH=str(folder / "ptxas")):
+        before = job.key()
+        (folder / "ptxas").write_text("another")
+        assert job.key() != before
+    pool.stop()
+
+
+def idle_processes_end(folder: Path) -> None:
+    """A worker that has nothing to do, then the server; what comes afterwards starts new ones."""
+    cubin.IDLE_S, cubin.SERVER_IDLE_S = 0.5, 1.0
+    pool, cfg = CubinPool(1), Config(cache_dir=str(folder))
+    pool.compile([JOB], cfg)
+    server = pool._server
+    assert server is not None and pool._threads
+    deadline = time.monotonic() + 20
+    while _runs(server.process.pid) or pool._threads:
+        assert time.monotonic() < deadline, "a process waits for ever"
+        time.sleep(0.1)
+    assert not any(map(os.path.exists, server.folders))
+    (made,) = pool.compile([replace(JOB, num_warps=8)], cfg)
+    assert made.num_warps == 8 and pool._server is not server
+    for k in range(8):  # while threads come and go
+        time.sleep(0.5 - 0.01 * (k % 3))
+        (result,) = pool.submit([replace(JOB, text=f"{TEXT}# {k}\n")], cfg)
+        result.result(timeout=60)
+    pool.stop()
+
+
+def ranks_share_processors(folder: Path) -> None:
+    with patch.object(os, "sched_getaffinity", return_value=set(range(32))):
+        for ranks, n in (("", 16), ("1", 16), ("8", 4), ("100", 1), ("0", 16), ("x", 16)):
+            with patch.dict(os.environ, LOCAL_WORLD_SIZE=ranks):
+                assert CubinPool().n_workers == n
+
+
+def the_end_does_not_wait(folder: Path) -> None:
+    """Not for a server that does not answer."""
+    pool = CubinPool(1)
+    pool.compile([JOB], Config(cache_dir=str(folder)))
+    assert pool._server is not None
+    server, workers = pool._server, _children(pool._server.process.pid)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=pool.stop, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    stopped = not thread.is_alive()
+    if not stopped:
+        server.process.kill()
+    deadline = time.monotonic() + 20
+    while any(map(_runs, workers)):
+        assert time.monotonic() < deadline, "a worker outlived its server"
+        time.sleep(0.01)
+    assert stopped and not any(map(os.path.exists, server.folders))
+
+
+def a_full_folder_is_passed_over(folder: Path) -> None:
+    """Another has room; where nothing can be written, the error is told."""
+    full, other = folder / "full", folder / "other"
+    full.mkdir(), other.mkdir()
+    usage = {full: 0, other: triton_worker.ROOM}
+    with patch.object(shutil, "disk_usage", side_effect=lambda f: shutil._ntuple_diskusage(0, 0, usage[f])):
+        assert triton_worker.roomy([full, other]) == triton_worker.roomy([other, full]) == other
+        usage[other] = 0
+        assert triton_worker.roomy([full, other]) == other
+    head, image = triton_worker.answer(json.loads(JOB.frame()), [folder / "nothing"])
+    assert "FileNotFoundError" in head["error"] and image == b""
+    head, image = triton_worker.answer(json.loads(JOB.frame()), [full])
+    assert image[:4] == b"\x7fELF" and head["facts"]["symbol"] == "double" and not list(full.iterdir())
+
+
 def _children(pid: int) -> list[int]:
     stats = {int(p.name): p / "stat" for p in Path("/proc").iterdir() if p.name.isdigit()}
     return [k for k, stat in stats.items() if _facts(stat)[1:2] == [str(pid)]]
@@ -225,7 +334,9 @@ CASES = {
         second_process_compiles_nothing, equal_jobs_are_compiled_once, alignment_is_used, refused_source,
         killed_worker_is_replaced, killed_server_is_replaced, deadly_job_is_tried_twice, stop_ends_a_job,
         stopped_pool_starts_again, no_orphans, forked_child_compiles,
-        starts_early_beside_a_gpu, no_process_can_be_started,
+        starts_early_beside_a_gpu, no_process_can_be_started, what_a_thread_meets_is_raised,
+        variables_of_the_compiler_count, idle_processes_end, ranks_share_processors, the_end_does_not_wait,
+        a_full_folder_is_passed_over,
     )
 }  # fmt: skip
 
@@ -236,7 +347,7 @@ def test_pool(name: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_cubin", name, str(tmp_path)],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -1,8 +1,9 @@
 """From Triton sources to cubins: a store on disk, and before it a pool of worker processes.
 
 `start_early` may be called long before the first kernel exists: Triton is loaded while Dynamo still traces. A worker
-that dies is replaced and its job tried once more; jobs that are equal are compiled once. Comes in: `Job`. Goes
-out: `Cubin`, everything that a launch needs besides its arguments. Nothing here needs a GPU.
+that dies is replaced and its job tried once more; one that has nothing to do ends; jobs that are equal are compiled
+once. Comes in: `Job`. Goes out: `Cubin`, everything that a launch needs besides its arguments. Nothing here needs a
+GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +37,17 @@ from plait.runtime.toolchain import ToolchainMissing
 WORKER = Path(__file__).parent / "triton_worker.py"
 DEVICE = Path("/dev/nvidiactl")
 MAX_WORKERS = 16
+IDLE_S = 30.0
+"""How long a worker waits for a job before it ends."""
+SERVER_IDLE_S = 600.0
+"""How long the process that they are forked from does without any."""
+STOP_S = 2.0
+"""How long that process may take to end when told to."""
+
+_VARIABLES = ("TRITON_", "PTXAS_", "NVPTX_", "MLIR_", "LLVM_", "DISABLE_LLVM_", "DISABLE_PTXAS_", "DISABLE_MMA_")
+_OTHER_VARIABLES = {
+    "TRITON_HOME", "TRITON_INTERPRET", "TRITON_CACHE_MANAGER", "TRITON_CACHE_AUTOTUNING", "TRITON_PRINT_AUTOTUNING",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,20 +64,51 @@ class Job:
     aligned: tuple[int, ...] = ()
     checks: bool = False
 
-    def frame(self) -> dict[str, Any]:
-        """The job as a worker reads it."""
+    def frame(self) -> str:
+        """The job as a worker reads it, with what this process's environment tells the compiler."""
         options = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "debug": self.checks,
             "sanitize_overflow": False,
         }  # fmt: skip
-        return {
+        facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),
-            "capability": self.capability, "aligned": list(self.aligned), "options": options,
+            "capability": self.capability, "aligned": list(self.aligned), "options": options, "env": _variables(),
         }  # fmt: skip
+        return json.dumps(facts, sort_keys=True)
 
     def key(self) -> str:
         """The name of its result in the store."""
-        return key_of((json.dumps(self.frame(), sort_keys=True), triton_version()))
+        return _key(self.frame())
+
+
+def _key(frame: str) -> str:
+    named = (v for k, v in _variables().items() if k.endswith("_PATH"))
+    return key_of((frame, *_compiler(), *map(_size, named)))
+
+
+def _variables() -> dict[str, str]:
+    """What of the environment may change the compiler's output."""
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k.startswith(_VARIABLES) and not k.endswith("_DIR") and k not in _OTHER_VARIABLES
+    }
+
+
+@lru_cache
+def _compiler() -> tuple[str, ...]:
+    """What compiles: Triton, what we make of it, and the assemblers that come with it."""
+    spec = find_spec("triton")
+    tools = Path((spec and spec.origin) or "").parent / "backends" / "nvidia" / "bin"
+    return triton_version(), WORKER.read_text(), *(_size(tools / name) for name in ("ptxas", "ptxas-blackwell"))
+
+
+def _size(file: str | Path) -> str:
+    """Tells one version of a program from another, and is the same on every machine."""
+    try:
+        return str(Path(file).stat().st_size)
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -115,17 +158,19 @@ class _Server:
     """The process that workers are forked from."""
 
     def __init__(self, capability: int) -> None:
-        # It finds Triton where this process does, and nothing of this process's folder.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        # It finds Triton where this process does, and nothing of this process's folder. What tells the compiler
+        # something comes with each job.
+        env = {k: os.environ[k] for k in os.environ.keys() - _variables().keys()}
+        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         env.pop("TRITON_INTERPRET", None)
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self.folder = tempfile.mkdtemp(prefix="plait-triton-", dir=memory)  # whoever lives longer removes it
+        self.folders = _scratch_folders()  # whoever lives longer removes them
         self.requests, theirs = socket.socketpair()
         with theirs:
             handle = theirs.fileno()
+            facts = (handle, os.getpid(), capability, SERVER_IDLE_S, *self.folders)
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", str(WORKER), str(handle), str(os.getpid()), str(capability), self.folder],
+                    [sys.executable, "-P", str(WORKER), *map(str, facts)],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a compiler prints
                     pass_fds=(handle,),
@@ -146,83 +191,93 @@ class _Server:
     def stop(self) -> None:
         """Ends the process and its workers; a job that one is at is lost."""
         self.process.terminate()
-        self.process.wait()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self._clean()
 
     def _clean(self) -> None:
         self.requests.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Worker:
-    """One worker process and the thread that talks to it. fork: gives what a new one listens to, or raises OSError."""
+def _scratch_folders() -> list[str]:
+    """New folders for what lives as long as a job: in memory, and where there is more room."""
+    made: list[str] = []
+    for place in ("/dev/shm", None):
+        with suppress(OSError):
+            made.append(tempfile.mkdtemp(prefix="plait-triton-", dir=place))
+    if not made:
+        raise FileNotFoundError("no folder for short-lived files")
+    return made
 
-    def __init__(self, jobs: queue.SimpleQueue[_Task | None], fork: Callable[[], socket.socket]) -> None:
-        self.jobs, self.fork = jobs, fork
-        self.thread = threading.Thread(target=self._serve, name="plait-triton", daemon=True)
-        self.thread.start()
 
-    def _serve(self) -> None:
-        stream = None
-        while (task := self.jobs.get()) is not None:
-            answer: Cubin | str | None = None
-            for _ in range(2):  # if it dies: once more, in a new one
-                try:
-                    stream = stream or self._connect()
-                    answer = _ask(stream, task.job)
-                    break
-                except (OSError, EOFError):
-                    _close(stream)
-                    stream = None
-            task.finish(answer)
-        _close(stream)
+class _Process:
+    """A worker process, there from its first job on. fork: gives what a new one listens to, or raises OSError."""
+
+    def __init__(self, fork: Callable[[], socket.socket]) -> None:
+        self.fork = fork
+        self.stream: BinaryIO | Any | None = None
+
+    def compile(self, task: _Task) -> Cubin:
+        """The cubin of a task. Raises ToolchainError for a source that is refused, or that ends process after
+        process."""
+        failure: Exception | None = None
+        for _ in range(2):  # if it dies: once more, in a new one
+            try:
+                self.stream = self.stream or self._connect()
+                return _ask(self.stream, task)
+            except ToolchainError:
+                raise
+            except Exception as error:  # noqa: BLE001  (whatever it is, nothing sensible can be read any more)
+                failure = error
+                self.close()
+        raise ToolchainError(f"the process that compiled kernel {task.name} died twice ({failure})") from failure
+
+    def close(self) -> None:
+        """Ends the process when it has done its job."""
+        if self.stream is not None:
+            with suppress(OSError):  # what was not read
+                self.stream.close()
+        self.stream = None
 
     def _connect(self) -> BinaryIO | Any:
         with self.fork() as mine:
             return mine.makefile("rwb")
 
 
-def _close(stream: BinaryIO | Any | None) -> None:
-    if stream is not None:
-        with suppress(OSError):  # what was not read
-            stream.close()
-
-
-def _ask(stream: BinaryIO | Any, job: Job) -> Cubin | str:
-    """A worker's answer, or the error that it reports. Raises OSError or EOFError if it died."""
-    data = json.dumps(job.frame()).encode()
+def _ask(stream: BinaryIO | Any, task: _Task) -> Cubin:
+    """A worker's answer. Raises ToolchainError if that is no, OSError or EOFError if it died."""
+    data = task.frame.encode()
     stream.write(len(data).to_bytes(8, "little") + data)
     stream.flush()
     head = json.loads(_exactly(stream, int.from_bytes(_exactly(stream, 8), "little")))
     image = _exactly(stream, head["nbytes"])
-    return head["error"] if "error" in head else Cubin.of(head["facts"], image)
+    if "error" in head:
+        hint = "PLAIT_DEBUG=4 writes the source"
+        raise ToolchainError(f"Triton refused kernel {task.name}: {head['error']}", hint=hint)
+    return Cubin.of(head["facts"], image)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Task:
-    """A job, and what becomes of it. pending: the pool's unfinished results, which it leaves when it is done."""
+    """A job under way. name: of its kernel. frame: what a worker reads. key: of its entry in the store."""
 
-    job: Job
+    name: str
+    frame: str
     key: str
     store: Store
-    pending: dict[str, Future[Cubin]]
     result: Future[Cubin] = field(default_factory=Future)
 
-    def finish(self, answer: Cubin | str | None) -> None:
-        """Stores the cubin before anyone waits no longer, so that whoever asks next finds it."""
-        name = self.job.name
-        if isinstance(answer, Cubin):
-            self.store.put(self.key, answer.to_bytes())
-        del self.pending[self.key]
-        if isinstance(answer, Cubin):
-            self.result.set_result(answer)
-        elif answer is None:
-            error = ToolchainError(f"the process that compiled kernel {name} died twice")
-            self.result.set_exception(error)
-        else:
-            hint = "PLAIT_DEBUG=4 writes the source"
-            error = ToolchainError(f"Triton refused kernel {name}: {answer}", hint=hint)
-            self.result.set_exception(error)
+
+def _n_workers() -> int:
+    """As many as there are processors for each of the processes that a launcher started beside this one."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    mine = len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
+    return max(1, min(MAX_WORKERS, mine))
 
 
 class CubinPool:
@@ -230,10 +285,10 @@ class CubinPool:
     as jobs come in. Threads may share one pool."""
 
     def __init__(self, n_workers: int = 0) -> None:
-        self.n_workers = n_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        self.n_workers = n_workers or _n_workers()
         self._jobs: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._server: _Server | None = None
-        self._workers: list[_Worker] = []
+        self._threads: list[threading.Thread] = []  # one a worker process
         self._pending: dict[str, Future[Cubin]] = {}
         self._lock = threading.Lock()
 
@@ -256,21 +311,49 @@ class CubinPool:
         return [self._submit(job, store) for job in jobs]
 
     def _submit(self, job: Job, store: Store) -> Future[Cubin]:
-        key = job.key()
+        frame = job.frame()
+        task = _Task(job.name, frame, _key(frame), store)
         with self._lock:
-            if key in self._pending:
-                return self._pending[key]
-            found = store.read(key)
+            if task.key in self._pending:
+                return self._pending[task.key]
+            found = store.read(task.key)
             if found is not None:
-                done: Future[Cubin] = Future()
-                done.set_result(Cubin.from_bytes(found))
-                return done
-            task = _Task(job, key, store, self._pending)
-            self._pending[key] = task.result
+                task.result.set_result(Cubin.from_bytes(found))
+                return task.result
+            if len(self._threads) < min(self.n_workers, len(self._pending) + 1):
+                args = (self._jobs, job.capability)
+                thread = threading.Thread(target=self._serve, args=args, name="plait-triton", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            self._pending[task.key] = task.result
             self._jobs.put(task)
-            if len(self._workers) < min(self.n_workers, len(self._pending)):
-                self._workers.append(_Worker(self._jobs, partial(self._fork, self._jobs, job.capability)))
         return task.result
+
+    def _serve(self, jobs: queue.SimpleQueue[_Task | None], capability: int) -> None:
+        """The life of a thread. Whatever happens to a task, whoever waits for it is told."""
+        process = _Process(partial(self._fork, jobs, capability))
+        while (task := self._next(jobs)) is not None:
+            try:
+                cubin = process.compile(task)
+                task.store.put(task.key, cubin.to_bytes())  # whoever asks from now on finds it
+                tell = partial(task.result.set_result, cubin)
+            except BaseException as error:  # noqa: BLE001  (it is raised where the result is wanted)
+                tell = partial(task.result.set_exception, error)
+            with self._lock:
+                del self._pending[task.key]
+            tell()
+        process.close()
+
+    def _next(self, jobs: queue.SimpleQueue[_Task | None]) -> _Task | None:
+        """The next task; None where there is none for long, or the pool was stopped."""
+        while True:
+            try:
+                return jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if jobs is self._jobs and jobs.empty():
+                        self._threads.remove(threading.current_thread())
+                        return None
 
     def _fork(self, jobs: queue.SimpleQueue[_Task | None], capability: int) -> socket.socket:
         with self._lock:
@@ -288,14 +371,14 @@ class CubinPool:
         """Ends the workers. The pool starts new ones when it is used again."""
         with self._lock:
             server, self._server = self._server, None
-            workers, self._workers = self._workers, []
+            threads, self._threads = self._threads, []
             jobs, self._jobs = self._jobs, queue.SimpleQueue()
         if server is not None:
             server.stop()
-        for _ in workers:
+        for _ in threads:
             jobs.put(None)
-        for worker in workers:
-            worker.thread.join()
+        for thread in threads:
+            thread.join()
 
 
 _PACK = struct.Struct("<10q")

@@ -1,11 +1,12 @@
 """Compiles Triton kernels outside of the process that wants them. Run as a script by `plait/runtime/cubin.py`, with a
-socket's number, the number of its parent process, the capability of a GPU and an empty folder.
+socket's number, the number of its parent process, the capability of a GPU, how long it does without workers in seconds,
+and empty folders.
 
 It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a worker for every socket
 that comes in over its own: a worker is ready in milliseconds, and what all need lies in memory once. Jobs come in over
 a worker's socket, cubins go out: a frame is its length as 8 bytes, little-endian, then a JSON object; an answer's frame
 is followed by the cubin's bytes. A worker ends when its socket is closed or this process is gone; this process ends
-when its socket is closed or its parent is gone.
+when its socket is closed, its parent is gone or it was not needed for long.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
 PARENT_CHECK_S = 2.0
+ROOM = 16 << 20
+"""Bytes that a folder must have free for a job."""
 _PR_SET_PDEATHSIG = 1
+
+# The caller keeps what is made: no stages on disk. Lines would be those of a file that is gone.
+_OURS = {"TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1"}
 
 # Everything that compilers load when first used: LLVM's target, libdevice, the versions of ptxas.
 _FIRST = """import triton
@@ -62,7 +70,8 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     aligned = {(k,): [["tt.divisibility", 16]] for k in job["aligned"]}
     source = ASTSource(getattr(module, job["name"]), job["signature"], {}, aligned)
     target = GPUTarget("cuda", job["capability"], 32)
-    made = triton.compile(source, target, job["options"])
+    # Triton reads this variable once, when loaded.
+    made = triton.compile(source, target, {"ptx_options": os.environ.get("PTXAS_OPTIONS"), **job["options"]})
     m = made.metadata
     facts = {
         "symbol": m.name,
@@ -77,18 +86,27 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     return facts, made.asm["cubin"]
 
 
-def answer(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bytes]:
-    """What goes out for a job: its cubin, or what the compiler says against it. The folder is empty afterwards."""
-    folder.mkdir()
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any], bytes]:
+    """What goes out for a job: its cubin, or what the compiler says against it. The folders are empty afterwards, and
+    the environment is what it was."""
+    env = dict(os.environ)
     try:
-        facts, cubin = compile_job(job, folder)
+        with tempfile.TemporaryDirectory(dir=roomy(folders), ignore_cleanup_errors=True) as name:
+            tempfile.tempdir = name
+            os.environ.update({**job["env"], **_OURS, "TRITON_CACHE_DIR": f"{name}/cache"})
+            facts, cubin = compile_job(job, Path(name))
     except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
         last = "".join(traceback.format_exception_only(error)).strip()
         return {"error": last, "trace": traceback.format_exc()}, b""
     finally:
-        shutil.rmtree(folder)
+        os.environ.clear()
+        os.environ.update(env)
     return {"facts": facts}, cubin
+
+
+def roomy(folders: Sequence[Path]) -> Path:
+    """The first that has room for a job, or the last."""
+    return next((f for f in folders if shutil.disk_usage(f).free >= ROOM), folders[-1])
 
 
 def receive(source: BinaryIO | Any) -> dict[str, Any] | None:
@@ -101,25 +119,23 @@ def receive(source: BinaryIO | Any) -> dict[str, Any] | None:
     return frame
 
 
-def work(jobs: socket.socket, folder: Path) -> None:
+def work(jobs: socket.socket, folders: Sequence[Path]) -> None:
     """A worker: answers jobs until there are no more."""
     with jobs.makefile("rwb") as stream:
         while (job := receive(stream)) is not None:
-            head, cubin = answer(job, folder)
+            head, cubin = answer(job, folders)
             text = json.dumps({**head, "nbytes": len(cubin)}).encode()
             stream.write(len(text).to_bytes(8, "little") + text + cubin)
             stream.flush()
 
 
-def prepare(capability: int, folder: Path) -> None:
+def prepare(capability: int, folders: Sequence[Path]) -> None:
     """Loads the compiler and all that it loads when first used. What fails here will fail with a job too, and be
     told."""
-    # The caller keeps what is made and has one version of Triton in its keys: no second cache, whose key is a hash of
-    # all of Triton's files, and no stages on disk. Lines would be those of a file that is gone.
-    os.environ.update(TRITON_STORE_BINARY_ONLY="1", TRITON_DISABLE_LINE_INFO="1")
     try:
         import triton.runtime.cache
 
+        # The caller has the version of Triton in its keys: no second one, which is a hash of all of Triton's files.
         triton.runtime.cache.triton_key = lambda: triton.__version__
     except ImportError:
         return
@@ -127,19 +143,22 @@ def prepare(capability: int, folder: Path) -> None:
     signature = {"p0": "*fp32", "s0": "i64"}
     job = {
         "name": "first", "text": _FIRST, "signature": signature, "capability": capability, "aligned": [0],
-        "options": options,
+        "options": options, "env": {},
     }  # fmt: skip
-    answer(job, folder)
+    answer(job, folders)
 
 
-def serve(requests: socket.socket, parent: int, folder: Path) -> None:
+def serve(requests: socket.socket, parent: int, idle_s: float, folders: Sequence[Path]) -> None:
     """Forks a worker for every socket that comes in, and ends them with itself."""
     server, workers = os.getpid(), set[int]()
+    end = time.monotonic() + idle_s
     try:
-        while os.getppid() == parent:
+        while os.getppid() == parent and time.monotonic() < end:
             # The end of the input may never be seen: what the parent forked holds the socket open.
             ready, _, _ = select.select([requests], [], [], PARENT_CHECK_S)
             workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+            if workers or ready:
+                end = time.monotonic() + idle_s
             if not ready:
                 continue
             _, handles, _, _ = socket.recv_fds(requests, 1, 1)
@@ -148,7 +167,7 @@ def serve(requests: socket.socket, parent: int, folder: Path) -> None:
             with socket.socket(fileno=handles[0]) as jobs:
                 child = os.fork()
                 if child == 0:
-                    be_worker(jobs, server, folder / str(os.getpid()))
+                    be_worker(jobs, server, folders)
                 workers.add(child)
     finally:
         for pid in workers:
@@ -156,13 +175,13 @@ def serve(requests: socket.socket, parent: int, folder: Path) -> None:
             os.waitpid(pid, 0)
 
 
-def be_worker(jobs: socket.socket, server: int, folder: Path) -> NoReturn:
+def be_worker(jobs: socket.socket, server: int, folders: Sequence[Path]) -> NoReturn:
     """The life of a forked process."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:
-            work(jobs, folder)
+            work(jobs, folders)
     finally:
         os._exit(0)  # what the server has open is not its own
 
@@ -170,14 +189,15 @@ def be_worker(jobs: socket.socket, server: int, folder: Path) -> NoReturn:
 def main() -> None:
     """Serves until the parent wants no more."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    requests, parent, capability = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    folder = tempfile.tempdir = sys.argv[4]
+    handle, parent, capability, idle_s = sys.argv[1:5]
+    folders = [Path(f) for f in sys.argv[5:]]
     try:
-        prepare(capability, Path(folder) / "first")
+        prepare(int(capability), folders)
         gc.freeze()  # workers share what is there
-        serve(requests, parent, Path(folder))
+        serve(socket.socket(fileno=int(handle)), int(parent), float(idle_s), folders)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

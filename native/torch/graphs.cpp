@@ -212,11 +212,11 @@ bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
   const cuda::Stream outer = f.stream;
   void* capture = nullptr;
   try {
-    for (int32_t k = p.first; k < p.last; ++k) {
-      const Step& s = steps_[static_cast<size_t>(k)];
-      if (s.kind == StepKind::eval) evaluate_range(f, s.a, s.b);
-      if (s.kind == StepKind::arena) reserve_arena(value(f, s.b));
-    }
+    const auto begin = steps_.begin() + p.first, end = steps_.begin() + p.last;
+    const auto arena = std::find_if(begin, end, [](const Step& s) { return s.kind == StepKind::arena; });
+    for (auto s = begin; arena != end && s != arena; ++s)
+      if (s->kind == StepKind::eval) evaluate_range(f, s->a, s->b);
+    if (arena != end) reserve_arena(value(f, arena->b));
     r->arena = graphs_->arena;
     for (size_t i = 0; i < p.imports.size(); ++i) {
       const SlotId s = p.imports[i].slot;

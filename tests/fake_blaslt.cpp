@@ -14,7 +14,7 @@ using plait::blaslt::Algorithm;
 using plait::blaslt::Heuristic;
 
 namespace {
-constexpr int kInvalid = 7, kUnsupported = 15;
+constexpr int kInvalid = 7, kFailed = 13, kUnsupported = 15;
 constexpr size_t kWorkspace = 4096;
 using Attributes = std::map<int32_t, uint64_t>;
 struct Layout {
@@ -137,8 +137,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void* x, void*, void*, void* d,
   *out = {};
   const bool split = static_cast<Layout*>(x)->cols >= 64 && get(a, 3, 7) == 7;
   out->workspace = split && get(a, 1, 0) >= kWorkspace ? kWorkspace : 0;
-  for (int k = 0; k < 4; ++k)
-    out->algorithm.data[k] = get(a, 5 + k, 256);
+  for (int k = 0; k < 4; ++k) out->algorithm.data[k] = get(a, 5 + k, 256);
   out->algorithm.data[7] = out->workspace;
   return 0;
 }
@@ -156,6 +155,7 @@ int cublasLtMatmul(void*, void* product, const void* alpha, const void* x, void*
   const bool biased = get(how.attributes, 7, 1) == 4;
   const auto* bias = reinterpret_cast<const void*>(get(how.attributes, 8, 0));
   if (reinterpret_cast<size_t>(stream) == 13) return kInvalid;
+  if (reinterpret_cast<size_t>(stream) == 14) return kFailed;
   if (!aligned(x, data[0]) || !aligned(y, data[1]) || !aligned(c, data[2]) || !aligned(d, data[3]))
     return kInvalid;
   if (nbytes < data[7] || (data[7] && !workspace)) return kInvalid;

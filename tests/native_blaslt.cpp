@@ -6,7 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <random>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -17,13 +19,13 @@ using namespace plait::blaslt;
 namespace {
 int failed = 0, checked = 0, declined = 0;
 
-#define CHECK(x)                                          \
-  do {                                                    \
-    ++checked;                                            \
-    if (!(x)) {                                           \
-      ++failed;                                           \
+#define CHECK(x)                                           \
+  do {                                                     \
+    ++checked;                                             \
+    if (!(x)) {                                            \
+      ++failed;                                            \
       std::printf("line %d: %s is false\n", __LINE__, #x); \
-    }                                                     \
+    }                                                      \
   } while (0)
 
 size_t width(Type type) { return type == Type::f32 ? 4 : 2; }
@@ -107,8 +109,8 @@ void fill(Tensor& t, Random& random) {
   t.each([&](auto b, auto i, auto j) { t.set(b, i, j, static_cast<float>(random(5) - 2)); });
 }
 
-// One product of random layouts. The answer says whether the library's road was taken.
-bool product(const Library& library, Random& random, Plans& plans) {
+// One product of random layouts. The answer says whether a plan computed it.
+bool product(Random& random, Plans& plans) {
   constexpr int64_t sizes[] = {1, 2, 3, 8, 13, 70};
   constexpr Type types[] = {Type::f32, Type::f16, Type::bf16};
   constexpr size_t aligns[] = {4, 16, 64, 256};
@@ -125,10 +127,10 @@ bool product(const Library& library, Random& random, Plans& plans) {
   for (Tensor* t : {&a, &b, &c, &out}) fill(*t, random);
   const bool add = random(3) != 0;
   const float alpha = random(2) ? 1 : 2, beta = static_cast<float>(random(3));
-  const auto p = arrange(type, Compute::f32, random(2) ? Reductions::any : Reductions::none, a.m,
-                         b.m, add ? &c.m : nullptr, out.m, batch, alpha, beta);
+  const auto p = make_product(type, Compute::f32, random(2) ? Reductions::any : Reductions::none,
+                              a.m, b.m, add ? &c.m : nullptr, out.m, batch, alpha, beta);
   if (!p) return false;
-  const Plan* plan = plans.find(library, 0, *p, 1 << 20);
+  const auto plan = plans.find(*p, 1 << 20);
   CHECK((p->problem.rows == 13) == (plan == nullptr));
   if (!plan) return false;
   std::vector<float> want;
@@ -155,8 +157,9 @@ Tensor plain(Tensor::Kind kind, int64_t rows, int64_t cols) {
 }
 
 // One problem, many threads, a bias each: no thread sees another's.
-void threads(const Library& library) {
-  Plans plans;
+void threads(const Library& library, int (*queries)()) {
+  Plans plans(library, 0);
+  const int before = queries();
   std::atomic<int> wrong = 0;
   std::vector<std::thread> running;
   for (int t = 0; t < 4; ++t)
@@ -168,8 +171,8 @@ void threads(const Library& library) {
       c.each([&](auto s, auto i, auto j) { c.set(s, i, j, static_cast<float>(t)); });
       for (int n = 0; n < 500; ++n) {
         const auto p =
-            arrange(Type::f32, Compute::f32, Reductions::any, a.m, b.m, &c.m, out.m, 1, 1, 1);
-        const Plan* plan = p ? plans.find(library, 0, *p, 0) : nullptr;
+            make_product(Type::f32, Compute::f32, Reductions::any, a.m, b.m, &c.m, out.m, 1, 1, 1);
+        const auto plan = p ? plans.find(*p, 0) : nullptr;
         if (!plan || !p->problem.bias || !plan->run(*p, nullptr, nullptr) ||
             out.get(0, 3, 2) != static_cast<float>(t))
           ++wrong;
@@ -177,12 +180,78 @@ void threads(const Library& library) {
     });
   for (std::thread& t : running) t.join();
   CHECK(wrong == 0);
-  CHECK(plans.size() == 1);
+  CHECK(queries() == before + 1);
+}
+
+// The product of Tensor::plain's kind that is n rows long.
+std::optional<Product> long_product(int64_t n) {
+  const auto plain = [](int64_t r, int64_t c) {
+    return Tensor::strides(Tensor::rows, r, c, false);
+  };
+  return make_product(Type::f32, Compute::f32, Reductions::any, plain(n, 2), plain(2, 2), nullptr,
+                      plain(n, 2), 1, 1, 0);
+}
+
+// Sizes that are always new: what is kept is bounded, what is used stays, and what comes again
+// comes in.
+void many_sizes(const Library& library, int (*queries)(), int (*live)()) {
+  const int before = live();
+  {
+    Plans plans(library, 0);
+    constexpr int64_t kept = Plans::kSets * Plans::kWays, many = 20 * kept;
+    const auto often = plans.find(*long_product(many + 1), 0);
+    const auto once = plans.find(*long_product(1), 0);
+    CHECK(often && once);
+    int planned = 2;
+    const int asked = queries();
+    for (int64_t n = 2; n <= many; ++n) {
+      planned += plans.find(*long_product(n), 0) != nullptr;
+      CHECK(plans.find(*long_product(many + 1), 0) == often);
+    }
+    CHECK(planned == kept && queries() == asked + kept - 2);
+    for (int64_t n = many - 99; n <= many; ++n) {
+      plans.find(*long_product(n), 0);
+      const auto again = plans.find(*long_product(n), 0);
+      CHECK(again && plans.find(*long_product(n), 0) == again);
+    }
+    CHECK(queries() == asked + kept + 98);
+    const int held = live();
+    for (int64_t n = 1; n <= many; ++n)
+      plans.find(*long_product(n), 0), plans.find(*long_product(n), 0);
+    CHECK(live() == held + 10 && plans.find(*long_product(1), 0) != once);  // and `often`
+    const Tensor x = plain(Tensor::rows, 1, 2), y = plain(Tensor::rows, 2, 2),
+                 z = plain(Tensor::rows, 1, 2);
+    const auto p =
+        make_product(Type::f32, Compute::f32, Reductions::any, x.m, y.m, nullptr, z.m, 1, 1, 0);
+    CHECK(p->problem == once->problem());
+    CHECK(once->run(*p, nullptr, nullptr));  // it outlives its place
+  }
+  CHECK(live() == before);
+}
+
+template <class F>
+bool throws(F f) {
+  try {
+    f();
+  } catch (const std::runtime_error&) {
+    return true;
+  }
+  return false;
 }
 }  // namespace
 
-int main(int, char** argv) {
-  void* handle = dlopen(argv[1], RTLD_NOW);
+// Arguments: a library of another version and, unless it is alone, the one that torch's library
+// depends on, and torch's library.
+int main(int argc, char** argv) {
+  CHECK(dlopen(argv[1], RTLD_NOW));
+  if (argc == 2) {
+    CHECK(!Library::loaded());
+    return failed != 0;
+  }
+  void* handle = dlopen(argv[2], RTLD_NOW);
+  CHECK(dlopen(argv[3], RTLD_NOW));
+  CHECK(Library::loaded() &&
+        reinterpret_cast<void*>(Library::loaded()->run) == dlsym(handle, "cublasLtMatmul"));
   const auto count = [&](const char* name) {
     return reinterpret_cast<int (*)()>(dlsym(handle, name));
   };
@@ -192,53 +261,51 @@ int main(int, char** argv) {
     Random random;
     int taken = 0;
     for (int t = 0; t < 400; ++t) {
-      Plans plans;
-      for (int n = 0; n < 20; ++n) product(library, random, plans) ? ++taken : ++declined;
+      Plans plans(library, 0);
+      for (int n = 0; n < 20; ++n) product(random, plans) ? ++taken : ++declined;
     }
-    std::printf("%s\n", taken > 2000 && declined > 1000 ? "both" : "one road is hardly taken");
+    std::printf("%s\n", taken > 2000 && declined > 1000 ? "both" : "one path is hardly taken");
   }
-  threads(library);
+  threads(library, queries);
 
   const Tensor a = plain(Tensor::rows, 4, 70), b = plain(Tensor::rows, 70, 8),
                out = plain(Tensor::rows, 4, 8), row = plain(Tensor::one_row, 4, 8),
                col = plain(Tensor::one_col, 4, 8);
-  const auto arranged = [&](const Matrix* c, float beta, const Matrix& to) {
-    return arrange(Type::f32, Compute::tf32, Reductions::any, a.m, b.m, c, to, 1, 1, beta);
+  const auto product_of = [&](const Matrix* c, float beta, const Matrix& to) {
+    return make_product(Type::f32, Compute::tf32, Reductions::any, a.m, b.m, c, to, 1, 1, beta);
   };
-  Plans plans;
-  const auto p = arranged(nullptr, 0, out.m);
+  many_sizes(library, queries, live);
+  CHECK(library.plans(0) && library.plans(0) == library.plans(0));
+  CHECK(library.plans(0) != library.plans(1) && !library.plans(64) && !library.plans(-1));
+  std::optional<Plans> kept(std::in_place, library, 0);
+  Plans& plans = *kept;
+  const auto p = product_of(nullptr, 0, out.m);
   const int before = queries();
-  const Plan* plan = plans.find(library, 0, *p, 1 << 20);
-  CHECK(plans.find(library, 0, *p, 1 << 20) == plan && queries() == before + 1);
+  auto plan = plans.find(*p, 1 << 20);
+  CHECK(plans.find(*p, 1 << 20) == plan && queries() == before + 1);
   char workspace[4096];
   CHECK(plan->workspace() == sizeof workspace);
   CHECK(plan->run(*p, workspace, nullptr) && !plan->run(*p, nullptr, nullptr));
-  CHECK(!plan->run(*p, workspace, reinterpret_cast<plait::cuda::Stream>(13)));
-  CHECK(arranged(&row.m, 1, out.m)->problem.bias);
-  CHECK(!arranged(&row.m, 2, out.m));   // a repeated row that is scaled
-  CHECK(!arranged(&col.m, 1, out.m));   // a repeated column of a row-major result
-  CHECK(arranged(&col.m, 0, out.m)->beta == 0);
-  CHECK(arranged(&col.m, 1, Tensor::strides(Tensor::cols, 4, 8, false))->problem.bias);
-  CHECK(!arranged(nullptr, 0, Tensor::strides(Tensor::apart, 4, 8, false)));
-  CHECK(!arranged(nullptr, 0, Tensor::strides(Tensor::rows, 4, 7, false)));
+  const auto stream = [](size_t n) { return reinterpret_cast<plait::cuda::Stream>(n); };
+  CHECK(!plan->run(*p, workspace, stream(13)));
+  CHECK(
+      throws([&] { plan->run(*p, workspace, stream(14)); }));  // it may have been computed in part
+  CHECK(product_of(&row.m, 1, out.m)->problem.bias);
+  CHECK(!product_of(&row.m, 2, out.m));  // a repeated row that is scaled
+  CHECK(!product_of(&col.m, 1, out.m));  // a repeated column of a row-major result
+  CHECK(product_of(&col.m, 0, out.m)->beta == 0);
+  CHECK(product_of(&col.m, 1, Tensor::strides(Tensor::cols, 4, 8, false))->problem.bias);
+  CHECK(!product_of(nullptr, 0, Tensor::strides(Tensor::apart, 4, 8, false)));
+  CHECK(!product_of(nullptr, 0, Tensor::strides(Tensor::rows, 4, 7, false)));
   for (const auto& [rows, inner, cols] : {std::array{0, 70, 8}, {4, 0, 8}, {4, 70, 0}}) {
     const auto none = [](int r, int c) { return Tensor::strides(Tensor::rows, r, c, false); };
-    CHECK(!arrange(Type::f32, Compute::f32, Reductions::any, none(rows, inner), none(inner, cols),
-                   nullptr, none(rows, cols), 1, 1, 0));
+    CHECK(!make_product(Type::f32, Compute::f32, Reductions::any, none(rows, inner),
+                        none(inner, cols), nullptr, none(rows, cols), 1, 1, 0));
   }
-  // A place that sees ever new shapes stops keeping plans.
-  for (int64_t n = 1; n <= 100; ++n) {
-    const Tensor x = plain(Tensor::rows, n, 2), y = plain(Tensor::rows, 2, 2),
-                 z = plain(Tensor::rows, n, 2);
-    const auto q =
-        arrange(Type::f32, Compute::f32, Reductions::any, x.m, y.m, nullptr, z.m, 1, 1, 0);
-    CHECK((plans.find(library, 0, *q, 0) != nullptr) == (n < 64));
-  }
-  CHECK(plans.size() == 64);
   CHECK(library.context(0) == library.context(0) && library.context(0) != library.context(1));
   CHECK(!library.context(64) && !library.context(-1));
-  plans.~Plans();
-  new (&plans) Plans;
+  kept.reset();
+  plan.reset();
   CHECK(live() == 0);
   std::printf("%d of %d checks failed\n", failed, checked);
   return failed != 0;

@@ -3,7 +3,11 @@ has a CUDA device."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +75,7 @@ def close(got: Tensor, eager: Tensor, exact: Tensor, tolerance: float = 0) -> No
 
 
 def agrees(op: str, *tensors: Tensor, planned: bool | None = True, **numbers: float) -> None:
-    """planned: which road it has to take; None: either."""
+    """planned: whether a plan of ours has to compute it; None: either."""
     run, eager = product(op, *tensors, **numbers), getattr(torch, op)
     want, exact = eager(*tensors, **numbers), eager(*(t.double() for t in tensors), **numbers)
     for _ in range(2):
@@ -201,6 +205,12 @@ def test_settings_count_at_each_call() -> None:
         assert not by_plan(run, a, b)
     finally:
         torch.use_deterministic_algorithms(False)
+    torch.cuda.tunable.enable(True)
+    try:
+        torch.cuda.tunable.tuning_enable(False)
+        assert not by_plan(run, a, b)
+    finally:
+        torch.cuda.tunable.enable(False)
     assert by_plan(run, a, b)
     half, other = r(16, 8192, dtype=torch.float16), r(8192, 16, dtype=torch.float16)
     matmul = torch.backends.cuda.matmul
@@ -214,6 +224,14 @@ def test_settings_count_at_each_call() -> None:
         assert not by_plan(run, half, other)
     finally:
         matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_accumulation = True, False
+
+
+def test_names_in_torch() -> None:
+    """What plans look up in torch's libraries by name."""
+    library = ctypes.CDLL("libtorch_cuda.so", os.RTLD_NOW | os.RTLD_NOLOAD)
+    source = (Path(__file__).parent.parent / "native" / "torch" / "blaslt.cpp").read_text()
+    names = re.findall(r'"(_ZN\w+)"', source)
+    assert len(names) == 4 and all(hasattr(library, name) for name in (*names, "cublasLtMatmul"))
 
 
 def test_ever_new_sizes() -> None:

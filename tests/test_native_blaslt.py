@@ -11,11 +11,21 @@ FLAGS = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-I", str(ROOT / 
 
 
 def test_products(tmp_path: Path) -> None:
-    tests, library, program = ROOT / "tests", tmp_path / "libfake.so", tmp_path / "program"
-    shared = ("-shared", "-fPIC", "-o", str(library), str(tests / "fake_blaslt.cpp"))
+    """Beside the library that torch's own depends on there is another one, under a name that torch might ask for."""
+    tests, program = ROOT / "tests", tmp_path / "program"
+    other, library, torch = (tmp_path / f"lib{name}" for name in ("cublasLt.so.13", "fake.so", "torch_cuda.so"))
+    shared, fake = ("-shared", "-fPIC", "-o"), str(tests / "fake_blaslt.cpp")
+    needs = (f"-L{tmp_path}", "-Wl,--no-as-needed,-rpath,$ORIGIN,-soname,libtorch_cuda.so", "-lfake")
     sources = (str(tests / "native_blaslt.cpp"), str(ROOT / "native" / "core" / "blaslt.cpp"))
-    for args in (shared, ("-fsanitize=undefined,address", "-o", str(program), *sources, "-ldl", "-lpthread")):
+    for args in (
+        (*shared, str(other), "-Wl,-soname,libcublasLt.so.13", fake),
+        (*shared, str(library), "-Wl,-soname,libfake.so", fake),
+        (*shared, str(torch), "-x", "c++", "/dev/null", *needs),
+        ("-fsanitize=undefined,address", "-o", str(program), *sources, "-ldl", "-lpthread"),
+    ):
         subprocess.run([*FLAGS, *args], check=True, timeout=120)
-    done = subprocess.run([program, library], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([program, other, library, torch], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("both\n0 of ")
+    alone = subprocess.run([program, other], capture_output=True, text=True, timeout=120)
+    assert alone.returncode == 0, alone.stdout + alone.stderr

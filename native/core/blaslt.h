@@ -32,18 +32,25 @@ struct Heuristic {
   int reserved[4];
 };
 
+class Plans;
+
 // The entry points of one library. Handles of descriptors are pointers to what only it knows.
 class Library {
  public:
-  // The library that this process has loaded already; null where there is none.
+  // The one that torch's own products use; null where torch is not there, or where it has the
+  // library inside itself.
   static const Library* loaded();
-  // Throws std::runtime_error where an entry point is missing. handle: from dlopen, stays open.
+  // Throws std::runtime_error where an entry point is missing. handle: from dlopen, stays open; of
+  // the library or of one that depends on it.
   explicit Library(void* handle);
+  ~Library();
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
 
   // The library's context on this device, which is current. Null where it cannot be made.
   void* context(int device) const;
+  // What was prepared on this device; null where its number is too large.
+  Plans* plans(int device) const;
 
   int (*create)(void**);
   int (*create_product)(void**, int32_t compute, int32_t scale);
@@ -63,6 +70,7 @@ class Library {
   static constexpr int kMaxDevices = 64;
   mutable std::mutex mutex_;
   mutable std::atomic<void*> contexts_[kMaxDevices] = {};
+  mutable std::atomic<Plans*> plans_[kMaxDevices] = {};
 };
 
 // A matrix, or one a batch, as a tensor describes it; steps in elements.
@@ -74,12 +82,12 @@ struct Matrix {
 };
 
 // A column-major matrix: its columns are `ld` elements apart.
-struct Side {
+struct Layout {
   int64_t ld = 0, batch_step = 0;
   int32_t transposed = 0;  // stored as its transpose
   uint32_t alignment = 0;  // of its memory, in bytes, 256 at most
 
-  bool operator==(const Side&) const = default;
+  bool operator==(const Layout&) const = default;
 };
 
 // All that a plan depends on.
@@ -89,7 +97,7 @@ struct Problem {
   Reductions reductions;
   bool bias;  // c is one column, added to every column of the product
   int64_t rows, cols, inner, batch;
-  Side x, y, c, d;
+  Layout x, y, c, d;
 
   bool operator==(const Problem&) const = default;
 };
@@ -104,9 +112,9 @@ struct Product {
 
 // out = alpha * a @ b + beta * addend. addend: of out's sizes, null for none; a step of 0 repeats
 // its row or batch. Nothing where the library cannot do it, an empty product included.
-std::optional<Product> arrange(Type type, Compute compute, Reductions reductions, const Matrix& a,
-                               const Matrix& b, const Matrix* addend, const Matrix& out,
-                               int64_t batch, float alpha, float beta);
+std::optional<Product> make_product(Type type, Compute compute, Reductions reductions,
+                                    const Matrix& a, const Matrix& b, const Matrix* addend,
+                                    const Matrix& out, int64_t batch, float alpha, float beta);
 
 // Threads may run one plan at once.
 class Plan {
@@ -120,13 +128,14 @@ class Plan {
   const Problem& problem() const { return problem_; }
   bool usable() const { return usable_; }  // the library has an algorithm
   size_t workspace() const { return workspace_; }
-  // False where the library refuses: nothing was put on the stream.
+  // False where the library refuses these operands: nothing was put on the stream. Throws
+  // std::runtime_error where it failed, which says nothing about the stream.
   bool run(const Product& p, void* workspace, cuda::Stream stream) const;
 
  private:
   bool prepare(const Product& first, size_t max_workspace);
-  bool make_layout(void*& layout, const Side& side, int64_t rows, int64_t cols) const;
-  int enqueue(const Product& p, void* workspace, cuda::Stream stream) const;
+  bool make_layout(void*& layout, const Layout& as, int64_t rows, int64_t cols) const;
+  bool enqueue(const Product& p, void* workspace, cuda::Stream stream) const;
 
   const Library& library_;
   Problem problem_;
@@ -139,29 +148,33 @@ class Plan {
   mutable const void* bias_ = nullptr;
 };
 
-// The plans of one place that calls. They are kept to the end: other threads may be in them.
+// The plans of one device. A place of a program mostly brings the same few problems at every call,
+// and many places share them; sizes that are always new push out what was used least recently, but
+// not before they are seen a second time.
 class Plans {
  public:
-  Plans() = default;
-  ~Plans();
+  static constexpr size_t kSets = 128, kWays = 8;
+
+  Plans(const Library& library, int device) : library_(library), device_(device) {}
   Plans(const Plans&) = delete;
   Plans& operator=(const Plans&) = delete;
 
-  // Null where the library has no algorithm, or where more problems came than it pays to keep.
-  const Plan* find(const Library& library, int device, const Product& p, size_t max_workspace);
-  int size() const { return size_; }
+  // Null where the library has no algorithm, or where it does not pay yet to look for one.
+  std::shared_ptr<const Plan> find(const Product& p, size_t max_workspace);
 
  private:
-  struct Node {
-    Plan plan;
-    Node* next;
+  struct Entry {
+    uint64_t hash = 0, used = 0;
+    std::shared_ptr<const Plan> plan;
   };
-  static constexpr int kMost = 64;
-  const Node* seek(const Problem& problem) const;
+  static constexpr size_t kMissed = 1024;
 
-  std::atomic<Node*> head_ = nullptr;
+  const Library& library_;
+  int device_;
   std::mutex mutex_;
-  std::atomic<int> size_ = 0;
+  uint64_t clock_ = 0;
+  Entry entries_[kSets][kWays];
+  uint64_t missed_[kMissed] = {};  // hashes of problems that came once and had to go
 };
 
 }  // namespace plait::blaslt

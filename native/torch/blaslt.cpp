@@ -18,18 +18,34 @@ using blaslt::Matrix;
 using blaslt::Reductions;
 using blaslt::Type;
 
+// A function of torch's CUDA half, which this is not linked with. Null, with a warning, where this
+// torch has none of that name.
+template <class F>
+F* torch_cuda(const char* symbol) {
+  void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  void* found = library ? dlsym(library, symbol) : nullptr;
+  if (!found) TORCH_WARN("plait: libtorch_cuda has no ", symbol);
+  return reinterpret_cast<F*>(found);
+}
+
 // As much memory to work in as torch gives the library that would compute this: cuBLAS, or cuBLASLt
 // where a bias is added. With less, slower algorithms are found.
 size_t max_workspace(bool bias) {
-  using Size = size_t (*)();
   static const auto size = [](const char* symbol) -> size_t {
-    void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    const auto ask = torch_cuda ? reinterpret_cast<Size>(dlsym(torch_cuda, symbol)) : nullptr;
+    auto* ask = torch_cuda<size_t()>(symbol);
     return ask ? ask() : 32 << 20;
   };
   static const size_t plain = size("_ZN2at4cuda22getChosenWorkspaceSizeEv"),
                       biased = size("_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv");
   return bias ? biased : plain;
+}
+
+// Whether torch is to choose among its libraries' algorithms by measuring (torch.cuda.tunable).
+bool torch_tunes() {
+  static auto* const context = torch_cuda<void*()>("_ZN2at4cuda7tunable16getTuningContextEv");
+  static auto* const enabled =
+      torch_cuda<bool(const void*)>("_ZNK2at4cuda7tunable13TuningContext18IsTunableOpEnabledEv");
+  return context && enabled && enabled(context());
 }
 
 std::optional<Type> number_type(c10::ScalarType type) {
@@ -39,14 +55,16 @@ std::optional<Type> number_type(c10::ScalarType type) {
   return std::nullopt;
 }
 
-// How ATen would compute at this moment; nothing where it would do what plans do not know.
+// How ATen would compute at this moment; nothing where it would do what plans do not know. Which
+// library it prefers does not count: it takes cuBLAS by default too, and the two cannot be told.
 struct Precision {
   Compute compute = Compute::f32;
   Reductions reductions = Reductions::any;
 };
 std::optional<Precision> precision(Type type) {
   const at::Context& context = at::globalContext();
-  if (context.deterministicAlgorithms() || context._SMCarveout_EXPERIMENTAL()) return std::nullopt;
+  if (context.deterministicAlgorithms() || context._SMCarveout_EXPERIMENTAL() || torch_tunes())
+    return std::nullopt;
   if (type == Type::f32) {
     const bool tf32 = context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
                       at::Float32Precision::TF32;
@@ -70,8 +88,8 @@ Matrix matrix(const c10::TensorImpl& t, const void* data, int64_t rows, int64_t 
     if (rank < from_end || sizes[rank - from_end] != want) return 0;
     return strides[rank - from_end];
   };
-  return {data, rows, cols, step(2, rows), step(1, cols),
-          rank == 3 && sizes[0] != 1 ? strides[0] : 0};
+  return {data,          rows,          cols,
+          step(2, rows), step(1, cols), rank == 3 && sizes[0] != 1 ? strides[0] : 0};
 }
 // Whether `sizes` can be repeated to these.
 bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) {
@@ -85,7 +103,7 @@ bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) 
 }
 }  // namespace
 
-// False where the general road has to be taken.
+// False where the general path has to be taken.
 bool Program::call_blaslt(Frame& f, const ExternCall& c) const {
   const size_t first = c.tensors.size() - 3;  // an addend may stand before the factors
   const auto impl = [&](size_t i) -> const c10::TensorImpl& {
@@ -115,20 +133,18 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c) const {
     made = at::Tensor(at::detail::empty_generic(want, gpu_->allocator(),
                                                 c10::DispatchKeySet(c10::DispatchKey::CUDA), scalar,
                                                 std::nullopt));
-  c10::TensorImpl& out = c.makes_result
-                             ? *made.unsafeGetTensorImpl()
-                             : const_cast<c10::TensorImpl&>(impl(first + 2));
+  c10::TensorImpl& out =
+      c.makes_result ? *made.unsafeGetTensorImpl() : const_cast<c10::TensorImpl&>(impl(first + 2));
   if (out.sizes() != want) return false;
-  const Matrix addend =
-      first == 1 ? matrix(impl(0), impl(0).data(), m, n) : Matrix{};
-  const std::optional<blaslt::Product> product =
-      blaslt::arrange(*type, how->compute, how->reductions, matrix(a, a.data(), m, k),
-                      matrix(b, b.data(), k, n), first == 1 ? &addend : nullptr,
-                      matrix(out, out.mutable_data(), m, n), batch, static_cast<float>(c.alpha),
-                      static_cast<float>(c.beta));
+  const Matrix addend = first == 1 ? matrix(impl(0), impl(0).data(), m, n) : Matrix{};
+  const std::optional<blaslt::Product> product = blaslt::make_product(
+      *type, how->compute, how->reductions, matrix(a, a.data(), m, k), matrix(b, b.data(), k, n),
+      first == 1 ? &addend : nullptr, matrix(out, out.mutable_data(), m, n), batch,
+      static_cast<float>(c.alpha), static_cast<float>(c.beta));
   if (!product) return false;
-  const blaslt::Plan* plan = c.plans->find(*blaslt::Library::loaded(), gpu_->device().index(),
-                                           *product, max_workspace(product->problem.bias));
+  blaslt::Plans* plans = blaslt::Library::loaded()->plans(gpu_->device().index());
+  const std::shared_ptr<const blaslt::Plan> plan =
+      plans ? plans->find(*product, max_workspace(product->problem.bias)) : nullptr;
   if (!plan) return false;
   RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
   // The allocator hands memory out in the order of the stream: it may go back at once.

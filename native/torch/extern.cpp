@@ -1,7 +1,7 @@
-// native/torch/extern.cpp: operators of PyTorch: resolved at load, called by the cheapest road that
+// native/torch/extern.cpp: operators of PyTorch: resolved at load, called by the cheapest path that
 // gives the same result.
 //
-// The general road is the dispatcher's boxed call on a stack whose constant part was built at load.
+// The general path is the dispatcher's boxed call on a stack whose constant part was built at load.
 // bmm and baddbmm into existing memory call the CPU implementation directly; mm and addmm of float
 // and double call the BLAS that ATen itself would call, on bare pointers: no tensor, no dispatch
 // (0.3 us instead of 1.4). On a GPU products go to cuBLASLt, see blaslt.cpp.
@@ -19,6 +19,7 @@
 #include <climits>
 #include <cstring>
 
+#include "core/blaslt.h"
 #include "program.h"
 
 namespace plait {
@@ -278,7 +279,7 @@ class Resolver {
     }
     out_.road = road;
     out_.makes_result = !out;
-    if (blaslt::Library::loaded()) out_.plans = std::make_unique<blaslt::Plans>();
+    out_.by_blaslt = blaslt::Library::loaded() != nullptr;
   }
 
   const CallExtern& in_;
@@ -288,7 +289,9 @@ class Resolver {
 };
 
 // ----------------------------------------------------------------------------------------------------
-// BLAS The Fortran interface of the BLAS inside libtorch_cpu, the one that ATen's own matmul calls;
+// BLAS
+
+// The Fortran interface of the BLAS inside libtorch_cpu, the one that ATen's own matmul calls;
 // null where it is not exported.
 struct Blas {
   template <class T>
@@ -357,8 +360,9 @@ ExternCall resolve_extern(const CallExtern& call, const Constants& constants) {
 }
 
 // ----------------------------------------------------------------------------------------------------
-// at the call What the product of two matrices needs to know, read from the sizes and strides of
-// this call.
+// at the call
+
+// What the product of two matrices needs to know, read from the sizes and strides of this call.
 struct Program::Gemm {
   Matrix a, b, c;
   int64_t m, n, k;
@@ -366,7 +370,7 @@ struct Program::Gemm {
   Addend addend{};
 };
 
-// False where the strides, sizes or precision settings of this call want the general road.
+// False where the strides, sizes or precision settings of this call want the general path.
 bool Program::plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const {
   const bool add = c.road == ExternCall::Road::addmm;
   const size_t first = add ? 1 : 0;
@@ -429,7 +433,7 @@ bool Program::call_gemm(Frame& f, const ExternCall& c) const {
 void Program::call_extern(Frame& f, const ExternCall& c) const {
   using Road = ExternCall::Road;
   if (c.bufs != kNone && call_gemm(f, c)) return;
-  if (gpu_ && c.plans && call_blaslt(f, c)) return;
+  if (gpu_ && c.by_blaslt && call_blaslt(f, c)) return;
   if (c.road == Road::boxed || c.makes_result) return call_boxed(f, c);
   const auto tensor = [&](size_t i) -> const at::Tensor& {
     return *f.refs[static_cast<size_t>(c.tensors[i])];

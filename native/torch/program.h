@@ -21,7 +21,6 @@
 
 #include "accelerator.h"
 #include "core/arena.h"
-#include "core/blaslt.h"
 #include "core/cubins.h"
 #include "core/library.h"
 #include "core/plan.h"
@@ -134,8 +133,7 @@ struct ExternCall {
   // float or double.
   int32_t bufs = kNone;
   bool single = true;
-  // Products on a GPU, see blaslt.cpp; null where they take the general road.
-  std::unique_ptr<blaslt::Plans> plans;
+  bool by_blaslt = false;  // a product, which on a GPU goes to cuBLASLt, see blaslt.cpp
 };
 
 struct PythonCall {
@@ -275,6 +273,7 @@ class Program {
 
  private:
   friend class Loader;
+  friend class PartitionLearner;
 
   void patch(Frame& f, SlotId s, char* pointer) const;
   void take_arena(Frame& f, const Step& step) const;

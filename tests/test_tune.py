@@ -6,21 +6,27 @@ Without a GPU: times are made up, tiles run in Triton's interpreter and compile 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from plait._native import launch_cubin, load_cubin
 from plait.config import MODES, Config
 from plait.errors import ToolchainError
 from plait.ir.dtypes import f32
@@ -30,7 +36,8 @@ from plait.kernel.triton import TritonTarget, emit_kernel
 from plait.kernel.triton_tiles import plan_tile
 from plait.kernel.triton_tune import MAX_TILES, candidates, describe
 from plait.runtime import tune
-from plait.runtime.cubin import Cubin, Job
+from plait.runtime.cubin import Cubin, Job, pack
+from plait.runtime.load import LoadError
 from plait.runtime.store import CacheWarning, Store
 from plait.schedule.plan import Kernel, Reduce
 from plait.schedule.plan import Store as Put
@@ -168,13 +175,16 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *us: float) -> None:
         self.us, self.asked, self.refused = list(us), 0, [False] * len(us)
-        monkeypatch.setattr(tune, "obstacle", lambda contest: "")
+        self.submitted: list[Job] = []
+        monkeypatch.setattr(tune, "missing_device", lambda contest: "")
+        monkeypatch.setattr(tune, "obstacle", lambda: "")
         monkeypatch.setattr(tune, "times_us", self.times_us)
         monkeypatch.setattr(tune, "pool", lambda: self)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
         monkeypatch.setattr("plait.runtime.cubin.triton_version", lambda: "3.6.0")
 
     def submit(self, jobs: list[Job], cfg: Config) -> list[Future[Cubin]]:
+        self.submitted += jobs
         made: list[Future[Cubin]] = [Future() for _ in jobs]
         for future, no in zip(made, self.refused, strict=True):
             if no:
@@ -188,9 +198,9 @@ class Clock:
         return [math.inf if cubin is None else us for us, (_, _, cubin) in zip(self.us, versions, strict=True)]
 
 
-def contest(n: int, text: str = "text") -> tune.Contest:
+def contest(n: int, text: str = "text", name: str = "name") -> tune.Contest:
     def version(k: int) -> tuple[Job, int]:
-        return Job(f"t{k}", text, {}, 90, 4), 100
+        return Job(name, f"def {name}(): {text}", {}, 90, k), 100
 
     return tune.Contest(tuple(f"tile {k}" for k in range(n)), version, (tune.Scratch("f32", 64),), (), "cuda:0")
 
@@ -204,6 +214,7 @@ def test_the_fastest_is_taken_and_known_to_others(monkeypatch: pytest.MonkeyPatc
     (second,) = tune.tune([contest(3)], cfg)
     assert second == replace(first, known=True) and clock.asked == 1
     assert second.text(contest(3)).endswith("measured before")
+    assert tune.tune([contest(3, name="renamed")], cfg) == [second] and clock.asked == 1
     assert tune.tune([contest(3, "another")], cfg)[0].choice == 0 and clock.asked == 2
 
 
@@ -223,7 +234,17 @@ def test_what_does_not_compile_does_not_win(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"choice": 3, "us": [1, 2]}', '{"choice": "x", "us": [1, 2]}', None]
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"choice": 3, "us": [1, 2], "reason": ""}',
+        '{"choice": "x", "us": [1, 2], "reason": ""}',
+        '{"choice": 0, "us": [], "reason": ""}',
+        '{"choice": 1, "us": [], "reason": "none"}',
+        None,
+    ],
 )
 def test_a_damaged_entry_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
@@ -235,7 +256,7 @@ def test_a_damaged_entry_is_measured_again(
         (entry,) = (tmp_path / "tuned").glob("*/*.json")
         entry.write_bytes(entry.read_bytes()[:-1])
     else:
-        store.put(contest(2).key(), content.encode())
+        store.put(contest(2).key, content.encode())
     with pytest.warns(CacheWarning):
         (outcome,) = tune.tune([contest(2)], cfg)
     assert outcome.choice == 1 and not outcome.known and clock.asked == 2
@@ -253,11 +274,147 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is with the compiler by then is measured; the rest stays as planned, also in other processes."""
     clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
-    monkeypatch.setattr(tune, "GRAPH_S", -1.0)
-    (outcome,) = tune.tune([contest(2)], cfg)
-    assert outcome.choice == 0 and "were over" in outcome.text(contest(2)) and clock.asked == 0
-    assert not list((tmp_path / "tuned").glob("*/*.json"))
+    now = iter(range(1000))  # a second each time it is asked
+    monkeypatch.setattr(tune, "GRAPH_S", 6.5)
+    monkeypatch.setattr(tune, "_locked", lambda handle: True)
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    contests = [contest(2, f"text {n}") for n in range(20)]
+    outcomes = tune.tune(contests, cfg)
+    n = sum(1 for o in outcomes if o.us)
+    assert 2 < n < 10 and [o.choice for o in outcomes] == [1] * n + [0] * (20 - n)
+    assert clock.asked == n and len(clock.submitted) == 2 * n
+    assert "were over" in outcomes[n].text(contests[n])
+    assert tune.tune(contests, cfg) == [replace(o, known=True) for o in outcomes] and clock.asked == n
+
+
+def test_few_versions_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Others of this process that want a kernel compiled come between."""
+    clock = Clock(monkeypatch, 10.0, 9.0)
+    waiting: list[int] = []
+    times_us = clock.times_us
+
+    def watched(c: tune.Contest, versions: list[tuple[Job, int, Cubin | None]]) -> list[float]:
+        waiting.append(len(clock.submitted) - 2 * clock.asked)
+        return times_us(c, versions)
+
+    monkeypatch.setattr(tune, "times_us", watched)
+    tune.tune([contest(2, f"text {n}") for n in range(8)], Config(cache_dir=str(tmp_path)))
+    assert waiting == [6] * 6 + [4, 2]
+
+
+def test_without_memory_a_kernel_stays_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
+
+    def times_us(*_: object) -> list[float]:
+        raise torch.cuda.OutOfMemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(tune, "times_us", times_us)
+        (first,) = tune.tune([contest(2)], cfg)
+    assert "no memory" in first.reason and first.choice == 0
+    assert tune.tune([contest(2)], cfg) == [replace(first, known=True)] and clock.asked == 0
+
+
+def test_what_is_known_counts_where_nothing_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
+    (first,) = tune.tune([contest(2)], cfg)
+    monkeypatch.setattr(tune, "obstacle", lambda: "not now")
+    assert tune.tune([contest(2), contest(2, "new")], cfg) == [
+        replace(first, known=True),
+        tune.Outcome(reason="not now"),
+    ]
+    monkeypatch.setattr(tune, "missing_device", lambda c: "no device" if "odd" in c.planned[0].text else "")
+    monkeypatch.setattr(tune, "obstacle", lambda: "")
+    odd, new = tune.tune([contest(2, "odd"), contest(2, "new")], cfg)
+    assert odd == tune.Outcome(reason="no device") and new.choice == 1 and clock.asked == 2
+
+
+def test_other_ranks_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert tune.obstacle() == ""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert tune.obstacle() == ""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert "ranks" in tune.obstacle()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "recorded" in tune.obstacle()
+
+
+# ---------------------------------------------------------------------------------------------------------- lock
+def test_a_filesystem_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    Clock(monkeypatch, 10.0, 9.0)
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert tune.tune([contest(2)], Config(cache_dir=str(tmp_path)))[0].choice == 1
+
+
+def test_a_child_does_not_keep_the_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Clock(monkeypatch, 10.0, 9.0)
+    children: list[subprocess.Popen[bytes]] = []
+
+    def times_us(*_: object) -> list[float]:
+        (lock,) = (p.resolve() for p in Path("/proc/self/fd").iterdir() if p.resolve() == tmp_path / "tuned" / "lock")
+        handle = next(int(p.name) for p in Path("/proc/self/fd").iterdir() if p.resolve() == lock)
+        children.append(subprocess.Popen(["sleep", "60"], pass_fds=(handle,)))  # has what a forked child has
+        return [10.0, 9.0]
+
+    monkeypatch.setattr(tune, "times_us", times_us)
+    tune.tune([contest(2)], Config(cache_dir=str(tmp_path)))
+    with (tmp_path / "tuned" / "lock").open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            children[0].kill()
+            children[0].wait()
+
+
+def test_the_wait_for_another_process_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, cfg = Clock(monkeypatch, 10.0, 9.0), Config(cache_dir=str(tmp_path))
+    monkeypatch.setattr(tune, "LOCK_S", 0.4, raising=False)
+    (tmp_path / "tuned").mkdir()
+    with (tmp_path / "tuned" / "lock").open("w+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.warns(UserWarning, match="waits for another process"):
+            (outcome,) = tune.tune([contest(2)], cfg)
+        assert "another process" in outcome.reason and clock.asked == 0
+        threading.Timer(0.2, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        monkeypatch.setattr(tune, "LOCK_S", 20.0)
+        assert tune.tune([contest(2)], cfg)[0].choice == 1
+
+
+def test_a_race_waits_for_its_own_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the device, on which other streams may wait for who knows what."""
+    now = 0.0
+    waits: list[float] = []
+
+    class Event:
+        def record(self) -> None:
+            self.at = now
+
+        def synchronize(self) -> None:
+            waits.append(self.at)
+
+        def elapsed_time(self, end: Event) -> float:
+            assert waits[-1] >= end.at
+            return end.at - self.at
+
+    def run(ms: float) -> None:
+        nonlocal now
+        now += ms
+
+    def refused(*_: object) -> None:
+        raise AssertionError("all streams are waited for")
+
+    monkeypatch.setattr(tune, "_event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", refused)
+    ran = {k: partial(run, ms) for k, ms in enumerate((4.0, 1.0, 3.0))}
+    assert tune._race(ran, torch.empty(8)) == pytest.approx({0: 4000.0, 1: 1000.0, 2: 3000.0})
+    assert tune._race({}, torch.empty(8)) == {}
 
 
 def test_the_emitted_kernel_is_the_tuned_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -273,6 +430,7 @@ def test_the_emitted_kernel_is_the_tuned_one(monkeypatch: pytest.MonkeyPatch, tm
     (note,) = tuned.notes
     assert note.startswith("doubled: 10.0 us, ") and f"-> 5.0 us, {describe(tiles[-1])}" in note
     assert tuned.entry_points == {"doubled": "doubled", "twin": "doubled"}
+    assert clock.submitted[-1] == tuned.units[0]  # compiled by now
 
 
 def test_buffers_are_as_long_as_they_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -297,6 +455,14 @@ def test_without_the_device_nothing_is_measured(tmp_path: Path) -> None:
     assert source.notes == (f"rows: not tuned: no device with {arch} at hand",)
     assert source.text == TritonTarget().emit([kernel], frozenset(), replace(cfg, autotune=False)).text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_kernel_for_python_needs_its_device(tmp_path: Path) -> None:
+    (tmp_path / "k.cubins").write_bytes(pack({}))
+    with pytest.raises(LoadError):
+        load_cubin(str(tmp_path / "k.cubins"), "k", 0, 1)
+    with pytest.raises(ValueError, match="Capsule"):
+        launch_cubin(object(), [], [], 1)
 
 
 def test_modes() -> None:

@@ -1,47 +1,59 @@
-// native/python/gpu.cpp: launches of single GPU kernels from Python: the road of the Python target.
-#include <map>
-#include <tuple>
-
+// native/python/gpu.cpp: single GPU kernels for Python, as the Python target and the tuner run them.
 #include "python/program_object.h"
 
 namespace plait {
 namespace {
-using Key = std::tuple<std::string, std::string, int>;
+constexpr const char* kCapsule = "plait.Cubin";
 
-// Loaded once a file, kernel and device, for the rest of the process. The caller holds the GIL.
-const cuda::Kernel& kernel(const char* path, const char* name, int device, size_t n_arguments) {
-  static std::map<std::string, Cubins> files;
-  static std::map<Key, std::unique_ptr<cuda::Kernel>> kernels;
-  std::unique_ptr<cuda::Kernel>& found = kernels[{path, name, device}];
-  if (!found) found = files.try_emplace(path, path).first->second.load(name, n_arguments);
-  return *found;
-}
+// A kernel in the context of its device. The module is unloaded when Python drops the capsule.
+struct Loaded {
+  Accelerator gpu;
+  std::unique_ptr<cuda::Kernel> kernel;
+};
 }  // namespace
 
-PyObject* module_launch_cubin(PyObject*, PyObject* args) {
+PyObject* module_load_cubin(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     const char *path = nullptr, *name = nullptr;
     int device = 0;
-    PyObject *pointers = nullptr, *sizes = nullptr;
+    Py_ssize_t n_arguments = 0;
+    if (!PyArg_ParseTuple(args, "ssin", &path, &name, &device, &n_arguments)) return nullptr;
+    const Accelerator gpu(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
+    gpu.stream();  // makes sure of a context
+    auto loaded = std::make_unique<Loaded>(
+        Loaded{gpu, Cubins(path).load(name, static_cast<size_t>(n_arguments))});
+    Ref capsule = Ref::check(PyCapsule_New(loaded.get(), kCapsule, [](PyObject* dropped) {
+      delete static_cast<Loaded*>(PyCapsule_GetPointer(dropped, kCapsule));
+    }));
+    loaded.release();
+    return capsule.release();
+  });
+}
+
+PyObject* module_launch_cubin(PyObject*, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *capsule = nullptr, *pointers = nullptr, *sizes = nullptr;
     long long grid = 0;
-    if (!PyArg_ParseTuple(args, "ssiOOL", &path, &name, &device, &pointers, &sizes, &grid))
-      return nullptr;
+    if (!PyArg_ParseTuple(args, "OOOL", &capsule, &pointers, &sizes, &grid)) return nullptr;
+    const auto* loaded = static_cast<const Loaded*>(PyCapsule_GetPointer(capsule, kCapsule));
+    if (!loaded) return nullptr;
     std::vector<int64_t> values;
     for (PyObject* list : {pointers, sizes}) {
       const Items items(list, "pointers and sizes must be sequences of integers");
       for (Py_ssize_t i = 0; i < items.n; ++i) values.push_back(integer(items.data[i]));
     }
-    const Accelerator gpu(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
-    const cuda::Stream stream = gpu.stream();
-    const cuda::Kernel& k = kernel(path, name, device, values.size());
+    const cuda::Kernel& k = *loaded->kernel;
     const auto& facts = k.facts();
     if (grid <= 0) return Ref::borrow(Py_None).release();
+    const Accelerator& gpu = loaded->gpu;
+    const cuda::Stream stream = gpu.stream();
     const c10::DataPtr global = gpu.allocate(grid * facts.num_ctas * facts.global_scratch),
                        profile = gpu.allocate(grid * facts.num_ctas * facts.profile_scratch);
     void* scratch[] = {global.get(), profile.get()};
     std::vector<void*> params;
     for (int64_t& v : values) params.push_back(&v);
     for (void*& s : scratch) params.push_back(&s);
+    if (params.size() != k.n_parameters()) throw InputError("wrong number of arguments");
     k.launch(stream, static_cast<uint64_t>(grid), params.data());
     return Ref::borrow(Py_None).release();
   });

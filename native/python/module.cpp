@@ -94,8 +94,10 @@ PyMethodDef module_methods[] = {
     {"trim_arenas", module_trim_arenas, METH_NOARGS, "Frees every idle block of the arena pool."},
     {"math_addresses", module_math_addresses, METH_O,
      "Addresses of math functions by name, 0 where this process has none."},
+    {"load_cubin", module_load_cubin, METH_VARARGS,
+     "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,
-     "launch_cubin(path, name, device, pointers, sizes, grid): puts a GPU kernel on the current stream."},
+     "launch_cubin(kernel, pointers, sizes, grid): puts a GPU kernel on its device's current stream."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_def{PyModuleDef_HEAD_INIT,

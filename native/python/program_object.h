@@ -59,6 +59,7 @@ PyObject* outputs(const ProgramState& s, Frame& f);                     // a new
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,
     *direct_type;
+PyObject* module_load_cubin(PyObject*, PyObject* args);
 PyObject* module_launch_cubin(PyObject*, PyObject* args);
 extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec;
 std::vector<void*> math_table(PyObject* names);

@@ -68,9 +68,10 @@ class TritonTarget:
         distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
         distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
         capability = compute_capability(kernels[0].device, cfg)
-        tuned, notes = _tuned(distinct, capability, cfg) if cfg.autotune else ({}, {})
         taken: set[str] = set()
-        made = {key: _unit(k, symbol_for(k.name, taken), key, tuned.get(key)) for key, k in distinct.items()}
+        symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
+        tuned, notes = _tuned(distinct, symbols, capability, cfg) if cfg.autotune else ({}, {})
+        made = {key: _unit(k, symbols[key], key, tuned.get(key)) for key, k in distinct.items()}
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
         return Source(
             text="\n\n".join(unit.text for unit in made.values()),
@@ -97,21 +98,25 @@ def _unit(kernel: Kernel, symbol: str, key: Key, tile: Tile | None) -> TritonKer
     return replace(emit_kernel(kernel, symbol, tile), aligned=key[1])
 
 
-def _tuned(kernels: Mapping[Key, Kernel], capability: int, cfg: Config) -> tuple[dict[Key, Tile], dict[Key, str]]:
+def _tuned(
+    kernels: Mapping[Key, Kernel], symbols: Mapping[Key, str], capability: int, cfg: Config
+) -> tuple[dict[Key, Tile], dict[Key, str]]:
     """The measured tile of each kernel, and a line on how it was found."""
     tiles = {key: candidates(linear_space(k)) for key, k in kernels.items()}
-    contests = {key: _contest(k, key, tiles[key], capability) for key, k in kernels.items() if len(tiles[key]) > 1}
+    contests = {
+        key: _contest(k, symbols[key], key, tiles[key], capability) for key, k in kernels.items() if len(tiles[key]) > 1
+    }
     outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
     chosen = {key: tiles[key][outcome.choice] for key, outcome in outcomes.items()}
     return chosen, {key: outcome.text(contests[key]) for key, outcome in outcomes.items()}
 
 
-def _contest(kernel: Kernel, key: Key, tiles: Sequence[Tile], capability: int) -> Contest:
+def _contest(kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile], capability: int) -> Contest:
     hints = kernel.hint_of
 
     def version(k: int) -> tuple[Job, int]:
         # Buffers have no values here that checks would pass; what they guard reads element 0 then.
-        unit = replace(_unit(kernel, f"t{k}", key, tiles[k]), checks=False)
+        unit = replace(_unit(kernel, symbol, key, tiles[k]), checks=False)
         return _job(unit, capability), hint(unit.grid, hints)
 
     buffers = tuple(Scratch(b.dtype.name, _span(b, hints) * b.dtype.nbytes) for b in kernel.args)

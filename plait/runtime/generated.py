@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
-from plait._native import launch_cubin
+from plait._native import launch_cubin, load_cubin
 from plait.runtime.mathtable import NAMES
 from plait.runtime.timing import Boxed as Boxed
 from plait.runtime.timing import Watch
@@ -88,6 +88,7 @@ class GpuKernel:
 
     def __init__(self, pack: str, name: str, device: str) -> None:
         self.pack, self.name, self.device = pack, name, torch.device(device)
+        self.loaded: object = None  # from the first call on
 
     def __call__(
         self, tensors: Sequence[Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
@@ -96,7 +97,9 @@ class GpuKernel:
         positions `writes` are copied back."""
         used = [_for_gpu(t) for t in tensors]
         with torch.cuda.device(self.device):
-            launch_cubin(self.pack, self.name, self.device.index, [t.data_ptr() for t in used], list(sizes), grid)
+            if self.loaded is None:
+                self.loaded = load_cubin(self.pack, self.name, self.device.index, len(used) + len(sizes))
+            launch_cubin(self.loaded, [t.data_ptr() for t in used], list(sizes), grid)
         for k in writes:
             if used[k] is not tensors[k]:
                 tensors[k].copy_(used[k])

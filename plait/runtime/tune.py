@@ -1,8 +1,9 @@
 """Which of several versions of a GPU kernel is fastest on the device at hand: measured once, then known on disk.
 
 Comes in: a `Contest` a kernel. Goes out: an `Outcome` each. Outcomes lie in the cache folder by content (versions,
-sizes, device), and one process of a machine measures at a time: whoever waited finds the outcome, so that every process
-runs the same versions and computes the same numbers.
+sizes, device), also that a kernel stays as planned because time or memory was short, and one process of a machine
+measures at a time: whoever waited finds the outcome. So processes that share the folder run the same versions and
+compute the same numbers, except where `obstacle` kept one from measuring before another did.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
-from plait._native import launch_cubin
+from plait._native import launch_cubin, load_cubin
 from plait.config import Config
 from plait.errors import ToolchainError, warn_once
 from plait.runtime.cubin import Cubin, Job, pack, pool
 from plait.runtime.store import CacheWarning, Store, key_of
 
 KERNEL_S = 0.1
-"""Time on the device for one kernel, all versions together, once each has run twice."""
+"""Time on the device for one kernel, all versions together, once each has run twice; two rounds are run at least."""
 GRAPH_S = 20.0
-"""Time for the kernels of a graph; what is left then stays as it is."""
+"""Time for the kernels of a graph: versions that are not with the compiler by then stay there as they are."""
+AHEAD = 2
+"""Kernels whose versions compile while another is measured."""
+LOCK_S = 60.0
+"""How long to wait for another process that measures."""
 MAX_REPEATS = 25
 MARGIN = 0.97
 MARGIN_US = 0.3
@@ -49,9 +55,9 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Contest:
-    """Versions of one kernel. labels: what each is called. version: the job of the one at a position, under a name of
-    its own, and how many programs it is launched with; the first is what is taken unless another is faster. buffers,
-    sizes: the arguments. device: such as 'cuda:0'."""
+    """Versions of one kernel. labels: what each is called. version: the job of the one at a position, and how many
+    programs it is launched with; the first is what is taken unless another is faster. buffers, sizes: the arguments.
+    device: such as 'cuda:0'."""
 
     labels: tuple[str, ...]
     version: Callable[[int], tuple[Job, int]]
@@ -59,9 +65,16 @@ class Contest:
     sizes: tuple[int, ...]
     device: str
 
+    @cached_property
+    def planned(self) -> tuple[Job, int]:
+        """The first version."""
+        return self.version(0)
+
+    @cached_property
     def key(self) -> str:
-        """The name of its outcome in the store."""
-        job, grid = self.version(0)
+        """The name of its outcome in the store, whatever the kernel is called."""
+        job, grid = self.planned
+        job = replace(job, name="kernel", text=job.text.replace(f"def {job.name}(", "def kernel("))
         facts = (torch.cuda.get_device_name(self.device), torch.version.cuda, job.key(), grid, self.buffers, self.sizes)
         return key_of((*map(repr, facts), *self.labels))
 
@@ -69,7 +82,7 @@ class Contest:
 @dataclass(frozen=True)
 class Outcome:
     """Which version to take. us: microseconds of each, infinite where one did not run. known: from the store. reason:
-    why nothing was measured, or ""."""
+    why nothing was measured (us is empty then), or ""."""
 
     choice: int = 0
     us: tuple[float, ...] = ()
@@ -88,48 +101,71 @@ class Outcome:
 
 def tune(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
     """An outcome for each contest."""
-    reasons = [obstacle(c) for c in contests]
-    if any(reasons):
-        return [Outcome(reason=r or "another kernel of the graph cannot be measured") for r in reasons]
     store = Store(Path(cfg.cache_dir) / "tuned", ".json")
-    keys = [c.key() for c in contests]
-    found = [_known(c, key, store) for c, key in zip(contests, keys, strict=True)]
-    todo = [k for k, outcome in enumerate(found) if outcome is None]
-    if todo:
-        with _alone(store.folder.expanduser()):
-            deadline = time.monotonic() + GRAPH_S
-            versions = {k: [contests[k].version(n) for n in range(len(contests[k].labels))] for k in todo}
-            cubins = {k: pool().submit([job for job, _ in versions[k]], cfg) for k in todo}
-            for k in todo:
-                made = [(job, grid, c) for (job, grid), c in zip(versions[k], cubins[k], strict=True)]
-                found[k] = _known(contests[k], keys[k], store)  # by now
-                found[k] = found[k] or _measured(contests[k], made, keys[k], store, deadline)
-    return [outcome or Outcome() for outcome in found]
+    found = [_found(c, store) for c in contests]
+    if None not in found:
+        return [o for o in found if o]
+    reason = obstacle()
+    if reason:
+        return [o or Outcome(reason=reason) for o in found]
+    with _alone(store) as reason:
+        found = [o or _found(c, store) for o, c in zip(found, contests, strict=True)]  # by now
+        todo = [c for o, c in zip(found, contests, strict=True) if o is None]
+        made = iter([Outcome(reason=reason)] * len(todo) if reason else _measured(todo, store, cfg))
+        return [o or next(made) for o in found]
 
 
-def obstacle(contest: Contest) -> str:
-    """Why its versions cannot be measured now, or ""."""
-    capability = contest.version(0)[0].capability
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability(contest.device) != divmod(capability, 10):
-        return f"no device with sm_{capability} at hand"
+def missing_device(contest: Contest) -> str:
+    """Why its versions can never be measured by this process, or ""."""
+    capability = contest.planned[0].capability
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(contest.device) == divmod(capability, 10):
+        return ""
+    return f"no device with sm_{capability} at hand"
+
+
+def obstacle() -> str:
+    """Why nothing can be measured now, or ""."""
     if torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being recorded"
+    ranks = torch.distributed
+    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+        return "other ranks may wait for this one"  # the device too, for a collective that they take part in
     return ""
+
+
+def _measured(contests: Sequence[Contest], store: Store, cfg: Config) -> Iterator[Outcome]:
+    """New outcomes, one after the other while the next versions compile."""
+    deadline = time.monotonic() + GRAPH_S
+    submitted: deque[Versions] = deque()
+    rest = iter(contests)
+    for contest in contests:
+        while len(submitted) <= AHEAD and time.monotonic() < deadline and (another := next(rest, None)):
+            submitted.append(_submitted(another, cfg))
+        if submitted:
+            outcome = _measure(contest, submitted.popleft())
+        else:
+            outcome = Outcome(reason=f"the graph's {GRAPH_S:.0f} s were over")
+        facts = {"choice": outcome.choice, "us": outcome.us, "reason": outcome.reason}
+        store.put(contest.key, json.dumps(facts).encode())
+        yield outcome
 
 
 Versions = Sequence[tuple[Job, int, Future[Cubin]]]
 
 
-def _measured(contest: Contest, versions: Versions, key: str, store: Store, deadline: float) -> Outcome:
-    if time.monotonic() > deadline:
-        return Outcome(reason=f"the graph's {GRAPH_S:.0f} s were over")
+def _submitted(contest: Contest, cfg: Config) -> Versions:
+    versions = [contest.version(n) for n in range(len(contest.labels))]
+    cubins = pool().submit([job for job, _ in versions], cfg)
+    return [(job, grid, c) for (job, grid), c in zip(versions, cubins, strict=True)]
+
+
+def _measure(contest: Contest, versions: Versions) -> Outcome:
     try:
         us = times_us(contest, [(job, grid, _made(cubin)) for job, grid, cubin in versions])
     except torch.cuda.OutOfMemoryError:
         return Outcome(reason="no memory for a copy of its tensors")
     best = min(range(len(us)), key=us.__getitem__)
     choice = best if us[best] < min(MARGIN * us[0], us[0] - MARGIN_US) else 0
-    store.put(key, json.dumps({"choice": choice, "us": us}).encode())
     return Outcome(choice, tuple(us))
 
 
@@ -141,15 +177,19 @@ def _made(result: Future[Cubin]) -> Cubin | None:
         return None
 
 
-def _known(contest: Contest, key: str, store: Store) -> Outcome | None:
-    data = store.read(key)
+def _found(contest: Contest, store: Store) -> Outcome | None:
+    """What is known of a contest before anything is measured."""
+    missing = missing_device(contest)
+    if missing:
+        return Outcome(reason=missing)
+    data = store.read(contest.key)
     if data is None:
         return None
     try:
         read = json.loads(data)
-        us, choice = tuple(map(float, read["us"])), int(read["choice"])
-        if len(us) == len(contest.labels) and 0 <= choice < len(us):
-            return Outcome(choice, us, known=True)
+        us, choice, reason = tuple(map(float, read["us"])), int(read["choice"]), str(read["reason"])
+        if len(us) == (0 if reason else len(contest.labels)) and 0 <= choice < max(1, len(us)):
+            return Outcome(choice, us, known=True, reason=reason)
     except (ValueError, TypeError, KeyError):
         pass
     warn_once(f"plait tunes a kernel again: an entry in {store.folder} is damaged", CacheWarning)
@@ -157,19 +197,39 @@ def _known(contest: Contest, key: str, store: Store) -> Outcome | None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process of this machine measures inside, unless the folder cannot be written."""
+def _alone(store: Store) -> Iterator[str]:
+    """No other process of this machine measures inside, unless the store's folder cannot be written or has no locks.
+    Gives a reason not to measure if another does for too long."""
     try:
+        folder = store.folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        yield
+    except (OSError, RuntimeError):  # there may be no home
+        yield ""
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield "" if _locked(handle) else f"another process has measured for {LOCK_S:.0f} s"
     finally:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a child that was forked inside has it open
         os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Takes the lock of an open file. False if another process has it for LOCK_S."""
+    start = time.monotonic()
+    while (waited := time.monotonic() - start) < LOCK_S:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waited > LOCK_S / 4:
+                warn_once("plait waits for another process that measures GPU kernels")
+            time.sleep(0.05)
+        except OSError:
+            return True  # a filesystem without locks
+        else:
+            return True
+    return False
 
 
 # ----------------------------------------------------------------------------------------------- on the device
@@ -182,13 +242,15 @@ def times_us(contest: Contest, versions: Sequence[tuple[Job, int, Cubin | None]]
         sweep = torch.empty(4 * cache, dtype=torch.int8, device=device)
         pointers = [b.data_ptr() for b in buffers]
         runs: dict[int, Callable[[], None]] = {}
-        with _file({job.name: cubin for job, _, cubin in versions if cubin is not None}) as path:
-            for k, (job, grid, cubin) in enumerate(versions):
-                run = partial(launch_cubin, path, job.name, device.index or 0, pointers, contest.sizes, grid)
+        with _file({str(k): cubin for k, (_, _, cubin) in enumerate(versions) if cubin is not None}) as path:
+            for k, (_, grid, cubin) in enumerate(versions):
+                if cubin is None:
+                    continue
                 try:
-                    if cubin is not None:
-                        run()
-                        runs[k] = run
+                    kernel = load_cubin(path, str(k), device.index or 0, len(pointers) + len(contest.sizes))
+                    run = partial(launch_cubin, kernel, pointers, contest.sizes, grid)
+                    run()
+                    runs[k] = run
                 except RuntimeError:  # it wants more memory or registers than there are
                     continue
         times = _race(runs, sweep)
@@ -215,7 +277,7 @@ def _buffers(wanted: Sequence[Scratch], device: torch.device) -> list[torch.Tens
 
 @contextmanager
 def _file(cubins: Mapping[str, Cubin]) -> Iterator[str]:
-    """A pack that is read once."""
+    """A pack for a moment."""
     with tempfile.NamedTemporaryFile(prefix="plait-tune-", suffix=".cubins") as file:
         file.write(pack(cubins))
         file.flush()
@@ -223,7 +285,7 @@ def _file(cubins: Mapping[str, Cubin]) -> Iterator[str]:
 
 
 def _race(runs: Mapping[int, Callable[[], None]], sweep: torch.Tensor) -> dict[int, float]:
-    """The median time of each; those that are far behind run no more than once."""
+    """The median time of each. Those that are far behind after a first round run no more; the first always does."""
     times = {k: [us] for k, us in _round(runs, sweep).items()}
     if not times:
         return {}
@@ -244,7 +306,9 @@ def _round(runs: Mapping[int, Callable[[], None]], sweep: torch.Tensor) -> dict[
         events[k][0].record()
         run()
         events[k][1].record()
-    torch.cuda.synchronize(sweep.device)
+        last = events[k][1]
+    if runs:
+        last.synchronize()  # not the device: other streams may hold what ends much later
     return {k: start.elapsed_time(end) * 1e3 for k, (start, end) in events.items()}
 
 

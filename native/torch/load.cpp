@@ -6,7 +6,7 @@
 #include <climits>
 #include <optional>
 
-#include "program.h"
+#include "partitions.h"
 
 namespace plait {
 
@@ -89,7 +89,7 @@ class Loader {
     flatten_patches();
     if (!p_.partitions_.empty()) {
       p_.partitions_.back().last = static_cast<int32_t>(p_.steps_.size());
-      learn_partitions();
+      PartitionLearner(p_, patches_, writes_).run();
     }
     int64_t work_ns = 0;
     p_.small_ = p_.externs_.empty() && p_.pythons_.empty() && !p_.gpu_;
@@ -590,209 +590,6 @@ class Loader {
       i.needs_pointer = i.needs_pointer || !patches_[s].empty();
       p_.patches_.insert(p_.patches_.end(), patches_[s].begin(), patches_[s].end());
     }
-  }
-
-  // -------------------------------------------------------------------------------------------
-  // partitions
-  // The slot whose memory this one names.
-  SlotId memory(SlotId s) {
-    while (info(s).kind == Kind::view || info(s).kind == Kind::place) s = info(s).base;
-    return s;
-  }
-  template <class Use>
-  void operand_slots(const Operand& o, const Use& use) {
-    if (o.kind == Operand::Kind::ref) use(o.id);
-    for (const Operand& item : o.items) operand_slots(item, use);
-  }
-  // Every tensor that a step hands to others than kernels.
-  template <class Use>
-  void tensors_of(const Step& s, const Use& use) {
-    switch (s.kind) {
-      case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).tensor);
-      case StepKind::call_extern:
-        for (const ExternCall::Fill& f : p_.externs_[static_cast<size_t>(s.a)].fills) {
-          using K = ExternCall::Fill::Kind;
-          // Seeds of attention without dropout, wherever it left them: nobody reads them.
-          const auto& arguments = p_.externs_[static_cast<size_t>(s.a)].op->schema().arguments();
-          if (static_cast<size_t>(f.pos) < arguments.size() &&
-              arguments[static_cast<size_t>(f.pos)].name().starts_with("philox_"))
-            continue;
-          if (f.kind == K::tensor || f.kind == K::opaque) use(f.id);
-          if (f.kind == K::tensor_list || f.kind == K::optional_tensor_list)
-            for (int32_t id : f.ids)
-              if (id != kNone) use(id);
-        }
-        return;
-      case StepKind::call_python:
-        for (const Operand& o : p_.pythons_[static_cast<size_t>(s.a)].args) operand_slots(o, use);
-        for (const KeywordOperand& o : p_.pythons_[static_cast<size_t>(s.a)].kwargs)
-          operand_slots(o.value, use);
-        return;
-      case StepKind::copy:
-        use(p_.instr<Copy>(s.a).src);
-        return use(p_.instr<Copy>(s.a).dst);
-      case StepKind::bump: return use(s.a);
-      case StepKind::fill: return use(p_.instr<Fill>(s.a).tensor);
-      case StepKind::assert_size_stride: return use(p_.instr<AssertSizeStride>(s.a).tensor);
-      case StepKind::assert_alignment: return use(p_.instr<AssertAlignment>(s.a).tensor);
-      case StepKind::check_finite: return use(p_.instr<CheckFinite>(s.a).tensor);
-      default: return;
-    }
-  }
-  Range bufs_of(const Step& s) {
-    if (s.kind == StepKind::launch) return p_.grid_launches_[static_cast<size_t>(s.a)].args;
-    if (s.kind != StepKind::region) return {};
-    const RegionInfo& r = p_.regions_[static_cast<size_t>(s.a)];
-    const LaunchInfo &first = p_.launches_[static_cast<size_t>(r.first)],
-                     &last = p_.launches_[static_cast<size_t>(r.first + r.n - 1)];
-    return {first.args.first, last.args.first + last.args.n - first.args.first};
-  }
-
-  // What each partition takes from those before it and leaves to those after it.
-  void learn_partitions() {
-    const size_t n_slots = p_.slots_.size();
-    const auto n = static_cast<int32_t>(p_.partitions_.size());
-    p_.buf_roots_.resize(static_cast<size_t>(p_.n_bufs_));
-    for (size_t s = 0; s < n_slots; ++s)
-      for (const Patch& patch : patches_[s])
-        p_.buf_roots_[static_cast<size_t>(patch.buf)] = {static_cast<int32_t>(s), patch.delta};
-    std::vector<int32_t> home(n_slots, -1);  // the partition where memory, or a view's pointer, is made
-    std::vector<std::vector<int32_t>> made(n_slots);  // steps that make a view
-    std::vector<int32_t> symbol_home(plan_.symbols.size(), -1);
-    for (int32_t k = 0; k < n; ++k) {
-      PartitionInfo& p = p_.partitions_[static_cast<size_t>(k)];
-      for (int32_t at = p.first; at < p.last; ++at) {
-        const Step& s = p_.steps_[static_cast<size_t>(at)];
-        const auto results = [&](const std::vector<Result>& outs) {
-          for (const Result& r : outs) {
-            if (r.kind == Result::Kind::tensor) home[static_cast<size_t>(r.id)] = k;
-            if (r.kind == Result::Kind::symbol) symbol_home[static_cast<size_t>(r.id)] = k;
-            p.defines_symbols |= r.kind == Result::Kind::symbol;
-          }
-        };
-        switch (s.kind) {
-          case StepKind::alloc:
-          case StepKind::arena: home[static_cast<size_t>(s.a)] = k; break;
-          case StepKind::pointer:
-          case StepKind::header:
-            home[static_cast<size_t>(s.a)] = k;
-            made[static_cast<size_t>(s.a)].push_back(at);
-            break;
-          case StepKind::call_extern: {
-            const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
-            results(c.outs);
-            p.random |= !c.builtin || c.op->hasTag(at::Tag::nondeterministic_seeded);
-            p.waits |= c.name != "plait::seed";
-            break;
-          }
-          case StepKind::call_python: results(p_.pythons_[static_cast<size_t>(s.a)].outs); break;
-          case StepKind::define:
-            symbol_home[static_cast<size_t>(s.a)] = k;
-            p.defines_symbols = true;
-            break;
-          case StepKind::read_symbol:
-            symbol_home[static_cast<size_t>(p_.instr<Symbol>(s.a).symbol)] = k;
-            p.waits |= p_.instr<Symbol>(s.a).source == Symbol::Source::item;
-            p.defines_symbols = true;
-            break;
-          case StepKind::eval: p.defines_symbols = true; break;
-          case StepKind::region:
-          case StepKind::check_finite: p.waits = true; break;
-          case StepKind::bump: p.bumps.push_back(s.a); break;
-          case StepKind::copy:
-            if (p_.instr<Copy>(s.a).bump) p.bumps.push_back(p_.instr<Copy>(s.a).dst);
-            break;
-          default: break;
-        }
-      }
-    }
-    std::vector<bool> exported(n_slots, false), escaping(n_slots, false);
-    const auto import = [&](int32_t k, SlotId s, bool fixed) {
-      if (info(s).kind == Kind::constant || home[static_cast<size_t>(s)] == k) return;
-      if (home[static_cast<size_t>(s)] >= 0) exported[static_cast<size_t>(s)] = true;
-      if (k == n) return;
-      auto& imports = p_.partitions_[static_cast<size_t>(k)].imports;
-      for (PartitionInfo::Import& i : imports)
-        if (i.slot == s) {
-          i.fixed |= fixed;
-          return;
-        }
-      imports.push_back({s, fixed, false});
-    };
-    // A tensor that operators or the caller see in partition k (n: after the last).
-    const auto see = [&](auto&& self, int32_t k, SlotId s) -> void {
-      const SlotInfo& i = info(s);
-      if (i.kind == Kind::none || i.kind == Kind::opaque) return;
-      import(k, memory(s), true);
-      if (i.kind != Kind::view && i.kind != Kind::place) return;
-      const int32_t at = home[static_cast<size_t>(s)];
-      if (at >= 0 && at < k && p_.partitions_[static_cast<size_t>(at)].recorded) {
-        auto& after = p_.partitions_[static_cast<size_t>(at)].after;
-        after.insert(after.end(), made[static_cast<size_t>(s)].begin(), made[static_cast<size_t>(s)].end());
-      }
-      if (i.base != kNone && i.kind == Kind::view) self(self, k, i.base);
-    };
-    for (int32_t k = 0; k < n; ++k) {
-      const PartitionInfo& p = p_.partitions_[static_cast<size_t>(k)];
-      for (int32_t at = p.first; at < p.last; ++at) {
-        const Step& s = p_.steps_[static_cast<size_t>(at)];
-        tensors_of(s, [&](SlotId t) { see(see, k, t); });
-        // A header is made again where it is needed; a kernel's pointer at a distance that is known
-        // at the call is not.
-        if (s.kind == StepKind::header || s.kind == StepKind::pointer)
-          import(k, memory(s.a), s.kind == StepKind::pointer);
-        const Range bufs = bufs_of(s);
-        for (int32_t b = bufs.first; b < bufs.first + bufs.n; ++b) {
-          const SlotId root = p_.buf_roots_[static_cast<size_t>(b)].buf;
-          const int32_t there = home[static_cast<size_t>(root)];
-          if (info(root).kind == Kind::view || info(root).kind == Kind::place) {
-            if (there != k) see(see, k, root);
-          } else {
-            import(k, root, s.kind == StepKind::region);
-          }
-        }
-      }
-    }
-    const int32_t n_results = plan_.n_results;
-    for (size_t at = 0; at < p_.outputs_->size(); ++at) {
-      const Operand& o = (*p_.outputs_)[at];
-      if (o.kind != Operand::Kind::ref && o.kind != Operand::Kind::value) continue;
-      see(see, n, o.id);
-      if (n_results == kNone || at < static_cast<size_t>(n_results))
-        escaping[static_cast<size_t>(memory(o.id))] = true;
-    }
-    for (const auto& [k, slot] : writes_) {
-      if (k < 0) continue;
-      for (PartitionInfo::Import& i : p_.partitions_[static_cast<size_t>(k)].imports)
-        i.written |= i.slot == memory(slot);
-    }
-    for (int32_t k = 0; k < n; ++k) {
-      PartitionInfo& p = p_.partitions_[static_cast<size_t>(k)];
-      for (int32_t at = p.first; at < p.last; ++at) {
-        const Step& s = p_.steps_[static_cast<size_t>(at)];
-        if (s.kind == StepKind::drop_input ||
-            (s.kind == StepKind::drop && home[static_cast<size_t>(s.a)] != k))
-          p.dropped.push_back(s.a);
-      }
-      p.waits &= !p.recorded;
-      std::sort(p.after.begin(), p.after.end());
-      p.after.erase(std::unique(p.after.begin(), p.after.end()), p.after.end());
-      for (size_t s = 0; s < n_slots; ++s) {
-        if (home[s] != k || !exported[s]) continue;
-        if (p_.slots_[s].kind == Kind::alloc || p_.slots_[s].kind == Kind::result)
-          p.exports.push_back({static_cast<int32_t>(s), escaping[s]});
-        else if (p_.slots_[s].kind == Kind::arena)
-          p.recorded = false;  // its memory would not outlive the recording
-      }
-      for (size_t s = 0; s < plan_.symbols.size(); ++s) {
-        const int32_t at = symbol_home[s];
-        if (at >= k || p_.symbol_exprs_[s].empty()) continue;
-        if (at < 0 || !p_.partitions_[static_cast<size_t>(at)].recorded)
-          p.key.push_back(p_.symbol_exprs_[s].front());
-      }
-      if (p.recorded && !p_.graphs_) p_.graphs_ = std::make_unique<Graphs>();
-    }
-    if (p_.graphs_) p_.graphs_->partitions.resize(static_cast<size_t>(n));
   }
 
   Program& p_;

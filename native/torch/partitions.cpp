@@ -1,0 +1,232 @@
+// native/torch/partitions.cpp: what the partitions of a loaded program take from one another.
+#include "partitions.h"
+
+#include <algorithm>
+
+namespace plait {
+namespace {
+
+template <class Use>
+void operand_slots(const Operand& o, const Use& use) {
+  if (o.kind == Operand::Kind::ref) use(o.id);
+  for (const Operand& item : o.items) operand_slots(item, use);
+}
+
+template <class Use>
+void extern_slots(const ExternCall& c, const Use& use) {
+  using Kind = ExternCall::Fill::Kind;
+  const auto& arguments = c.op->schema().arguments();
+  for (const ExternCall::Fill& f : c.fills) {
+    const auto at = static_cast<size_t>(f.pos);
+    // Seeds of attention without dropout, wherever it left them: nobody reads them.
+    if (at < arguments.size() && arguments[at].name().starts_with("philox_")) continue;
+    if (f.kind == Kind::tensor || f.kind == Kind::opaque) use(f.id);
+    if (f.kind == Kind::tensor_list || f.kind == Kind::optional_tensor_list)
+      for (int32_t id : f.ids)
+        if (id != kNone) use(id);
+  }
+}
+
+}  // namespace
+
+PartitionLearner::PartitionLearner(Program& program, const std::vector<std::vector<Patch>>& patches,
+                                   const std::vector<std::pair<int32_t, SlotId>>& writes)
+    : p_(program),
+      writes_(writes),
+      n_(static_cast<int32_t>(p_.partitions_.size())),
+      home_(p_.slots_.size(), -1),
+      made_(p_.slots_.size()),
+      exported_(p_.slots_.size(), false),
+      escaping_(p_.slots_.size(), false),
+      symbol_home_(p_.plan_.symbols.size(), -1) {
+  p_.buf_roots_.resize(static_cast<size_t>(p_.n_bufs_));
+  for (size_t s = 0; s < patches.size(); ++s)
+    for (const Patch& patch : patches[s])
+      p_.buf_roots_[static_cast<size_t>(patch.buf)] = {static_cast<int32_t>(s), patch.delta};
+}
+
+void PartitionLearner::run() {
+  for_steps([this](int32_t k, int32_t at, const Step& s) { place(k, at, s); });
+  for_steps([this](int32_t k, int32_t, const Step& s) { trace(k, s); });
+  const std::vector<Operand>& outputs = *p_.outputs_;
+  const int32_t n_results = p_.plan_.n_results;
+  for (size_t at = 0; at < outputs.size(); ++at) {
+    const Operand& o = outputs[at];
+    if (o.kind != Operand::Kind::ref && o.kind != Operand::Kind::value) continue;
+    see(n_, o.id);
+    if (n_results == kNone || at < static_cast<size_t>(n_results))
+      escaping_[static_cast<size_t>(memory(o.id))] = true;
+  }
+  for (const auto& [k, slot] : writes_)
+    if (k >= 0)
+      for (PartitionInfo::Import& i : partition(k).imports) i.written |= i.slot == memory(slot);
+  for (int32_t k = 0; k < n_; ++k) finish(k);
+  if (p_.graphs_) p_.graphs_->partitions.resize(static_cast<size_t>(n_));
+}
+
+template <class F>
+void PartitionLearner::for_steps(const F& f) {
+  for (int32_t k = 0; k < n_; ++k)
+    for (int32_t at = partition(k).first; at < partition(k).last; ++at)
+      f(k, at, p_.steps_[static_cast<size_t>(at)]);
+}
+
+// The slot whose memory this one names.
+SlotId PartitionLearner::memory(SlotId s) const {
+  while (is_derived(s)) s = p_.slot(s).base;
+  return s;
+}
+
+bool PartitionLearner::is_derived(SlotId s) const {
+  return p_.slot(s).kind == SlotInfo::Kind::view || p_.slot(s).kind == SlotInfo::Kind::place;
+}
+
+// Notes what comes into being in partition k.
+void PartitionLearner::place(int32_t k, int32_t at, const Step& s) {
+  PartitionInfo& p = partition(k);
+  const auto results = [&](const std::vector<Result>& outs) {
+    for (const Result& r : outs) {
+      if (r.kind == Result::Kind::tensor) home(r.id) = k;
+      if (r.kind != Result::Kind::symbol) continue;
+      symbol_home_[static_cast<size_t>(r.id)] = k;
+      p.defines_symbols = true;
+    }
+  };
+  switch (s.kind) {
+    case StepKind::alloc:
+    case StepKind::arena: home(s.a) = k; return;
+    case StepKind::pointer:
+    case StepKind::header:
+      home(s.a) = k;
+      made_[static_cast<size_t>(s.a)].push_back(at);
+      return;
+    case StepKind::call_extern: {
+      const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
+      results(c.outs);
+      p.random |= !c.builtin || c.op->hasTag(at::Tag::nondeterministic_seeded);
+      p.waits |= c.name != "plait::seed";
+      return;
+    }
+    case StepKind::call_python: return results(p_.pythons_[static_cast<size_t>(s.a)].outs);
+    case StepKind::define:
+      symbol_home_[static_cast<size_t>(s.a)] = k;
+      p.defines_symbols = true;
+      return;
+    case StepKind::read_symbol: {
+      const Symbol& symbol = p_.instr<Symbol>(s.a);
+      symbol_home_[static_cast<size_t>(symbol.symbol)] = k;
+      p.waits |= symbol.source == Symbol::Source::item;
+      p.defines_symbols = true;
+      return;
+    }
+    case StepKind::eval: p.defines_symbols = true; return;
+    case StepKind::region:
+    case StepKind::check_finite: p.waits = true; return;
+    case StepKind::bump: p.bumps.push_back(s.a); return;
+    case StepKind::copy:
+      if (p_.instr<Copy>(s.a).bump) p.bumps.push_back(p_.instr<Copy>(s.a).dst);
+      return;
+    default: return;
+  }
+}
+
+// Follows what a step of partition k reads and writes to where that comes from.
+void PartitionLearner::trace(int32_t k, const Step& s) {
+  const auto use = [&](SlotId t) { see(k, t); };
+  switch (s.kind) {
+    case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).tensor);
+    case StepKind::call_extern: return extern_slots(p_.externs_[static_cast<size_t>(s.a)], use);
+    case StepKind::call_python: {
+      const PythonCall& c = p_.pythons_[static_cast<size_t>(s.a)];
+      for (const Operand& o : c.args) operand_slots(o, use);
+      for (const KeywordOperand& o : c.kwargs) operand_slots(o.value, use);
+      return;
+    }
+    case StepKind::copy:
+      use(p_.instr<Copy>(s.a).src);
+      return use(p_.instr<Copy>(s.a).dst);
+    case StepKind::bump: return use(s.a);
+    case StepKind::fill: return use(p_.instr<Fill>(s.a).tensor);
+    case StepKind::assert_size_stride: return use(p_.instr<AssertSizeStride>(s.a).tensor);
+    case StepKind::assert_alignment: return use(p_.instr<AssertAlignment>(s.a).tensor);
+    case StepKind::check_finite: return use(p_.instr<CheckFinite>(s.a).tensor);
+    // A header is made again where it is needed; a pointer at a distance that is known at the call
+    // is not.
+    case StepKind::header: return bring_in(k, memory(s.a), false);
+    case StepKind::pointer: return bring_in(k, memory(s.a), true);
+    case StepKind::launch: return kernel(k, p_.grid_launches_[static_cast<size_t>(s.a)].args, false);
+    case StepKind::region: {
+      const RegionInfo& r = p_.regions_[static_cast<size_t>(s.a)];
+      for (int32_t i = r.first; i < r.first + r.n; ++i)
+        kernel(k, p_.launches_[static_cast<size_t>(i)].args, true);
+      return;
+    }
+    default: return;
+  }
+}
+
+// The arguments of a kernel in partition k.
+void PartitionLearner::kernel(int32_t k, Range bufs, bool fixed) {
+  for (int32_t b = bufs.first; b < bufs.first + bufs.n; ++b) {
+    const SlotId root = p_.buf_roots_[static_cast<size_t>(b)].buf;
+    if (!is_derived(root))
+      bring_in(k, root, fixed);
+    else if (home(root) != k)
+      see(k, root);
+  }
+}
+
+// A tensor that operators or the caller see in partition k (n_: after the last).
+void PartitionLearner::see(int32_t k, SlotId s) {
+  const SlotInfo& i = p_.slot(s);
+  if (i.kind == SlotInfo::Kind::none || i.kind == SlotInfo::Kind::opaque) return;
+  bring_in(k, memory(s), true);
+  if (!is_derived(s)) return;
+  const int32_t at = home(s);
+  if (at >= 0 && at < k && partition(at).recorded) {
+    std::vector<int32_t>& after = partition(at).after;
+    const std::vector<int32_t>& made = made_[static_cast<size_t>(s)];
+    after.insert(after.end(), made.begin(), made.end());
+  }
+  if (i.base != kNone && i.kind == SlotInfo::Kind::view) see(k, i.base);
+}
+
+void PartitionLearner::bring_in(int32_t k, SlotId s, bool fixed) {
+  if (p_.slot(s).kind == SlotInfo::Kind::constant || home(s) == k) return;
+  if (home(s) >= 0) exported_[static_cast<size_t>(s)] = true;
+  if (k == n_) return;
+  for (PartitionInfo::Import& i : partition(k).imports) {
+    if (i.slot != s) continue;
+    i.fixed |= fixed;
+    return;
+  }
+  partition(k).imports.push_back({s, fixed, false});
+}
+
+void PartitionLearner::finish(int32_t k) {
+  PartitionInfo& p = partition(k);
+  for (int32_t at = p.first; at < p.last; ++at) {
+    const Step& s = p_.steps_[static_cast<size_t>(at)];
+    if (s.kind == StepKind::drop_input || (s.kind == StepKind::drop && home(s.a) != k))
+      p.dropped.push_back(s.a);
+  }
+  std::sort(p.after.begin(), p.after.end());
+  p.after.erase(std::unique(p.after.begin(), p.after.end()), p.after.end());
+  for (size_t s = 0; s < exported_.size(); ++s) {
+    if (home_[s] != k || !exported_[s]) continue;
+    const SlotInfo::Kind kind = p_.slots_[s].kind;
+    if (kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result)
+      p.exports.push_back({static_cast<int32_t>(s), escaping_[s]});
+    else if (kind == SlotInfo::Kind::arena)
+      p.recorded = false;  // a replay would not lend it to those after it
+  }
+  for (size_t s = 0; s < symbol_home_.size(); ++s) {
+    const int32_t at = symbol_home_[s];
+    if (at < k && !p_.symbol_exprs_[s].empty() && (at < 0 || !partition(at).recorded))
+      p.key.push_back(p_.symbol_exprs_[s].front());
+  }
+  p.waits &= !p.recorded;
+  if (p.recorded && !p_.graphs_) p_.graphs_ = std::make_unique<Graphs>();
+}
+
+}  // namespace plait

@@ -60,6 +60,7 @@ struct RecordedLaunch {
 
 // Memory of intermediates, shared by whatever runs next.
 struct SharedArena {
+  SharedArena(c10::DataPtr memory, int64_t nbytes) : memory(std::move(memory)), nbytes(nbytes) {}
   c10::DataPtr memory;
   int64_t nbytes;
 };

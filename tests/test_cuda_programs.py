@@ -250,3 +250,9 @@ def test_a_bias_in_float32_is_added_by_a_kernel(compile_only: None) -> None:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
     assert [i.op for i in of(p, CallExtern)] == ["aten::addmm.out"]
+
+
+def test_a_reduction_of_nothing_reads_nothing(compile_only: None) -> None:
+    mode, (x, w) = fakes((5, 0), (0, 7))
+    made = record(lambda x, w: (x @ w + 1, x.sum(1), x.prod(1), x.any(1)), x, w, mode=mode)
+    assert "tl.load" not in made.kernel_source

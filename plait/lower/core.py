@@ -42,6 +42,7 @@ from plait.lower.symbols import to_size
 Index = Sequence[Size]
 Body = Callable[[Recorder, tuple[Expr, ...]], Node]
 ReduceBody = Callable[[Recorder, tuple[Expr, ...], tuple[Expr, ...]], Node]
+_OF_NOTHING = {"sum": 0, "prod": 1, "any": 0, "all": 1, "xor": 0}  # what reductions of no elements give
 
 
 class NoRule(Exception):
@@ -218,6 +219,8 @@ class Lowering:
         The result dtype is the body's, i64 for argmax and argmin."""
         vars_, rvars = loop_vars("i", shape), loop_vars("r", rshape)
         value = body(Recorder(), vars_, rvars)
+        if 0 in rshape and kind in _OF_NOTHING:  # a loop that reads nothing might still touch memory
+            return (self.pointwise(shape, value.dtype, lambda ops, _: ops.const(_OF_NOTHING[kind], value.dtype)),)
         dtype = i64 if kind in ("argmax", "argmin") else value.dtype
         names = tuple(self.new_buffer(dtype, shape) if want else None for want in outs)
         self.ops.append(Reduction(names, vars_, rvars, kind, value, origin=self.origin))

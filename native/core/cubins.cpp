@@ -8,6 +8,8 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <mutex>
+#include <tuple>
 
 #include "core/plan.h"
 
@@ -63,10 +65,28 @@ Cubins::Cubins(const std::string& path) : path_(path) {
   }
 }
 
-std::unique_ptr<cuda::Kernel> Cubins::load(const std::string& name, size_t n_arguments) const {
+const Cubins::Entry& Cubins::entry(const std::string& name) const {
   const auto found = entries_.find(name);
   if (found == entries_.end()) throw LoadError("kernel '" + name + "' is not in " + path_);
-  const Entry& e = found->second;
+  return found->second;
+}
+
+const cuda::Kernel* Cubins::share(const std::string& name, size_t n_arguments) const {
+  using Key = std::tuple<void*, size_t, std::string, std::string>;  // context, ..., symbol, image
+  static std::mutex mutex;
+  static auto* all = new std::map<Key, std::unique_ptr<cuda::Kernel>>;  // outlives the driver
+  const Entry& e = entry(name);
+  void* context = nullptr;
+  const cuda::Driver& driver = cuda::Driver::machine();
+  driver.check(driver.current_context(&context), "cuCtxGetCurrent");
+  const std::scoped_lock lock(mutex);
+  std::unique_ptr<cuda::Kernel>& kernel = (*all)[{context, n_arguments, e.facts.symbol, e.image}];
+  if (!kernel) kernel = load(name, n_arguments);
+  return kernel.get();
+}
+
+std::unique_ptr<cuda::Kernel> Cubins::load(const std::string& name, size_t n_arguments) const {
+  const Entry& e = entry(name);
   return std::make_unique<cuda::Kernel>(cuda::Driver::machine(), e.image.data(), e.facts,
                                         n_arguments);
 }

@@ -18,12 +18,17 @@ class Cubins {
   // The kernel `name` in the current context, with this many arguments. Throws LoadError if there is
   // none, DriverError if the driver refuses it.
   std::unique_ptr<cuda::Kernel> load(const std::string& name, size_t n_arguments) const;
+  // The same, shared by all who ask for this image in this context, and never unloaded: a CUDA graph
+  // that somebody recorded may launch it after its program is gone.
+  const cuda::Kernel* share(const std::string& name, size_t n_arguments) const;
 
  private:
   struct Entry {
     cuda::KernelFacts facts;
     std::string image;
   };
+  const Entry& entry(const std::string& name) const;
+
   std::string path_;
   std::map<std::string, Entry> entries_;
 };

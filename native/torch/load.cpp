@@ -488,11 +488,11 @@ class Loader {
   const cuda::Kernel* grid_kernel(int32_t k) {
     if (!p_.cubins_) throw LoadError("the program has GPU kernels and no file of them was given");
     p_.kernels_.resize(plan_.kernels.size());
-    auto& loaded = p_.kernels_[static_cast<size_t>(k)];
+    const cuda::Kernel*& loaded = p_.kernels_[static_cast<size_t>(k)];
     const Kernel& kernel = plan_.kernels[static_cast<size_t>(k)];
     if (!loaded)
-      loaded = p_.cubins_->load(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
-    return loaded.get();
+      loaded = p_.cubins_->share(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
+    return loaded;
   }
   KernelFn kernel(int32_t k) {
     kernels_.resize(plan_.kernels.size());

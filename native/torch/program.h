@@ -333,7 +333,7 @@ class Program {
   std::shared_ptr<Library> library_;
   std::shared_ptr<Cubins> cubins_;
   std::optional<Accelerator> gpu_;
-  std::vector<std::unique_ptr<cuda::Kernel>> kernels_;  // of the GPU, by number in the plan
+  std::vector<const cuda::Kernel*> kernels_;  // of the GPU, by number in the plan
   std::vector<at::Tensor> constants_;
   Host host_;
   void* owner_;

@@ -192,6 +192,7 @@ def test_a_pass_may_not_drop_or_invent_an_effect() -> None:
             "Constant",
             "DefineKernel",
             "Free",
+            "Partition",
             "Note",
             "Return",
         ):

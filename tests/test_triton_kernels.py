@@ -47,7 +47,7 @@ def test_every_op_has_a_row() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("first", [7000, 8000])
+@pytest.mark.parametrize("first", [pytest.param(7000, marks=pytest.mark.slow), 8000])
 def test_random_kernels_in_the_interpreter(first: int) -> None:
     out = run("-m", "tests.gpu_kernels", str(first), "12", TRITON_INTERPRET="1")
     assert "12 kernels interpreted, 0 wrong" in out

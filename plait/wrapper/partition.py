@@ -8,9 +8,9 @@ alone write are allocated before the recorded work and patched into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import filterfalse, takewhile
 from typing import Any
 
 import torch
@@ -45,9 +45,7 @@ def partition(
     body = _seeds_first(program)
     head = list(takewhile(_is_early, body))
     rest = body[len(head) :]
-    facts = _Facts({i.name for i in program.inputs if isinstance(i, ins.TensorInput) and i.device == "cpu"})
-    facts.objects = {i.name for i in program.inputs if isinstance(i, ins.OpaqueInput)}
-    facts.host |= {i.name for i in body if isinstance(i, ins.Constant) and constants[i.index].device.type == "cpu"}
+    facts = _Facts(program, constants)
     why = [reason for i in head if (reason := facts.why_not(i))]
     parts = _cut(rest, facts)
     hoisted = _outputs_of_kernels(program, head, rest, n_results)
@@ -68,7 +66,11 @@ def partition(
 def _is_early(i: ins.Instr) -> bool:
     """Whether this starts a program: what the host knows of its inputs, and seeds."""
     host = (ins.Symbol, ins.DefineKernel, ins.Constant, ins.Note, ins.AssertScalar, ins.AssertSizeStride)
-    return isinstance(i, host) or (isinstance(i, ins.CallExtern) and i.op == SEED)
+    return isinstance(i, host) or _is_seed(i)
+
+
+def _is_seed(i: ins.Instr) -> bool:
+    return isinstance(i, ins.CallExtern) and i.op == SEED
 
 
 @dataclass
@@ -116,12 +118,13 @@ _WORK = (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)
 
 
 class _Facts:
-    """What is known of names: which kernels and tensors are the host's."""
+    """What is known of names: which kernels and tensors are the host's, and what is no tensor."""
 
-    def __init__(self, host: set[str]) -> None:
+    def __init__(self, program: ins.WrapperProgram, constants: Sequence[torch.Tensor]) -> None:
         self.host_kernels: set[str] = set()
-        self.host = host
-        self.objects: set[str] = set()
+        self.host = {i.name for i in program.inputs if isinstance(i, ins.TensorInput) and i.device == "cpu"}
+        self.objects = {i.name for i in program.inputs if isinstance(i, ins.OpaqueInput)}
+        self.constants = constants
 
     def why_not(self, i: ins.Instr) -> str | None:
         """Why an instruction cannot be recorded, "" if it can, None if that is all the same."""
@@ -155,6 +158,8 @@ class _Facts:
                 self.host_kernels.add(i.name)
             case ins.Alloc() | ins.Arena() if i.device == "cpu":
                 self.host.add(i.name)
+            case ins.Constant() if self.constants[i.index].device.type == "cpu":
+                self.host.add(i.name)
             case ins.View() | ins.Place() | ins.Reuse() if self.host.intersection(used(i)):
                 self.host.add(i.name)
             case _:
@@ -162,7 +167,7 @@ class _Facts:
 
     def _extern(self, i: ins.CallExtern) -> str:
         tensors = [n for o in operands(i) for n in refs(o)]
-        devices = [o.text for o in _literals(i) if o.kind == "device"]
+        devices = [o.text for o in operands(i) if isinstance(o, ins.Literal) and o.kind == "device"]
         here = [n for n in tensors if n in self.host]
         if "cpu" in devices or (here and not any(d != "cpu" for d in devices) and len(here) == len(tensors)):
             self.host.update(defined(i))
@@ -183,10 +188,6 @@ class _Facts:
         return ""
 
 
-def _literals(i: ins.CallExtern) -> Iterator[ins.Literal]:
-    return (o for o in operands(i) if isinstance(o, ins.Literal))
-
-
 def _without_dropout(i: ins.CallExtern) -> bool:
     """Whether an attention operator's probability of dropping is 0."""
     given = _overload(i.op)
@@ -197,11 +198,7 @@ def _without_dropout(i: ins.CallExtern) -> bool:
         return True
     at = names.index("dropout_p")
     p = i.args[at] if at < len(i.args) else dict(i.kwargs).get("dropout_p", 0)
-    return p == 0 or (isinstance(p, ins.Literal) and p.kind == "float" and _number(p.text) == 0)
-
-
-def _number(text: str) -> float:
-    return float.fromhex(text) if "x" in text else float(text)
+    return p == 0 or (isinstance(p, ins.Literal) and p.kind == "float" and float.fromhex(p.text) == 0)
 
 
 def _overload(op: str) -> Any:
@@ -217,10 +214,7 @@ def _tags(op: str) -> list[torch.Tag]:
 
 
 def _seeds_first(program: ins.WrapperProgram) -> list[ins.Instr]:
-    def is_seed(i: ins.Instr) -> bool:
-        return isinstance(i, ins.CallExtern) and i.op == SEED
-
-    return [*filter(is_seed, program.body), *(i for i in program.body if not is_seed(i))]
+    return [*filter(_is_seed, program.body), *filterfalse(_is_seed, program.body)]
 
 
 def _outputs_of_kernels(

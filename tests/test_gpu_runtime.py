@@ -19,6 +19,7 @@ from torch import Tensor
 import plait
 from tests.models import gpt2, tokens
 from tests.test_models import close
+from tests.test_threads import call_at_once
 
 ROOT = Path(__file__).parent.parent
 CUDA = torch.device("cuda", 0)
@@ -122,25 +123,9 @@ def test_threads_on_their_own_streams() -> None:
         compiled(inputs[0])
         want = [model(x) for x in inputs]
     torch.cuda.synchronize()
-    wrong: list[str] = []
-    start = threading.Barrier(len(inputs))
-
-    def work(k: int) -> None:
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            start.wait()
-            for _ in range(50):
-                got: Tensor = compiled(inputs[k])
-                if not torch.allclose(got, want[k], rtol=1e-3, atol=1e-4):
-                    wrong.append(f"thread {k} is off by {(got - want[k]).abs().max()}")
-                    return
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(inputs))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=120)
-    assert not any(t.is_alive() for t in threads), "a call hangs"
-    assert not wrong, wrong
+    call_at_once(
+        compiled, inputs, want, times=50, rtol=1e-3, atol=1e-4, around=lambda: torch.cuda.stream(torch.cuda.Stream())
+    )
 
 
 def test_a_thread_that_never_met_cuda() -> None:

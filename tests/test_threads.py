@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.models import gpt2, tokens
 from tests.test_models import close
+
+
+def call_at_once(
+    compiled: Callable[[Tensor], Tensor],
+    inputs: Sequence[Tensor],
+    want: Sequence[Tensor],
+    times: int,
+    rtol: float,
+    atol: float,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """A thread an input calls compiled so many times, inside of `around()`, and always gets what is wanted."""
+    wrong: list[str] = []
+    start = threading.Barrier(len(inputs))
+
+    def work(k: int) -> None:
+        with torch.no_grad(), around():
+            start.wait()
+            for _ in range(times):
+                got = compiled(inputs[k])
+                if not torch.allclose(got, want[k], rtol=rtol, atol=atol):
+                    wrong.append(f"thread {k} is off by {(got - want[k]).abs().max()}")
+                    return
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(inputs))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=120)
+    assert not any(t.is_alive() for t in threads), "a call hangs"
+    assert not wrong, wrong
 
 
 def test_two_threads_call_one_model() -> None:
@@ -20,25 +54,7 @@ def test_two_threads_call_one_model() -> None:
     with torch.no_grad():
         compiled(inputs[0])
         want = [model(x) for x in inputs]
-    wrong: list[str] = []
-    start = threading.Barrier(2)
-
-    def work(k: int) -> None:
-        with torch.no_grad():
-            start.wait()
-            for _ in range(60):
-                got: Tensor = compiled(inputs[k])
-                if not torch.allclose(got, want[k], rtol=1e-4, atol=1e-5):
-                    wrong.append(f"thread {k} is off by {(got - want[k]).abs().max()}")
-                    return
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=120)
-    assert not any(t.is_alive() for t in threads), "a call hangs"
-    assert not wrong, wrong
+    call_at_once(compiled, inputs, want, times=60, rtol=1e-4, atol=1e-5)
 
 
 def test_threads_compile_at_once() -> None:

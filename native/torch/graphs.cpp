@@ -97,8 +97,8 @@ bool is_whole(const Recording& r) {
 // Whether somebody else than the recording holds memory that it writes.
 bool is_held(const Recording& r) {
   for (const Recording::Export& e : r.exports) {
-    if (!is_on_gpu(e)) continue;
-    size_t own = 0;
+    if (!is_on_gpu(e) || e.tensor.storage().use_count() == 1) continue;
+    size_t own = 0;  // results may share memory
     for (const Recording::Export& other : r.exports)
       own += other.tensor.defined() && memory_of(other.tensor) == memory_of(e.tensor);
     if (e.tensor.storage().use_count() > own) return true;

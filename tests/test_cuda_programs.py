@@ -256,3 +256,19 @@ def test_a_reduction_of_nothing_reads_nothing(compile_only: None) -> None:
     mode, (x, w) = fakes((5, 0), (0, 7))
     made = record(lambda x, w: (x @ w + 1, x.sum(1), x.prod(1), x.any(1)), x, w, mode=mode)
     assert "tl.load" not in made.kernel_source
+
+
+def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> None:
+    """Where these were used, torch refuses to answer for the older ones."""
+    mode, (x, w, b) = fakes((512, 256), (512, 256), (512,))
+    (image, filters), cuda, cudnn = fakes((2, 8, 16, 16), (8, 8, 3, 3))[1], torch.backends.cuda, torch.backends.cudnn
+    before = cuda.matmul.fp32_precision, cudnn.conv.fp32_precision
+    try:
+        for precision, bias_op in (("tf32", "aten::addmm.out"), ("ieee", "aten::mm.out")):
+            cuda.matmul.fp32_precision = cudnn.conv.fp32_precision = precision
+            p = record(lambda x, w, b: F.linear(x, w, b).relu(), x, w, b, mode=mode).wrapper
+            assert [i.op for i in of(p, CallExtern)] == [bias_op]
+            p = record(F.conv2d, image, filters, mode=image.fake_mode).wrapper
+            assert bool(of(p, Launch)) == (precision == "tf32")  # an operand with its channels last
+    finally:
+        cuda.matmul.fp32_precision, cudnn.conv.fp32_precision = before

@@ -45,7 +45,9 @@ def _wants(node: Node) -> bool:
     if x.dim() != 4 or x.device.type not in DEVICES or transposed or groups != 1:
         return False
     half = x.dtype in (torch.float16, torch.bfloat16)
-    return half or (x.dtype == torch.float32 and x.device.type == "cuda" and torch.backends.cudnn.allow_tf32)
+    cudnn: Any = torch.backends.cudnn
+    rounded = x.device.type == "cuda" and cudnn.conv.fp32_precision == "tf32"  # whichever switch chose it
+    return half or (x.dtype == torch.float32 and rounded)
 
 
 def _is_last(x: torch.Tensor) -> bool:

@@ -153,7 +153,9 @@ def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: 
 def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:
     """Whether a row of numbers is better added by a kernel of ours, which fuses with what follows: on a GPU in full
     float32, where vendors' kernels that add a bias are the slow ones."""
-    if ctx.device() == "cpu" or not ctx.cfg.kernels or a.dtype != f32 or torch.backends.cuda.matmul.allow_tf32:
+    if ctx.device() == "cpu" or not ctx.cfg.kernels or a.dtype != f32:
+        return False
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":  # says what the older switches chose, too
         return False
     return len(bias.shape) == 1 or bias.shape[0] == 1
 

@@ -48,8 +48,8 @@ T = TypeVar("T")
 
 Compiler = Callable[..., Callable[..., Any]]
 
-MUST_SAVE = CheckpointPolicy.MUST_SAVE
-"""Value of meta["recompute"] that makes the partitioner save a node for backward."""
+MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+"""Values of meta["recompute"] that make the partitioner save a node for backward, or compute it again there."""
 
 
 # ---------------------------------------------------------------------------------------------- errors

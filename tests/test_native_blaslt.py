@@ -1,5 +1,5 @@
 """Matrix products through a cuBLASLt that computes on the host from its descriptors: layouts, strides, batches, biases,
-workspace, threads."""
+workspace, threads; and what large ones are cut into."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def test_products(tmp_path: Path) -> None:
     assert done.stdout.startswith("both\n0 of ")
     alone = subprocess.run([program, other], capture_output=True, text=True, timeout=120)
     assert alone.returncode == 0, alone.stdout + alone.stderr
+
+
+def test_parts(tmp_path: Path) -> None:
+    """What a product is cut into adds up to it, with aligned rows, wherever that is to be had."""
+    program = tmp_path / "program"
+    sources = (str(ROOT / "tests" / "native_parts.cpp"), str(ROOT / "native" / "core" / "parts.cpp"))
+    subprocess.run([*FLAGS, "-fsanitize=undefined,address", "-o", str(program), *sources], check=True, timeout=120)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr

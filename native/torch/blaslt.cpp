@@ -7,8 +7,12 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
 #include <dlfcn.h>
 
+#include <algorithm>
+
+#include "core/parts.h"
 #include "program.h"
 
 namespace plait {
@@ -101,6 +105,53 @@ bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) 
   }
   return true;
 }
+
+// Products that follow each other, each with its plan.
+class Products {
+ public:
+  Products(const Accelerator& gpu, Type type, Precision how, int64_t batch)
+      : gpu_(gpu), type_(type), how_(how), batch_(batch),
+        plans_(blaslt::Library::loaded()->plans(gpu.device().index())) {}
+
+  // False where the library cannot do it.
+  bool add(const blaslt::Part& p, float alpha, float beta) {
+    const Matrix* addend = p.adds ? &p.out : p.addend ? &*p.addend : nullptr;
+    const std::optional<blaslt::Product> product =
+        blaslt::make_product(type_, how_.compute, how_.reductions, p.a, p.b, addend, p.out, batch_,
+                             alpha, p.adds ? 1 : beta);
+    if (!product || !plans_) return false;
+    std::shared_ptr<const blaslt::Plan> plan =
+        plans_->find(*product, max_workspace(product->problem.bias));
+    if (!plan) return false;
+    workspace_ = std::max(workspace_, plan->workspace());
+    planned_.push_back({*product, std::move(plan)});
+    return true;
+  }
+
+  // False where the library refuses: the whole has to be computed in another way.
+  bool run(cuda::Stream stream) const {
+    // The allocator hands memory out in the order of the stream: it may go back at once.
+    c10::DataPtr workspace;
+    if (workspace_ > 0) workspace = gpu_.allocate(static_cast<int64_t>(workspace_));
+    for (const Planned& p : planned_)
+      if (!p.plan->run(p.product, workspace.get(), stream)) return false;
+    return true;
+  }
+
+ private:
+  struct Planned {
+    blaslt::Product product;
+    std::shared_ptr<const blaslt::Plan> plan;
+  };
+
+  const Accelerator& gpu_;
+  Type type_;
+  Precision how_;
+  int64_t batch_;
+  blaslt::Plans* plans_;
+  c10::SmallVector<Planned, 1> planned_;
+  size_t workspace_ = 0;
+};
 }  // namespace
 
 // False where the general path has to be taken.
@@ -137,20 +188,17 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c) const {
       c.makes_result ? *made.unsafeGetTensorImpl() : const_cast<c10::TensorImpl&>(impl(first + 2));
   if (out.sizes() != want) return false;
   const Matrix addend = first == 1 ? matrix(impl(0), impl(0).data(), m, n) : Matrix{};
-  const std::optional<blaslt::Product> product = blaslt::make_product(
-      *type, how->compute, how->reductions, matrix(a, a.data(), m, k), matrix(b, b.data(), k, n),
-      first == 1 ? &addend : nullptr, matrix(out, out.mutable_data(), m, n), batch,
-      static_cast<float>(c.alpha), static_cast<float>(c.beta));
-  if (!product) return false;
-  blaslt::Plans* plans = blaslt::Library::loaded()->plans(gpu_->device().index());
-  const std::shared_ptr<const blaslt::Plan> plan =
-      plans ? plans->find(*product, max_workspace(product->problem.bias)) : nullptr;
-  if (!plan) return false;
+  const blaslt::Part whole{matrix(a, a.data(), m, k), matrix(b, b.data(), k, n),
+                           matrix(out, out.mutable_data(), m, n),
+                           first == 1 && c.beta != 0 ? std::optional(addend) : std::nullopt};
+  Products products(*gpu_, *type, *how, batch);
+  const auto alpha = static_cast<float>(c.alpha), beta = static_cast<float>(c.beta);
+  const blaslt::Parts parts = blaslt::parts(*type, whole, batch);
+  for (const blaslt::Part& part : parts)
+    if (!products.add(part, alpha, beta)) return false;
+  if (parts.empty() && !products.add(whole, alpha, beta)) return false;
   RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
-  // The allocator hands memory out in the order of the stream: it may go back at once.
-  c10::DataPtr workspace;
-  if (plan->workspace() > 0) workspace = gpu_->allocate(static_cast<int64_t>(plan->workspace()));
-  if (!plan->run(*product, workspace.get(), f.stream)) return false;
+  if (!products.run(f.stream)) return false;
   if (c.makes_result) define(f, c.tensors.back(), std::move(made));
   return true;
 }

@@ -44,10 +44,14 @@ def _wants(node: Node) -> bool:
     transposed, groups = (node.args[6], node.args[8]) if at == (0,) else (node.args[7], node.args[9])
     if x.dim() != 4 or x.device.type not in DEVICES or transposed or groups != 1:
         return False
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    cudnn: Any = torch.backends.cudnn
-    rounded = x.device.type == "cuda" and cudnn.conv.fp32_precision == "tf32"  # whichever switch chose it
-    return half or (x.dtype == torch.float32 and rounded)
+    return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and _rounds_float32())
+
+
+def _rounds_float32() -> bool:
+    """Whether TF32 is what the user asked for. Convolutions may take it by default, and with another layout cuDNN does so
+    where it would not for eager; with products it is a choice."""
+    backends: Any = torch.backends
+    return all(b.fp32_precision == "tf32" for b in (backends.cuda.matmul, backends.cudnn.conv))
 
 
 def _is_last(x: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Splits a joint graph into forward and backward: our random operators, our CSE, then torch's min-cut.
+"""Splits a joint graph into forward and backward: our random operators, layouts and CSE, log_softmax in parts, then torch's min-cut.
 
 Random operators are replaced before the split, so that a value recomputed in the backward pass comes from the seed
 that the forward pass saved.
@@ -16,6 +16,7 @@ from plait.graph.channels import channels_last
 from plait.graph.cse import merge_common
 from plait.graph.edit import aten
 from plait.graph.random import replace_random
+from plait.graph.softmax import split_log_softmax
 
 
 def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -23,6 +24,7 @@ def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any)
     if not cfg.eager_random:
         replace_random(joint)
     channels_last(joint)
+    split_log_softmax(joint)
     merge_common(joint)
     _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from plait.graph.edit import is_view, output_of
+from plait.graph.edit import is_view, output_of, value_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.loops import Node
@@ -31,6 +31,7 @@ _ROW_NBYTES = 16  # what rows start at multiples of for the fastest kernels
 _MANY = 1 << 17  # elements of a matrix that is worth it
 _LONG = 64  # elements of a row that grows by an eighth at most
 _FLOPS = 512  # an element, that pay for one more copy of the matrix
+_MANY_ROWS = 1024  # from here on that copy costs more than writing the product in parts: native/core/parts.h
 
 
 def is_small(ctx: Lowering, flops: Size, k: Size) -> bool:
@@ -59,6 +60,7 @@ def _align_rows(ctx: Lowering, buf: str, flops: Size, ours: bool) -> None:
     cores get their operands, and give back their result, at a fraction of their speed. What leaves the graph is copied
     to the strides that eager gives it, so there the product must be long. ours: it is no result of the call, so its
     layout may be settled already."""
+    assert ctx.node is not None
     b = ctx.buffers[buf]
     each = _ROW_NBYTES // b.dtype.nbytes
     n = sz.numel(b.shape)
@@ -69,11 +71,22 @@ def _align_rows(ctx: Lowering, buf: str, flops: Size, ours: bool) -> None:
     length = b.shape[-1]
     if not isinstance(length, int) or length < _LONG or length % each == 0:
         return
-    if not (isinstance(flops, int) and flops >= _FLOPS * n) and _leaves(ctx, buf, ours):
+    copied = isinstance(flops, int) and flops >= _FLOPS * n and (ours or not _fits_in_parts(ctx.node))
+    if not copied and _leaves(ctx, buf, ours):
         return
     row = -(-length // each) * each
     strides = (*(sz.mul(s, row) for s in sz.contiguous_strides(b.shape[:-1])), 1)
     ctx.buffers[buf] = replace(b, strides=strides)
+
+
+def _fits_in_parts(node: torch.fx.Node) -> bool:
+    """Whether the executor computes a product with odd rows in parts, each with rows that are aligned."""
+    if node.target is not aten.mm.default:
+        return False
+    a, b = (value_of(x) for x in node.args)  # type: ignore[arg-type]
+    (m, k), each = a.shape, _ROW_NBYTES // a.dtype.itemsize
+    fits = a.stride() == (k, 1) and b.stride() == (1, k)
+    return isinstance(m, int) and m > _MANY_ROWS and isinstance(k, int) and k % each == 0 and fits
 
 
 def _leaves(ctx: Lowering, buf: str, ours: bool) -> bool:

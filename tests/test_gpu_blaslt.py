@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ir.dtypes import DType, bf16, f16, f32
@@ -117,6 +118,19 @@ def test_sizes(m: int, k: int, n: int, dtype: torch.dtype) -> None:
     a, b = r(m, k, dtype=dtype), r(k, n, dtype=dtype)
     agrees("mm", a, b)
     agrees("addmm", r(n, dtype=dtype), a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m, k, n", [(8, 768, 50257), (333, 768, 50257), (2048, 768, 20001), (1500, 512, 10003)])
+def test_odd_rows_are_computed_in_parts(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    """An output head and its gradients, with rows that start anywhere and with aligned ones."""
+    x, w, g = r(m, k, dtype=dtype), r(n, k, dtype=dtype), r(m, n + 8 - n % 8, dtype=dtype)[:, :n]
+    agrees("mm", x, w.t(), planned=None)
+    agrees("mm", g, w, planned=None)
+    agrees("mm", g.t(), x, planned=None)
+    agrees("addmm", r(n, dtype=dtype), x, w.t(), planned=None)
+    out = torch.compile(lambda x, w: F.relu(x @ w.t()) @ w, backend="plait")
+    close(out(x, w), F.relu(x @ w.t()) @ w, F.relu(x.double() @ w.double().t()) @ w.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())

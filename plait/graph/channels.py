@@ -48,8 +48,8 @@ def _wants(node: Node) -> bool:
 
 
 def _rounds_float32() -> bool:
-    """Whether TF32 is what the user asked for. Convolutions may take it by default, and with another layout cuDNN does so
-    where it would not for eager; with products it is a choice."""
+    """Whether TF32 is what the user asked for. Convolutions may take it by default, and with another layout cuDNN does
+    so where it would not for eager; with products it is a choice."""
     backends: Any = torch.backends
     return all(b.fp32_precision == "tf32" for b in (backends.cuda.matmul, backends.cudnn.conv))
 

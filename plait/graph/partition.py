@@ -1,4 +1,4 @@
-"""Splits a joint graph into forward and backward: our random operators, layouts and CSE, log_softmax in parts, then torch's min-cut.
+"""Splits a joint graph into forward and backward: our random operators, layouts, losses and CSE, then torch's min-cut.
 
 Random operators are replaced before the split, so that a value recomputed in the backward pass comes from the seed
 that the forward pass saved.

@@ -29,7 +29,8 @@ def split_log_softmax(joint: GraphModule) -> int:
 
 def _splits(node: Node) -> bool:
     x = value_of(node.args[0])  # type: ignore[arg-type]
-    return x.dim() > 0 and isinstance(x.shape[node.args[1]], int) and x.shape[node.args[1]] > 0  # type: ignore[index]
+    size = x.shape[node.args[1]] if x.dim() > 0 else 0
+    return isinstance(size, int) and size > 0
 
 
 def _split(node: Node) -> Node:

@@ -30,6 +30,7 @@ from plait.schedule.plan import Kernel, Plan
 from plait.schedule.verify import verify_plan
 from plait.wrapper import show
 from plait.wrapper.build import build
+from plait.wrapper.checks import check_finite
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
 from plait.wrapper.passes import run_passes
@@ -64,7 +65,9 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
     show.show_sources(log, sources)
     with ThreadPoolExecutor(1) as beside:  # compilers are processes of their own: the wrapper is made while they run
         building = beside.submit(_build, sources, cfg)
-        wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs)
+        wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg)
+        if cfg.nan_asserts or cfg.finite_asserts:
+            wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
         wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
         if cfg.cuda_graphs:  # last: other passes know nothing of partitions
             wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results)

@@ -69,6 +69,17 @@ class Config:
         False, doc="leave random operators to torch, which draws eager's numbers; they are not fused or recomputed then"
     )
     memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
+    # -- what a program checks at every call
+    size_asserts: bool = flag(
+        False, doc="dtype, sizes and strides of arguments and of operators' results are what was compiled for"
+    )
+    alignment_asserts: bool = flag(
+        False, doc="addresses of arguments and of operators' results are aligned: 16 bytes on a GPU, else an element"
+    )
+    nan_asserts: bool = flag(
+        False, doc="no argument, intermediate or result holds a NaN; names the kernel that made the first"
+    )
+    finite_asserts: bool = flag(False, doc="nor an infinity, which masks of attention may hold for good reason")
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Config:

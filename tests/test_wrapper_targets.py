@@ -295,6 +295,17 @@ CASES: dict[str, Case] = {
         lambda: [torch.tensor([0, 1, float("nan"), 0, 0, 0])],
         fails="'x' holds a NaN or an infinity, computed by model.py:3",
     ),
+    "an infinity, which may be": Case(
+        X,
+        (CheckFinite("x", "model.py:3", infinities=False), give("x")),
+        lambda: [torch.tensor([0, 1, float("inf"), 0, 0, 0])],
+    ),
+    "a NaN, which may not": Case(
+        X,
+        (CheckFinite("x", "model.py:3", infinities=False), give("x")),
+        lambda: [torch.tensor([0, 1, float("nan"), 0, 0, 0])],
+        fails="'x' holds a NaN, computed by model.py:3",
+    ),
     "arena": Case(
         X,
         (

@@ -75,10 +75,11 @@ class _Call:
             case ins.AssertAlignment(tensor, nbytes):
                 if env[tensor].data_ptr() % nbytes != 0:
                     raise RuntimeError(f"'{tensor}' is not aligned to {nbytes} bytes")
-            case ins.CheckFinite(tensor, origin):
+            case ins.CheckFinite(tensor, origin, infinities):
                 values = env[tensor].double().reshape(-1).tolist()
-                if not all(map(math.isfinite, values)):
-                    raise RuntimeError(f"'{tensor}' holds a NaN or an infinity, computed by {origin}")
+                if any(math.isnan(v) or (infinities and math.isinf(v)) for v in values):
+                    what = "a NaN or an infinity" if infinities else "a NaN"
+                    raise RuntimeError(f"'{tensor}' holds {what}, computed by {origin}")
             case ins.Arena(name, nbytes, device):
                 assert device == "cpu"
                 env[name] = torch.full((self.size(nbytes),), 0xA5, dtype=torch.uint8)

@@ -35,7 +35,7 @@ class Parts {
   void add(Part part) { parts_[n_++] = part; }
 
  private:
-  std::array<Part, kMost> parts_{};
+  std::array<Part, kMost> parts_;
   size_t n_ = 0;
 };
 

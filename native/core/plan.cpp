@@ -274,7 +274,7 @@ class Parser {
       case 1: return AssertScalar{expr(), in_.string()};
       case 2: return AssertSizeStride{slot(), dtype(), shape()};
       case 3: return AssertAlignment{slot(), in_.word()};
-      case 4: return CheckFinite{slot(), in_.string()};
+      case 4: return CheckFinite{slot(), in_.string(), in_.flag()};
       case 5: return Arena{slot(), expr(), in_.string()};
       case 6: return Place{slot(), slot(), expr(), shape()};
       case 7: return Alloc{slot(), shape(), in_.string()};

@@ -26,7 +26,7 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr uint32_t kPlanVersion = 4;
+inline constexpr uint32_t kPlanVersion = 5;
 
 // Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
 // does not know.
@@ -130,6 +130,7 @@ struct AssertAlignment {
 struct CheckFinite {
   SlotId tensor;
   std::string origin;
+  bool infinities;
 };
 struct Arena {
   SlotId slot;

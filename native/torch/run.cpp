@@ -4,6 +4,7 @@
 #include <ATen/core/TensorBase.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/isnan.h>
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -541,8 +542,10 @@ void Program::fill(Frame& f, const Fill& i) const {
 void Program::check_finite(Frame& f, const CheckFinite& c) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(c.tensor)];
   if (!t.is_floating_point() && !t.is_complex()) return;
-  TORCH_CHECK(at::isfinite(t).all().item<bool>(), "'", slot(c.tensor).name,
-              "' holds a NaN or an infinity, computed by ", c.origin);
+  const bool fine = c.infinities ? at::isfinite(t).all().item<bool>()
+                                 : !at::isnan(t).any().item<bool>();
+  TORCH_CHECK(fine, "'", slot(c.tensor).name, "' holds a NaN", c.infinities ? " or an infinity" : "",
+              ", computed by ", c.origin);
 }
 
 void Program::check_size_stride(Frame& f, const AssertSizeStride& a) const {

@@ -285,7 +285,10 @@ def item(t: Tensor, name: str) -> int:
     return int(t.item())
 
 
-def require_finite(t: Tensor, name: str, origin: str) -> None:
-    """Raises RuntimeError if t holds a NaN or an infinity."""
-    if (t.is_floating_point() or t.is_complex()) and not bool(torch.isfinite(t).all()):
-        raise RuntimeError(f"'{name}' holds a NaN or an infinity, computed by {origin}")
+def require_finite(t: Tensor, name: str, origin: str, infinities: bool) -> None:
+    """Raises RuntimeError if t holds a NaN or, if they count, an infinity."""
+    if not t.is_floating_point() and not t.is_complex():
+        return
+    if not bool(torch.isfinite(t).all()) if infinities else bool(torch.isnan(t).any()):
+        what = "a NaN or an infinity" if infinities else "a NaN"
+        raise RuntimeError(f"'{name}' holds {what}, computed by {origin}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from plait.config import Config
 from plait.errors import InternalError
 from plait.ir.dtypes import DType, opaque
 from plait.ir.loops import Alias, Assert, Buffer, Extern, ExternArg, Item, ListArg, Mutate, Number, Scalar, TensorArg
@@ -19,20 +20,26 @@ from plait.wrapper.passes import place_frees
 
 ARENA = "arena"
 
+_GPU_ALIGNMENT = 16  # bytes, for which kernels are compiled; arguments with less are copied
+
 # Whose operators are trusted to give the results that were promised when the graph was traced.
 _TRUSTED = ("aten::", "prims::", "plait::")
 
 
-def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = ()) -> ins.WrapperProgram:
+def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Config | None = None) -> ins.WrapperProgram:
     """The program of a plan, tensors freed after their last use.
 
     bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others, the caller does).
+    cfg: says which checks it makes beyond the necessary ones; None: none.
     Raises InternalError if the plan contradicts itself.
     """
-    b = _Builder(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs))
+    b = _Builder(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs), cfg or Config())
     for k, entry in enumerate(plan.program.inputs):
         b.add_input(k, entry)
     b.define_symbols()
+    for i in b.inputs:
+        if isinstance(i, ins.TensorInput):
+            b.check(i.name, sizes=b.cfg.size_asserts)
     b.define_tables()
     for step in plan.steps:
         b.add_step(step)
@@ -62,8 +69,9 @@ class _Builder:
     """The instructions so far and what they defined.
     how: name -> 'input', 'constant', 'place', 'alloc', 'result', 'view' or 'symbol'."""
 
-    def __init__(self, plan: Plan, bumped: frozenset[object]) -> None:
+    def __init__(self, plan: Plan, bumped: frozenset[object], cfg: Config) -> None:
         self.plan = plan
+        self.cfg = cfg
         self.bumped = bumped
         self.inputs: list[ins.Input] = []
         self.body: list[ins.Instr] = []
@@ -187,13 +195,21 @@ class _Builder:
 
     def check_results(self, step: Step) -> None:
         """Custom and higher-order operators promise sizes and strides that kernels then take for granted."""
-        if not isinstance(step, Extern) or step.op.startswith(_TRUSTED):
+        if isinstance(step, Extern):
+            for name in step.outs:
+                if name is not None and self.how.get(name) == "result":
+                    self.check(name, sizes=self.cfg.size_asserts or not step.op.startswith(_TRUSTED))
+
+    def check(self, name: str, sizes: bool) -> None:
+        """Checks of a tensor that somebody else has made."""
+        b = self.buffer(name)
+        if b.dtype == opaque:  # may have no strides
             return
-        for name in step.outs:
-            if name is None or (b := self.buffer(name)).dtype == opaque:  # may have no strides
-                continue
-            if all(a.name in self.how for e in (*b.shape, *b.strides) for a in free_symbols(e)):
-                self.body.append(ins.AssertSizeStride(name, b.dtype, b.shape, b.strides))
+        if sizes and all(a.name in self.how for e in (*b.shape, *b.strides) for a in free_symbols(e)):
+            self.body.append(ins.AssertSizeStride(name, b.dtype, b.shape, b.strides))
+        if self.cfg.alignment_asserts:
+            nbytes = b.dtype.nbytes if b.device == "cpu" else _GPU_ALIGNMENT
+            self.body.append(ins.AssertAlignment(name, nbytes))
 
     def call_into(self, e: Extern) -> tuple[str, ...]:
         """Memory for all results, if the plan has a place for each and the op can write there; else ()."""

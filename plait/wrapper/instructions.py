@@ -140,10 +140,11 @@ class AssertAlignment:
 
 @dataclass(frozen=True, slots=True)
 class CheckFinite:
-    """The call fails, naming `origin`, if tensor holds a NaN or an infinity. Non-float tensors pass."""
+    """The call fails, naming `origin`, if tensor holds a NaN or, if they count, an infinity. Non-float tensors pass."""
 
     tensor: str
     origin: str
+    infinities: bool = True
 
 
 @dataclass(frozen=True, slots=True)

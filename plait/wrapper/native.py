@@ -19,7 +19,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 _MAGIC = b"PLAITNPL"
 _DTYPE = {name: code for code, name in enumerate(DTYPES)}
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
@@ -222,7 +222,7 @@ class _Encoder:
             case ins.AssertAlignment():
                 return 3, [self._slot(i.tensor), i.nbytes]
             case ins.CheckFinite():
-                return 4, [self._slot(i.tensor), self._string(i.origin)]
+                return 4, [self._slot(i.tensor), self._string(i.origin), i.infinities]
             case ins.Arena():
                 nbytes, device = self._size(i.nbytes), self._string(i.device)
                 return 5, [self._define(i.name, None), nbytes, device]

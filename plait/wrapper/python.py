@@ -216,7 +216,7 @@ class _Module:
             case ins.AssertAlignment():
                 add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
             case ins.CheckFinite():
-                add(f"rt.require_finite({name(i.tensor)}, {i.tensor!r}, {i.origin!r})")
+                add(f"rt.require_finite({name(i.tensor)}, {i.tensor!r}, {i.origin!r}, infinities={i.infinities})")
             case ins.Arena():
                 add(f"{name(i.name)} = rt.arena({size(i.nbytes)}, {i.device!r})")
             case ins.Place():

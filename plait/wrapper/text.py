@@ -42,7 +42,7 @@ SYNTAX: dict[type, Syntax] = {
     ins.AssertScalar: ("require", (("expr", "size"), ("message", "text"))),
     ins.AssertSizeStride: ("require_layout", (("tensor", "name"), ("type", "type"))),
     ins.AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
-    ins.CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"))),
+    ins.CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"), ("infinities", "bool"))),
     ins.Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),
     ins.Place: ("place", (("name", "new"), ("arena", "name"), ("offset", "size"), ("type", "type"))),
     ins.Alloc: ("alloc", (*_TENSOR, ("device", "text"))),

@@ -1,0 +1,121 @@
+"""The options `nan_asserts` and `finite_asserts`: instructions that look for NaNs, or for infinities too, put into a
+program for every target.
+
+Looked at are floating arguments, what kernels and operators compute, and what is returned, as the caller sees it.
+Memory of ours is looked at once everything is written that lies in it, right before it is read: earlier, parts of it
+may be nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from plait.wrapper import instructions as ins
+from plait.wrapper.walk import defined, operands, refs
+
+_BEFORE = (ins.DefineKernel, ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment)
+
+
+def check_finite(p: ins.WrapperProgram, infinities: bool) -> ins.WrapperProgram:
+    """The program with the checks; every message names what computed the value, with its source lines."""
+    return replace(p, body=tuple(_Checks(p, infinities).body()))
+
+
+class _Checks:
+    """roots: view -> whose memory it is. last: memory of ours -> position of the last instruction that writes it.
+    makers: memory -> what has written it so far. seen: tensors looked at since they were written."""
+
+    def __init__(self, p: ins.WrapperProgram, infinities: bool) -> None:
+        self.program = p
+        self.infinities = infinities
+        self.instructions = [i for i in p.body if not isinstance(i, ins.Free)]  # lives are longer now
+        self.roots: dict[str, str] = {}
+        self.last: dict[str, int] = {}
+        self.makers: dict[str, list[str]] = {}
+        self.seen: set[str] = set()
+        self.origins = dict(p.origins)
+        self.note = ""
+        for k, i in enumerate(self.instructions):
+            if isinstance(i, (ins.Alloc, ins.Place, ins.Reuse)):
+                self.last[i.name] = k
+            elif isinstance(i, ins.View):
+                self.roots[i.name] = i.base
+            for name in _writes(i):
+                if (root := self.root(name)) in self.last:
+                    self.last[root] = k
+
+    def root(self, name: str) -> str:
+        while name in self.roots:
+            name = self.roots[name]
+        return name
+
+    def body(self) -> Iterator[ins.Instr]:
+        given = [i.name for i in self.program.inputs if isinstance(i, ins.TensorInput) and i.dtype.is_float]
+        self.makers = {name: ["the caller"] for name in given}
+        first = next(k for k, i in enumerate(self.instructions) if not isinstance(i, _BEFORE))
+        for k, i in enumerate(self.instructions):
+            # At the end only those arguments that were written are looked at again.
+            names = [*_reads(i), *(given if k == first or isinstance(i, ins.Return) else ())]
+            for name in dict.fromkeys(names):
+                yield from self.check(k, name)
+            yield i
+            self.advance(i)
+
+    def check(self, k: int, name: str) -> Iterator[ins.Instr]:
+        root = self.root(name)
+        if root not in self.makers or self.last.get(root, -1) >= k or self.is_seen(name):
+            return
+        self.seen.add(name)
+        yield ins.CheckFinite(name, ", ".join(dict.fromkeys(self.makers[root])), self.infinities)
+
+    def is_seen(self, name: str) -> bool:
+        while name not in self.seen and name in self.roots:
+            name = self.roots[name]
+        return name in self.seen
+
+    def advance(self, i: ins.Instr) -> None:
+        """Notes what the instruction has computed."""
+        if isinstance(i, ins.Note):
+            self.note = i.text
+        maker = self.maker(i)
+        for name in (*_writes(i), *(defined(i) if isinstance(i, (ins.CallExtern, ins.CallPython)) else ())):
+            root = self.root(name)
+            before = () if root in self.seen else self.makers.get(root, ())  # that was fine
+            self.makers[root] = [*before, maker]
+            self.seen = {n for n in self.seen if self.root(n) != root}
+
+    def maker(self, i: ins.Instr) -> str:
+        match i:
+            case ins.Launch():
+                lines = self.origins.get(i.kernel, "")
+                return f"{i.kernel} ({lines})" if lines else i.kernel
+            case ins.CallExtern():
+                return f"{i.op} ({self.note})" if self.note else i.op
+            case ins.CallPython():
+                return i.label
+            case _:
+                return "a copy"
+
+
+def _writes(i: ins.Instr) -> tuple[str, ...]:
+    """Tensors whose memory this writes."""
+    match i:
+        case ins.Launch():
+            return i.outs
+        case ins.CallExtern():
+            return i.into
+        case ins.Copy():
+            return (i.dst,)
+        case ins.Fill():
+            return (i.tensor,)
+        case _:
+            return ()
+
+
+def _reads(i: ins.Instr) -> Iterator[str]:
+    """Tensors whose values this needs. What it writes may hold nothing yet."""
+    names = i.args if isinstance(i, ins.Launch) else (i.src,) if isinstance(i, ins.Copy) else ()
+    yield from (n for n in names if n not in _writes(i))
+    for o in operands(i):
+        yield from (n for n in refs(o) if n not in _writes(i))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import struct
+import subprocess
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,11 +41,14 @@ from plait.wrapper.instructions import (
     TensorInput,
     ValueOf,
     View,
+    WrapperProgram,
 )
 from plait.wrapper.native import encode
+from plait.wrapper.program import CompileRecord, observers
 from tests.native_tools import launch, library, program, tensor
 
 HEADER = 24
+ROOT = Path(__file__).parent.parent
 
 
 def rich_program():
@@ -183,6 +188,35 @@ def test_damaged_programs_without_kernels_never_crash_when_called():
         except (RuntimeError, TypeError, MemoryError):
             continue
     assert called > 50
+
+
+def test_a_hundred_thousand_damaged_plans_under_a_sanitizer(tmp_path: Path):
+    """The reader and the verifier as a program of their own, on plans of every instruction and of real graphs."""
+    core, program = ROOT / "native" / "core", tmp_path / "native_plans"
+    sources = [ROOT / "tests" / "native_plans.cpp", core / "plan.cpp", core / "verify.cpp"]
+    command = ["g++", "-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    subprocess.run([*command, "-I", str(ROOT / "native"), "-o", str(program), *map(str, sources)], check=True)
+    files = []
+    for k, p in enumerate((rich_program(), *real_programs())):
+        files.append(tmp_path / f"{k}.plan")
+        files[-1].write_bytes(encode(p))
+    done = subprocess.run([program, "100000", *files], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 100 < int(done.stdout.split()[0]) < 50_000, done.stdout
+
+
+def real_programs() -> list[WrapperProgram]:
+    """What the compiler makes of a small model: inference, both halves of training, dynamic sizes."""
+    made: list[CompileRecord] = []
+    model = torch.nn.Sequential(torch.nn.Linear(48, 40), torch.nn.GELU(), torch.nn.LayerNorm(40), torch.nn.Dropout(0.1))
+    token = observers.set((made.append,))
+    try:
+        torch.compile(model, backend="plait", dynamic=True)(torch.randn(24, 48)).sum().backward()
+        with torch.no_grad():
+            torch.compile(model, backend="plait")(torch.randn(24, 48))
+    finally:
+        observers.reset(token)
+    return [r.wrapper for r in made]
 
 
 X = TensorInput("x", f32, (4,), (1,))

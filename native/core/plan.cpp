@@ -57,7 +57,7 @@ class Reader {
     if (n < 0 || static_cast<uint64_t>(n) > (payload.size() - 8) / 8)
       fail("word count out of range");
     words_.resize(static_cast<size_t>(n));
-    std::memcpy(words_.data(), payload.data() + 8, words_.size() * 8);
+    if (n > 0) std::memcpy(words_.data(), payload.data() + 8, words_.size() * 8);
     text_ = payload.subspan(8 + words_.size() * 8);
   }
 

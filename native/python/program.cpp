@@ -319,7 +319,9 @@ Ref graph_stats(const Graphs& g) {
   Ref d = Ref::check(PyDict_New());
   const GraphCounts& c = g.counts;
   for (const auto& [name, n] : {std::pair{"recorded", c.recorded}, {"replayed", c.replayed},
-                                {"patched", c.patched}, {"copied", c.copied}})
+                                {"patched", c.patched}, {"copied", c.copied},
+                                {"results_copied", c.results_copied},
+                                {"results_direct", c.results_direct}})
     put(d.get(), name, PyLong_FromLongLong(n));
   Ref refused = Ref::check(PyDict_New());
   for (size_t k = 0; k < g.partitions.size(); ++k) {

@@ -6,9 +6,10 @@
 // - What only our kernels touch may lie anywhere: a new address is written into their graph nodes.
 // - What operators touch as well must lie where it lay. If it moves, the partition is recorded again,
 //   or, for small tensors, a copy that stays is read instead.
-// - Results of operators lie in a memory pool of the recording's own. The caller gets copies of its
-//   results; what is saved for a backward pass is not copied, and while it is held another recording
-//   serves the call.
+// - What operators write lies in a memory pool of the recording's own. A result for the caller is
+//   copied inside the graph, after the last step that touches it, to memory of the caller's, and its
+//   place in the pool serves later steps. What is saved for a backward pass stays in the pool, and
+//   while it is held another recording serves the call.
 // Arenas hold nothing between calls: all programs of a device share one. So no two of them run at
 // once with recordings, and a call on another stream waits for the one before it. A call that finds
 // another under way, or a recording of the user's own, runs as it is.
@@ -37,13 +38,17 @@ struct PartitionInfo {
   struct Export {
     int32_t slot;
     bool escapes = false;
+    int32_t last;                // the step that touches its memory last
+    std::vector<int32_t> views;  // of its memory, made in the partition
   };
   std::vector<Import> imports;
   std::vector<Export> exports;
   std::vector<int32_t> after;    // steps that a replay does not spare: headers of views
   std::vector<int32_t> bumps;    // inputs whose versions go up
   std::vector<int32_t> dropped;  // slots from before it that die in it
+  std::vector<int32_t> made;     // slots whose tensors are made in it
   std::vector<int32_t> key;      // expressions of the symbols that are known before it
+  int32_t n_direct = 0;          // results for the caller that kernels write where they belong
   bool defines_symbols = false, random = false;
   bool waits = false;  // not recorded: the host may wait for the device in it
 };
@@ -76,11 +81,17 @@ struct Recording {
     at::Tensor copy;  // what is read instead of it
   };
   struct Export {
-    int32_t slot;
-    bool escapes;
-    at::Tensor tensor;  // its memory in the recording
+    at::Tensor tensor;  // its memory in the recording; of what is copied out, the sizes alone
     const void* pointer = nullptr;
     size_t nbytes = 0;
+    int32_t copy = -1;  // of `copies`
+  };
+  // Brings a result to the caller. node: none for an empty one. room: for the next launch.
+  struct Copy {
+    cuda::GraphNode node = nullptr;
+    cuda::CopyParams params{};
+    size_t nbytes = 0;
+    c10::DataPtr room;
   };
   explicit Recording(void (*release)(void*)) : release(release) {}
   ~Recording() {
@@ -94,7 +105,8 @@ struct Recording {
   cuda::GraphExec exec = nullptr;
   std::vector<RecordedLaunch> launches;
   std::vector<Import> imports;
-  std::vector<Export> exports;
+  std::vector<Export> exports;  // as in PartitionInfo
+  std::vector<Copy> copies;
   std::vector<int64_t> values;  // of all expressions, after it
   std::shared_ptr<SharedArena> arena;
 };
@@ -103,6 +115,7 @@ struct Recording {
 struct Recordings {
   std::vector<std::unique_ptr<Recording>> all;
   std::vector<bool> copied;  // by import
+  std::vector<size_t> nbytes;  // by export, as met before recording
   int32_t made = 0;
   std::string refused;  // why nothing is recorded any more
 };
@@ -112,8 +125,10 @@ struct PartitionState {
   bool full = false;  // there were more sizes than are recorded
 };
 
+// results_copied, results_direct: of all recordings that were made, how many results for the caller
+// are copied in them and how many are written where they belong.
 struct GraphCounts {
-  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0;
+  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, results_copied = 0, results_direct = 0;
 };
 
 struct Graphs {

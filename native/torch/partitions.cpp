@@ -35,6 +35,7 @@ PartitionLearner::PartitionLearner(Program& program, const std::vector<std::vect
       writes_(writes),
       n_(static_cast<int32_t>(p_.partitions_.size())),
       home_(p_.slots_.size(), -1),
+      last_(p_.slots_.size(), -1),
       made_(p_.slots_.size()),
       exported_(p_.slots_.size(), false),
       escaping_(p_.slots_.size(), false),
@@ -46,8 +47,8 @@ PartitionLearner::PartitionLearner(Program& program, const std::vector<std::vect
 }
 
 void PartitionLearner::run() {
-  for_steps([this](int32_t k, int32_t at, const Step& s) { place(k, at, s); });
-  for_steps([this](int32_t k, int32_t, const Step& s) { trace(k, s); });
+  for_steps([this](int32_t k, const Step& s) { place(k, s); });
+  for_steps([this](int32_t k, const Step& s) { trace(k, s); });
   const std::vector<Operand>& outputs = *p_.outputs_;
   const int32_t n_results = p_.plan_.n_results;
   for (size_t at = 0; at < outputs.size(); ++at) {
@@ -67,8 +68,8 @@ void PartitionLearner::run() {
 template <class F>
 void PartitionLearner::for_steps(const F& f) {
   for (int32_t k = 0; k < n_; ++k)
-    for (int32_t at = partition(k).first; at < partition(k).last; ++at)
-      f(k, at, p_.steps_[static_cast<size_t>(at)]);
+    for (at_ = partition(k).first; at_ < partition(k).last; ++at_)
+      f(k, p_.steps_[static_cast<size_t>(at_)]);
 }
 
 // The slot whose memory this one names.
@@ -81,24 +82,30 @@ bool PartitionLearner::is_derived(SlotId s) const {
   return p_.slot(s).kind == SlotInfo::Kind::view || p_.slot(s).kind == SlotInfo::Kind::place;
 }
 
+void PartitionLearner::make(int32_t k, SlotId s) {
+  home(s) = k;
+  last_[static_cast<size_t>(s)] = at_;
+  partition(k).made.push_back(s);
+}
+
 // Notes what comes into being in partition k.
-void PartitionLearner::place(int32_t k, int32_t at, const Step& s) {
+void PartitionLearner::place(int32_t k, const Step& s) {
   PartitionInfo& p = partition(k);
   const auto results = [&](const std::vector<Result>& outs) {
     for (const Result& r : outs) {
-      if (r.kind == Result::Kind::tensor) home(r.id) = k;
+      if (r.kind == Result::Kind::tensor) make(k, r.id);
       if (r.kind != Result::Kind::symbol) continue;
       symbol_home_[static_cast<size_t>(r.id)] = k;
       p.defines_symbols = true;
     }
   };
   switch (s.kind) {
-    case StepKind::alloc:
     case StepKind::arena: home(s.a) = k; return;
+    case StepKind::alloc: return make(k, s.a);
     case StepKind::pointer:
     case StepKind::header:
-      home(s.a) = k;
-      made_[static_cast<size_t>(s.a)].push_back(at);
+      make(k, s.a);
+      made_[static_cast<size_t>(s.a)].push_back(at_);
       return;
     case StepKind::call_extern: {
       const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
@@ -173,6 +180,8 @@ void PartitionLearner::kernel(int32_t k, Range bufs, bool fixed) {
       bring_in(k, root, fixed);
     else if (home(root) != k)
       see(k, root);
+    else
+      bring_in(k, memory(root), true);
   }
 }
 
@@ -192,7 +201,11 @@ void PartitionLearner::see(int32_t k, SlotId s) {
 }
 
 void PartitionLearner::bring_in(int32_t k, SlotId s, bool fixed) {
-  if (p_.slot(s).kind == SlotInfo::Kind::constant || home(s) == k) return;
+  if (p_.slot(s).kind == SlotInfo::Kind::constant) return;
+  if (home(s) == k) {
+    last_[static_cast<size_t>(s)] = at_;
+    return;
+  }
   if (home(s) >= 0) exported_[static_cast<size_t>(s)] = true;
   if (k == n_) return;
   for (PartitionInfo::Import& i : partition(k).imports) {
@@ -216,10 +229,16 @@ void PartitionLearner::finish(int32_t k) {
     if (home_[s] != k || !exported_[s]) continue;
     const SlotInfo::Kind kind = p_.slots_[s].kind;
     if (kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result)
-      p.exports.push_back({static_cast<int32_t>(s), escaping_[s]});
+      p.exports.push_back({static_cast<int32_t>(s), escaping_[s], last_[s], {}});
     else if (kind == SlotInfo::Kind::arena)
       p.recorded = false;  // a replay would not lend it to those after it
   }
+  for (SlotId v : p.made)
+    for (PartitionInfo::Export& e : p.exports)
+      if (is_derived(v) && memory(v) == e.slot) e.views.push_back(v);
+  for (const PartitionInfo::Import& i : p.imports)
+    p.n_direct += i.written && !i.fixed && escaping_[static_cast<size_t>(i.slot)] &&
+                  p_.slot(i.slot).kind == SlotInfo::Kind::alloc;
   for (size_t s = 0; s < symbol_home_.size(); ++s) {
     const int32_t at = symbol_home_[s];
     if (at < k && !p_.symbol_exprs_[s].empty() && (at < 0 || !partition(at).recorded))

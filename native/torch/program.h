@@ -310,13 +310,18 @@ class Program {
   void write_back(Frame& f) const;
   bool run_graphs(Frame& f) const;
   void run_below(Frame& f, const PartitionInfo& p) const;
-  bool run_recorded(Frame& f, size_t partition) const;
+  void run_partition(Frame& f, size_t partition) const;
+  void run_first(Frame& f, const PartitionInfo& p, Recordings& at) const;
+  bool run_recorded(Frame& f, const PartitionInfo& p, Recordings& at) const;
   Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const;
   bool record(Frame& f, const PartitionInfo& p, Recordings& at) const;
-  void capture_steps(Frame& f, const PartitionInfo& p, Recording& r) const;
+  void capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::DataPtr>& rooms,
+                     Recording& r) const;
+  void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
+                 Recording& r) const;
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
   void replay(Frame& f, const PartitionInfo& p, Recording& r) const;
-  void launch_recording(Frame& f, const PartitionInfo& p, const Recording& r) const;
+  void launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   const void* address(const Frame& f, SlotId s) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
   void substitute(Frame& f, SlotId s, const at::Tensor* tensor) const;

@@ -18,7 +18,7 @@ from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
 from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput
-from plait.wrapper.partition import fixed_inputs
+from plait.wrapper.partition import fixed_inputs, recorded_results
 from plait.wrapper.program import CompileRecord
 
 MANY = 30  # lines of one list in the summary
@@ -155,9 +155,11 @@ def _recorded(g: CompileRecord) -> list[str]:
     if not parts:
         return []
     free, fixed = fixed_inputs(g.wrapper)
+    direct, copied = recorded_results(g.wrapper)
     lines = [
         f"  CUDA graphs: {_count(sum(p.recorded for p in parts), 'part')} recorded; "
-        f"{_count(len(free), 'input')} patched if moved, {len(fixed)} copied or recorded again, for operators see them"
+        f"{_count(len(free), 'input')} patched if moved, {len(fixed)} that operators see copied or recorded again; "
+        f"{_count(len(direct), 'result')} written where it belongs, {len(copied)} copied inside the graph"
     ]
     return lines + [f"    at every call: {p.reason}" for p in parts if p.reason]
 

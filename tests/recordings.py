@@ -152,3 +152,25 @@ def test_what_is_saved_stays_and_views_and_shared_memory_are_kept(make: Make) ->
         assert torch.equal(there(v), want_b[2:5]) and v.data_ptr() == b.data_ptr() + 8
         assert w.data_ptr() == d.data_ptr()
     assert stats(program)["results_copied"] == 2
+
+
+def test_a_recording_serves_all_sizes_that_it_does_not_read(make: Make) -> None:
+    program = make(CHAIN + "return (b, s1, 3*s1)\n")
+    for n, m in ((N, 5), (N, 6), (N, 7), (N, 8), (9, 8), (9, 7), (9, 6), (N, 5)):
+        x = ramp(n)
+        b, *sizes = program(n, m, here(x), here(ramp(m)))
+        assert torch.equal(there(b), chain(x)[0]) and sizes == [m, 3 * m]
+    assert stats(program)["recorded"] == 2 and stats(program)["replayed"] == 4
+
+
+def test_recordings_know_the_sizes_of_what_they_are_given(make: Make) -> None:
+    """a is made by a part that is not recorded; the recorded one meets its size only in its shape."""
+    program = make(
+        "a = alloc(f32[s1] @ (1,), device='cuda:0')\nlaunch('k', (y, a), (s1,), (a,), 1)\n"
+        "s2 = read(x, 'offset', 0)\n"
+        "b, = call('aten::neg')(a)\nc, = call('aten::neg')(b)\nreturn (c,)\n"
+    )
+    for m in (5, 6, 5, 6, 5, 6):
+        y = ramp(m)
+        assert torch.equal(there(program(m, m, here(y), here(y))[0]), 2 * y + 1)
+    assert stats(program)["recorded"] >= 2

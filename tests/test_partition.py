@@ -99,6 +99,7 @@ launch('k', (e, g), (), (g,), 1)
         ("w = constant(0)\nc, = call('aten::add.Tensor')(a, w)\n", "aten::add.Tensor has a tensor on the host"),
         ("c, = call('aten::_to_copy')(a, device=device('cpu'))\n", "aten::_to_copy has a tensor on the host"),
         ("copy(h, a)\n", "a copy to or from the host"),
+        ("s0 = read(y, 'size', 0)\n", "a size of y is read"),
         (
             "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, 0.5)\n",
             "aten::_scaled_dot_product_efficient_attention draws its seed where it runs, on the host or on the device",

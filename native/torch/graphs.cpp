@@ -316,7 +316,7 @@ bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
     made.pointer = memory_of(t)->data();
     made.nbytes = memory_of(t)->nbytes();
   }
-  if (p.defines_symbols) r->values = f.values;
+  for (ExprId e : p.values) r->values.push_back(value(f, e));
   ++graphs_->counts.recorded;
   graphs_->counts.results_copied += static_cast<int64_t>(r->copies.size());
   graphs_->counts.results_direct += p.n_direct;
@@ -349,7 +349,8 @@ void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) c
       patch(f, p.exports[k].slot,
             static_cast<char*>(f.tensors[s].unsafeGetTensorImpl()->mutable_data()));
   }
-  if (p.defines_symbols) f.values = r.values;
+  for (size_t k = 0; k < p.values.size(); ++k)
+    f.values[static_cast<size_t>(p.values[k])] = r.values[k];
   for (int32_t at : p.after) step(f, steps_[static_cast<size_t>(at)], false);
   for (SlotId s : p.bumps) f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
 }

@@ -43,13 +43,14 @@ struct PartitionInfo {
   };
   std::vector<Import> imports;
   std::vector<Export> exports;
-  std::vector<int32_t> after;    // steps that a replay does not spare: headers of views
+  std::vector<int32_t> after;    // steps that a replay does not spare: sizes, headers of views
   std::vector<int32_t> bumps;    // inputs whose versions go up
   std::vector<int32_t> dropped;  // slots from before it that die in it
   std::vector<int32_t> made;     // slots whose tensors are made in it
-  std::vector<int32_t> key;      // expressions of the symbols that are known before it
+  std::vector<int32_t> key;      // expressions of the symbols from before it that it reads
+  std::vector<int32_t> values;   // expressions of the symbols that it reads off its results
   int32_t n_direct = 0;          // results for the caller that kernels write where they belong
-  bool defines_symbols = false, random = false;
+  bool random = false;
   bool waits = false;  // not recorded: the host may wait for the device in it
 };
 
@@ -107,7 +108,7 @@ struct Recording {
   std::vector<Import> imports;
   std::vector<Export> exports;  // as in PartitionInfo
   std::vector<Copy> copies;
-  std::vector<int64_t> values;  // of all expressions, after it
+  std::vector<int64_t> values;  // as in PartitionInfo
   std::shared_ptr<SharedArena> arena;
 };
 

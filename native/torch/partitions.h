@@ -23,6 +23,10 @@ class PartitionLearner {
   void place(int32_t k, const Step& s);
   void make(int32_t k, SlotId s);
   void trace(int32_t k, const Step& s);
+  void find(int32_t k, int32_t symbol);
+  void read(int32_t k, ExprId e);
+  void read(int32_t k, const std::vector<ExprId>& all);
+  void read_shape(int32_t k, SlotId s);
   void kernel(int32_t k, Range bufs, bool fixed);
   void see(int32_t k, SlotId s);
   void bring_in(int32_t k, SlotId s, bool fixed);
@@ -37,6 +41,8 @@ class PartitionLearner {
   std::vector<std::vector<int32_t>> made_;  // by slot: the steps that make a view
   std::vector<bool> exported_, escaping_;
   std::vector<int32_t> symbol_home_;
+  std::vector<int32_t> read_by_;           // by expression: the partition that read it last
+  std::vector<std::vector<bool>> symbols_;  // by partition: symbols that it reads
 };
 
 }  // namespace plait

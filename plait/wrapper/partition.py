@@ -94,6 +94,8 @@ def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
             recorded = parts[-1].recorded
         else:
             recorded = not why
+        if recorded and isinstance(i, ins.Symbol) and not {*used(i)} <= {n for j in parts[-1].body for n in defined(j)}:
+            recorded, why = False, f"a size of {used(i)[0]} is read"  # a replay would not see another one
         if recorded != parts[-1].recorded:
             parts.append(_Part(recorded))
         parts[-1].body += [*waiting, i]

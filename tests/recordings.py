@@ -21,6 +21,7 @@ gpu.fake_pool_nbytes.restype = ctypes.c_int64
 import plait.runtime.graphs as module  # noqa: E402
 from plait.runtime.cubin import Cubin, pack  # noqa: E402
 from plait.runtime.load import load  # noqa: E402
+from plait.tools.explain import explain  # noqa: E402
 from plait.wrapper.native import encode  # noqa: E402
 from plait.wrapper.partition import partition  # noqa: E402
 from plait.wrapper.text import read  # noqa: E402
@@ -48,9 +49,11 @@ class Capture:
         gpu.fake_begin()
         self.records = True
 
-    def end(self) -> int:
+    limit = 1 << 40
+
+    def end(self) -> tuple[int, int, int]:
         self.records = False
-        return int(gpu.fake_end())
+        return int(gpu.fake_end()), gpu.fake_pool_nbytes(), self.limit
 
     def abort(self) -> None:
         if self.records:
@@ -174,3 +177,65 @@ def test_recordings_know_the_sizes_of_what_they_are_given(make: Make) -> None:
         y = ramp(m)
         assert torch.equal(there(program(m, m, here(y), here(y))[0]), 2 * y + 1)
     assert stats(program)["recorded"] >= 2
+
+
+def test_recordings_that_do_not_fit_give_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make(CHAIN + "return (d,)\n"), make(CHAIN + "return (b, d)\n")
+    x = ramp(N)
+    monkeypatch.setattr(Capture, "limit", 4 * 4 * N)  # of two recordings, two blocks each
+    for _ in range(3):
+        for n in (N, 2 * N):
+            assert torch.equal(there(first(n, n, here(ramp(n)), here(x))[0]), chain(ramp(n))[1])
+        assert torch.equal(there(second(N, N, here(x), here(x))[1]), chain(x)[1])
+    assert stats(first)["recorded"] == 4 and stats(first)["replayed"] == 0 and stats(first)["refused"] == {}
+    assert stats(second)["recorded"] == 2
+
+
+def test_a_recording_larger_than_all_may_be_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = make(CHAIN + "return (b, d)\n")
+    monkeypatch.setattr(Capture, "limit", 4 * N)
+    refuses(program, "it would hold 0 MiB, all recordings 0 MiB, and those of a device may hold 0 MiB", caplog)
+
+
+def refuses(program: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    module.refusals.clear()
+    held = []
+    for k in range(4):
+        x = ramp(N, k)
+        held.append((x, program(N, N, here(x), here(x))))
+    for x, got in held:
+        for g, want in zip(got, chain(x), strict=True):
+            assert torch.equal(there(g), want)
+    assert stats(program)["recorded"] == 0 and stats(program)["refused"] == {"1": why}
+    assert module.refusals == {"p": {1: why}}
+    said = [r.getMessage() for r in caplog.records if r.name == "plait"]
+    assert said == [f"p: part 1 runs without a CUDA graph: {why}"]
+    assert explain(torch.neg, x, quiet=True).given_up == (f"p, part 1: {why}",)
+
+
+def test_running_out_of_memory_while_recording(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    gpu.fake_limit(ctypes.c_int64(4 * N))
+    refuses(make(CHAIN + "return (b, d)\n"), "CUDA out of memory", caplog)
+
+
+def test_too_many_sizes(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    program = make(CHAIN + "return (b, d)\n")
+    module.refusals.clear()
+    for n in (*range(2, 22), 2, 2):
+        x = ramp(n)
+        assert torch.equal(there(program(n, n, here(x), here(x))[1]), chain(x)[1])
+    assert stats(program)["refused"] == {"1": "it was met with more than 16 sizes"} == {"1": module.refusals["p"][1]}
+    assert len(caplog.records) == 1 and stats(program)["replayed"] == 1
+
+
+def test_results_of_many_recordings_in_use(make: Make) -> None:
+    program = make(CHAIN + "return (d, c)\n", 1)
+    held = []
+    for k in range(8):
+        x = ramp(N, k)
+        held.append((x, program(N, N, here(x), here(x))))
+    for x, (d, c) in held:
+        assert torch.equal(there(d), chain(x)[1]) and torch.equal(there(c), 2 * chain(x)[0] + 1)
+    assert stats(program)["refused"] == {"1": "the results of 4 recordings are in use at once"}

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <unordered_map>
 
 #include "dispatch_guard.h"
@@ -18,6 +19,7 @@ constexpr size_t kMaxSizes = 16;       // choices of sizes that one partition is
 constexpr size_t kMaxRecordings = 4;   // at once, for one choice of sizes
 constexpr int32_t kMaxMade = 32;       // in all: what moves so often is not worth recording
 constexpr size_t kCopyNbytes = 16 << 20;  // inputs of operators up to this are copied once they move
+constexpr int64_t kMiB = 1 << 20;
 constexpr unsigned kNoTiming = 2;         // CU_EVENT_DISABLE_TIMING
 
 // What the recordings of one device share. The GIL guards it.
@@ -27,11 +29,13 @@ struct Shared {
   cuda::Stream last = nullptr;
   cuda::Event event = nullptr;
   std::weak_ptr<SharedArena> arena;
+  std::vector<Recording*> recordings;
 
-  static Shared& of(c10::DeviceIndex device) {
-    static std::unordered_map<int, Shared> all;
-    return all[device];
+  static std::unordered_map<int, Shared>& all() {
+    static auto* all = new std::unordered_map<int, Shared>;  // outlives every recording
+    return *all;
   }
+  static Shared& of(c10::DeviceIndex device) { return all()[device]; }
 
   // A call uses memory of the one before it, wherever that was put.
   void follow(cuda::Stream stream) {
@@ -133,7 +137,40 @@ bool is_held(const Recording& r) {
   return false;
 }
 
+// What all recordings hold with a new one, and what that would hold alone.
+std::pair<int64_t, int64_t> held_nbytes(const std::vector<Recording*>& recordings, const Recording& made) {
+  std::set<const SharedArena*> arenas{made.arena.get()};
+  const int64_t alone = made.nbytes + (made.arena ? made.arena->nbytes : 0);
+  int64_t all = alone;
+  for (const Recording* r : recordings) {
+    all += r->nbytes;
+    if (r->arena && arenas.insert(r->arena.get()).second) all += r->arena->nbytes;
+  }
+  return {all, alone};
+}
+
+// Throws where there is no room for a new recording; else others that nobody needs may have gone.
+void make_room(const std::vector<Recording*>& recordings, const Recording& made, int64_t limit) {
+  for (;;) {
+    const auto [all, alone] = held_nbytes(recordings, made);
+    if (all <= limit) return;
+    Recording* oldest = nullptr;
+    for (Recording* r : recordings)
+      if (!is_held(*r) && (!oldest || r->used < oldest->used)) oldest = r;
+    if (alone > limit || !oldest)
+      throw std::runtime_error("it would hold " + std::to_string(alone / kMiB) + " MiB, all recordings " +
+                               std::to_string(all / kMiB) + " MiB, and those of a device may hold " +
+                               std::to_string(limit / kMiB) + " MiB");
+    std::erase_if(oldest->owner.all, [&](const auto& r) { return r.get() == oldest; });
+  }
+}
+
 }  // namespace
+
+Recording::~Recording() {
+  for (auto& [device, shared] : Shared::all()) std::erase(shared.recordings, this);
+  if (host) release(host);
+}
 
 const void* Program::address(const Frame& f, SlotId s) const {
   if (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::arena)
@@ -256,15 +293,25 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::D
   bring_out(f, p, p.last, rooms, r);
 }
 
+// Notes why there is no recording, and says so the first time.
+void Program::refuse(size_t partition, std::string& kept, const std::string& why) const {
+  if (!kept.empty()) return;
+  kept = why.empty() ? "unknown error" : why.substr(0, why.find('\n'));
+  host_.refused(plan_.name, partition, kept);
+}
+
 // The partition, recorded and run; false if it cannot be.
-bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
-  auto r = std::make_unique<Recording>(host_.release);
+bool Program::record(Frame& f, size_t partition, Recordings& at) const {
+  const PartitionInfo& p = partitions_[partition];
+  std::vector<Recording*>& others = Shared::of(gpu_->device().index()).recordings;
+  auto r = std::make_unique<Recording>(host_.release, at);
   r->imports.resize(p.imports.size());
   r->exports.resize(p.exports.size());
   at.copied.resize(p.imports.size());
   std::vector<std::pair<SlotId, const at::Tensor*>> replaced;
   const cuda::Stream outer = f.stream;
   void* capture = nullptr;
+  std::optional<std::string> failed;
   try {
     const auto begin = steps_.begin() + p.first, end = steps_.begin() + p.last;
     const auto arena = std::find_if(begin, end, [](const Step& s) { return s.kind == StepKind::arena; });
@@ -296,16 +343,23 @@ bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
     capture = host_.begin_capture(gpu_->device().index());
     f.stream = gpu_->stream();
     capture_steps(f, p, rooms, *r);
-    r->exec = host_.end_capture(capture);
+    const Host::Captured made = host_.end_capture(capture);
+    r->exec = made.exec;
+    r->nbytes = made.nbytes;
+    make_room(others, *r, made.limit);
     r->host = capture;
+  } catch (const c10::Error& error) {
+    failed = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    at.refused = error.what();
-    if (capture) host_.abort_capture(capture);
+    failed = error.what();
   }
   f.stream = outer;
   for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
-  if (!at.refused.empty()) {
+  if (failed) {
     for (SlotId s : p.made) f.tensors[static_cast<size_t>(s)].reset();
+    r->copies.clear();
+    if (capture) host_.abort_capture(capture);
+    refuse(partition, at.refused, *failed);
     return false;
   }
   for (size_t k = 0; k < p.exports.size(); ++k) {
@@ -320,6 +374,7 @@ bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
   ++graphs_->counts.recorded;
   graphs_->counts.results_copied += static_cast<int64_t>(r->copies.size());
   graphs_->counts.results_direct += p.n_direct;
+  others.push_back(r.get());
   at.all.push_back(std::move(r));
   launch_recording(f, p, *at.all.back());
   return true;
@@ -329,6 +384,8 @@ bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
 // replaying
 // Runs a recording that is up to date and leaves the frame as the steps would.
 void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const {
+  static uint64_t now = 0;
+  r.used = ++now;
   const cuda::Driver& driver = cuda::Driver::machine();
   if (p.random)
     host_.replay(r.host);
@@ -447,30 +504,38 @@ void Program::run_partition(Frame& f, size_t partition) const {
   for (ExprId e : p.key) key.push_back(value(f, e));
   const auto found = state.by_size.find(key);
   if (found != state.by_size.end()) {
-    if (!run_recorded(f, p, found->second)) run_below(f, p);
+    if (!run_recorded(f, partition, found->second)) run_below(f, p);
     return;
   }
-  state.full = state.by_size.size() >= kMaxSizes;
-  if (state.full) return run_below(f, p);
+  if (state.by_size.size() >= kMaxSizes) {
+    refuse(partition, state.refused, "it was met with more than " + std::to_string(kMaxSizes) + " sizes");
+    return run_below(f, p);
+  }
   Recordings seen;
   run_first(f, p, seen);
   state.by_size.emplace(std::move(key), std::move(seen));
 }
 
 // Whether the partition was replayed or recorded; false: its steps are still to run.
-bool Program::run_recorded(Frame& f, const PartitionInfo& p, Recordings& at) const {
+bool Program::run_recorded(Frame& f, size_t partition, Recordings& at) const {
+  const PartitionInfo& p = partitions_[partition];
   if (!at.refused.empty()) return false;
   if (Recording* r = find_recording(f, p, at)) {
     replay(f, p, *r);
     return true;
   }
-  if (at.all.size() >= kMaxRecordings) return false;  // the memory of all of them is held
+  if (at.all.size() >= kMaxRecordings) {
+    refuse(partition, graphs_->partitions[partition].refused,
+           "the results of " + std::to_string(kMaxRecordings) + " recordings are in use at once");
+    return false;
+  }
   if (++at.made > kMaxMade) {
-    at.refused = "its tensors lie elsewhere at every call";
+    refuse(partition, at.refused,
+           "its tensors lie elsewhere at every call, or other recordings need the memory");
     at.all.clear();
     return false;
   }
-  return record(f, p, at);
+  return record(f, partition, at);
 }
 
 void Program::run_below(Frame& f, const PartitionInfo& p) const {
@@ -503,10 +568,12 @@ void Program::run_below(Frame& f, const PartitionInfo& p) const {
 // records a graph of their own.
 bool Program::run_graphs(Frame& f) const {
   Shared& shared = Shared::of(gpu_->device().index());
-  if (shared.busy) return false;
   const c10::DeviceGuard on_gpu(gpu_->device());
-  f.stream = gpu_->stream();
-  if (is_capturing(f.stream)) return false;
+  if (!shared.busy) f.stream = gpu_->stream();
+  if (shared.busy || is_capturing(f.stream)) {
+    ++graphs_->counts.bypassed;
+    return false;
+  }
   const Busy busy(shared);
   shared.follow(f.stream);
   for (size_t k = 0; k < partitions_.size(); ++k) run_partition(f, k);

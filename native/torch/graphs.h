@@ -13,6 +13,7 @@
 // Arenas hold nothing between calls: all programs of a device share one. So no two of them run at
 // once with recordings, and a call on another stream waits for the one before it. A call that finds
 // another under way, or a recording of the user's own, runs as it is.
+// The recordings of a device may hold so many bytes; for one more, those used least recently go.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -71,6 +72,7 @@ struct SharedArena {
   int64_t nbytes;
 };
 
+struct Recordings;
 struct Recording {
   struct Import {
     const void* pointer = nullptr;  // where it lies for the recording
@@ -94,15 +96,16 @@ struct Recording {
     size_t nbytes = 0;
     c10::DataPtr room;
   };
-  explicit Recording(void (*release)(void*)) : release(release) {}
-  ~Recording() {
-    if (host) release(host);
-  }
+  Recording(void (*release)(void*), Recordings& owner) : release(release), owner(owner) {}
+  ~Recording();
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
   void (*release)(void*);
+  Recordings& owner;
   void* host = nullptr;  // the host's object
+  int64_t nbytes = 0;    // of its memory pool
+  uint64_t used = 0;     // when it was launched last
   cuda::GraphExec exec = nullptr;
   std::vector<RecordedLaunch> launches;
   std::vector<Import> imports;
@@ -123,13 +126,15 @@ struct Recordings {
 
 struct PartitionState {
   std::map<std::vector<int64_t>, Recordings> by_size;
-  bool full = false;  // there were more sizes than are recorded
+  std::string refused;  // why there was no recording for a call, the first time
 };
 
 // results_copied, results_direct: of all recordings that were made, how many results for the caller
-// are copied in them and how many are written where they belong.
+// are copied in them and how many are written where they belong. bypassed: calls that ran without,
+// because another was under way or the user recorded.
 struct GraphCounts {
-  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, results_copied = 0, results_direct = 0;
+  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, results_copied = 0, results_direct = 0,
+          bypassed = 0;
 };
 
 struct Graphs {

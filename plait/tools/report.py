@@ -28,11 +28,13 @@ MANY = 30  # lines of one list in the summary
 class Report:
     """The graphs that one call compiled, in order. `print(report)` shows `text`.
 
-    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there is to say, or ""."""
+    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there is to say, or "".
+    given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were none, and why."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
     note: str = ""
+    given_up: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> int:
@@ -61,6 +63,7 @@ class Report:
         lines = [*filter(None, [self.note]), self._head(), ""]
         lines += [line for g in self.graphs for line in _graph_head(g)]
         lines += _section("graph breaks", self.breaks)
+        lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
         lines += _section("kernels", _kernels(self.graphs))
         lines += _section("tuned", [line for g in self.graphs for line in g.tuned])
         chosen = Counter(self.extern_calls) - Counter(self.fallbacks)

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from plait import compat
-from plait.graph.edit import aten, is_view, value_of
+from plait.graph.edit import aten, insert, is_view, value_of
 
 DEVICES = ("cuda",)
 _CONVOLUTIONS: dict[Any, tuple[int, ...]] = {  # positions of their operands; the last one is the filter
@@ -116,18 +116,9 @@ class _Pass:
         if is_fit(value_of(source)):
             return None
         if source not in self.copied:
-            self.copied[source] = self._insert(node, source, aten.clone.default, memory_format=torch.channels_last)
+            self.copied[source] = insert(node, source, aten.clone.default, memory_format=torch.channels_last)
         node.update_arg(k, self.copied[source])
         return self.copied[source]
-
-    def _insert(self, before: Node, source: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        with self.graph.inserting_before(before):
-            new = self.graph.call_function(target, (source, *args), kwargs)
-        new.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-        x = value_of(source)
-        with x.fake_mode:
-            new.meta["val"] = target(x, *args, **kwargs)
-        return new
 
     def _computed(self, node: Node) -> Any:
         given: Any = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
@@ -160,9 +151,9 @@ class _Pass:
             # The dimensions in the order in which eager has them in memory, outermost first.
             order = sorted(range(old.dim()), key=lambda d: (-_hint(old.stride(d)), d))
             back = [order.index(d) for d in range(old.dim())]
-            new = self._insert(before, source, aten.permute.default, order)
-            new = self._insert(before, new, aten.clone.default, memory_format=torch.contiguous_format)
-            new = self._insert(before, new, aten.permute.default, back)
+            new = insert(before, source, aten.permute.default, order)
+            new = insert(before, new, aten.clone.default, memory_format=torch.contiguous_format)
+            new = insert(before, new, aten.permute.default, back)
         self.restored[source] = new
         return new
 

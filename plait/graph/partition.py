@@ -15,6 +15,7 @@ from plait.config import Config
 from plait.graph.channels import channels_last
 from plait.graph.cse import merge_common
 from plait.graph.edit import aten
+from plait.graph.positions import narrow_positions
 from plait.graph.random import replace_random
 
 
@@ -23,6 +24,7 @@ def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any)
     if not cfg.eager_random:
         replace_random(joint)
     channels_last(joint)
+    narrow_positions(joint)
     merge_common(joint)
     _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)

@@ -35,13 +35,7 @@ def is_plain(values: Any) -> bool:
 
 
 def operand(
-    ctx: Lowering,
-    value: Any,
-    fake: Any = None,
-    *,
-    is_float: bool = False,
-    in_place: bool = False,
-    shared: bool = False,
+    ctx: Lowering, value: Any, fake: Any = None, *, is_float: bool = False, in_place: bool = False, shared: bool = False
 ) -> ExternArg:
     """A rule's value as an operand. fake: the FX argument whose fake strides it must have (None: any strides will do).
     shared: a copy of it may be one that others read too.
@@ -52,9 +46,7 @@ def operand(
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         fakes = fake if isinstance(fake, (list, tuple)) and len(fake) == len(value) else [None] * len(value)
         items = zip(value, fakes, strict=True)
-        return ListArg(
-            tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place, shared=shared) for v, f in items)
-        )
+        return ListArg(tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place, shared=shared) for v, f in items))
     if isinstance(value, torch.Size):
         return ListArg(tuple(int(v) for v in value))
     return _scalar_operand(value, is_float)

@@ -23,5 +23,5 @@ def test_a_bias_fuses_with_what_follows(compile_only: None, device: str) -> None
     (call,) = of(made.wrapper, CallExtern)
     *turned, last = of(made.wrapper, Launch)
     assert call.op == "aten::convolution" and len(last.args) == (4 if device == "cuda" else 3)
-    assert len(turned) == (device == "cuda")  # a GPU's operand gets its channels last, in a kernel of its own
+    assert len(turned) == 2 * (device == "cuda")  # a GPU's operands get their channels last, in kernels of their own
     assert (call.args[2] == Literal("none")) == (device == "cuda")

@@ -29,6 +29,8 @@ AGAIN_POINTS = 8192
 """The same where rows are read again: more threads a row, so that the rows in flight fit the cache."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
+FEW = 32
+"""Programs that are so few that wider accesses do not pay for them."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
 
@@ -125,11 +127,11 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     longest = (128 if narrow else 1024) if column else max(longest, ONE_PASS_POINTS)
     if known and length <= longest:
         r = _power(length)
-        x = _block_rows(rows, r, (TILE if narrow else 32) if column else 1)
+        x = _block_rows(rows, r, _columns(rows, r, TILE if narrow else 32, narrow) if column else 1)
         warps = _row_warps(x * r, rows // x, narrow, column)
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
-        x = min(_power(rows), TILE)
+        x = _columns(rows, length, min(_power(rows), TILE), narrow)
         r = max(1, REDUCE_POINTS // x)
         warps = _warps(x * r, 16 if narrow else 8)
     else:
@@ -155,6 +157,15 @@ def _row_warps(points: int, programs: int, narrow: bool, column: bool) -> int:
     if column or programs < BUSY:
         return _warps(points, 8 if column else 4)
     return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))
+
+
+def _columns(rows: int, length: int, most: int, narrow: bool) -> int:
+    """Columns of a block of a reduction along them: down to 32 bytes where they are long and few, so that more than a
+    handful of multiprocessors work on them."""
+    x = most
+    while x > (16 if narrow else 8) and rows // x < FEW and x * length > 1024:
+        x //= 2
+    return x
 
 
 def _block_rows(rows: int, length: int, least: int) -> int:

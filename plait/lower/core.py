@@ -124,6 +124,8 @@ class Lowering:
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
         self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
         self.mutations: list[tuple[str, View]] = []
+        # Copies of operands that may be shared, by what they copy, and how many ops there were then.
+        self.copies: dict[tuple[View, tuple[Size, ...] | None], tuple[TensorArg, int]] = {}
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
         self.origin: tuple[str, ...] = ()
@@ -281,9 +283,9 @@ class Lowering:
         self.fix_layout(x.buf)
         return TensorArg(x.buf, x.shape, tuple(strides), rest)
 
-    def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None) -> TensorArg:
+    def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None, shared: bool = False) -> TensorArg:
         """x as an extern operand: its own memory where strides describe it (and equal `strides` if given), else a
-        copy."""
+        copy. shared: which may be one that others read too."""
         found = self.strided(x)
         if found is not None:
             if strides is None:
@@ -292,9 +294,16 @@ class Lowering:
                 return replace(found, strides=strides)
         if strides is not None and 0 in strides:
             return self._expanded_copy(x, strides)
+        key = x, strides
+        known, since = self.copies.get(key, (None, 0))
+        if shared and known is not None and not any(isinstance(op, Extern) and op.mutates for op in self.ops[since:]):
+            return known
         made = self.strided(self.copy(x, strides, fixed=True))
         assert made is not None
-        return made if strides is None else replace(made, strides=strides)
+        made = made if strides is None else replace(made, strides=strides)
+        if shared:
+            self.copies[key] = made, len(self.ops)
+        return made
 
     def _expanded_copy(self, x: View, strides: tuple[Size, ...]) -> TensorArg:
         """A copy of x whose dimensions of stride 0 are stored once."""
@@ -374,6 +383,7 @@ class Lowering:
         """Takes back all that was recorded since mark()."""
         n_ops, n_buffers, self.symbols = mark
         del self.ops[n_ops:]
+        self.copies = {key: made for key, made in self.copies.items() if made[1] <= n_ops}
         for name in list(self.buffers)[n_buffers:]:
             del self.buffers[name]
 

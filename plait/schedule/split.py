@@ -33,7 +33,7 @@ from plait.ir.sizes import Atom, Size, add, coefficient, contiguous_strides, flo
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
 from plait.schedule.device import kind_of
-from plait.schedule.layout import flat_index
+from plait.schedule.layout import flat_index, follow
 
 MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a partial result of any length serves
 
@@ -57,7 +57,7 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
         if found is None:
             ops.append(op)
         else:
-            ops += _Split(*found, buffers).ops()
+            ops += _Split(*found, buffers, program.hints).ops()
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
@@ -154,7 +154,7 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
 class _Split:
     """One reduction in two stages. Partial results have the axes of chunks first."""
 
-    def __init__(self, op: Reduction, parts: Parts, buffers: dict[str, Buffer]) -> None:
+    def __init__(self, op: Reduction, parts: Parts, buffers: dict[str, Buffer], hints: Hints) -> None:
         self.op, self.parts, self.buffers = op, parts, buffers
         sizes = tuple(extent(v) for v in op.rvars)
         self.chunks, inner = sizes[: parts.whole], sizes[parts.whole :]
@@ -165,6 +165,9 @@ class _Split:
         self.first_vars, self.first_rvars = loop_vars("i", self.shape), loop_vars("r", inner)
         self.vars = loop_vars("i", outer)
         self.value = self._first_value()
+        loads = [load_of(n) for n in walk((self.value,)) if n.op == "load"]
+        free = Buffer("", self.value.dtype, self.shape, contiguous_strides(self.shape))
+        self.strides = follow(free, self.first_vars, [(buffers[x.buf], x.index) for x in loads], hints).strides
 
     def _first_value(self) -> Node:
         """The body over the first stage's variables."""
@@ -185,7 +188,8 @@ class _Split:
     def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
         stem = next(o for o in self.op.outs if o is not None)
         name = f"{stem}_{suffix}"
-        self.buffers[name] = Buffer(name, dtype, shape, contiguous_strides(shape), self.buffers[stem].device)
+        strides = self.strides if shape == self.shape else contiguous_strides(shape)
+        self.buffers[name] = Buffer(name, dtype, shape, strides, self.buffers[stem].device)
         return name
 
     def first(self, kind: str, outs: tuple[str | None, ...]) -> Reduction:

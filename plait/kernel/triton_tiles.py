@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, product
-from plait.kernel.space import Space, coefficient, extent, offset_of, stmt_nodes, trip_count
+from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, product
+from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store
 
@@ -197,7 +197,7 @@ def _unit_strides(space: Space) -> dict[Atom, int]:
         used = free_symbols(offset)
         nbytes = dtype.nbytes * math.prod(_known(extent(a)) for a in axes if a in used)
         for a in axes:
-            if coefficient(offset, a) == 1 and _known(extent(a)) > 1:
+            if is_contiguous(offset, a) and _known(extent(a)) > 1:
                 votes[a] = votes.get(a, 0) + nbytes
     return votes
 

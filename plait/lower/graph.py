@@ -435,7 +435,9 @@ class _Walk:
         if x.buf in self.ctx.constants or owners.get(x.buf, storage) != storage:
             x = self.ctx.copy(x)
         out = self.ctx.tensor_arg(x, strides)
-        owners.setdefault(out.buf, storage)
+        if owners.setdefault(out.buf, storage) != storage:  # a copy that another result is
+            out = self.ctx.tensor_arg(self.ctx.copy(x), strides)
+            owners[out.buf] = storage
         return out
 
     def _distinct(self, node: torch.fx.Node, out: TensorArg) -> TensorArg:

@@ -29,7 +29,19 @@ from plait.ir.loops import (
     walk,
 )
 from plait.ir.record import inline
-from plait.ir.sizes import Atom, Size, add, coefficient, contiguous_strides, floordiv, free_symbols, mod, mul, numel
+from plait.ir.sizes import (
+    Atom,
+    Size,
+    add,
+    coefficient,
+    contiguous_strides,
+    floordiv,
+    free_symbols,
+    is_contiguous,
+    mod,
+    mul,
+    numel,
+)
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
 from plait.schedule.device import kind_of
@@ -145,8 +157,7 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
         flat = flat_index(buffers[load_of(n).buf], load_of(n).index)
         if not n.args and all(r is not None and coefficient(flat, r) == 0 for r in inner):
             continue
-        strides = [coefficient(flat, v.symbol) for v in op.vars if v.symbol is not None]
-        if 1 in strides:
+        if any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in op.vars):
             return False
     return True
 

@@ -238,7 +238,7 @@ class Writer:
         thread, which then keeps one maximum for it."""
         r = next(g for g in self.tile.groups if g.name == "r")
         rows = math.prod(g.block for g in self.tile.outer)
-        least = min((d.nbytes for d in held_dtypes(self.space)), default=4)
+        least = min((d.nbytes for d in held_dtypes(self.space, self.space.vars)), default=4)
         vectors = 32 * self.tile.num_warps * 16 // least
         n = max(r.block // vectors, 1) if rows == 1 else 1
         return [rows, n, r.block // n]

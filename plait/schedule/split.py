@@ -88,14 +88,14 @@ def _chunks(
     units = outer if along else outer // kind.neighbours
     if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
         return None
-    least = kind.min_along if along else kind.min_across
+    least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
     want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
     if want < 2:
         return None
     inner = extent(op.rvars[-1])
-    if along and isinstance(inner, int) and inner % kind.aligned:  # parts of rows would begin anywhere
+    if along and isinstance(inner, int) and inner % aligned:  # parts of rows would begin anywhere
         op = _flattened(op, buffers, found)
-    parts = _cut(op, want, kind.aligned if along else 1, hints)
+    parts = _cut(op, want, aligned, along, hints)
     return None if parts is None else (op, parts)
 
 
@@ -123,8 +123,9 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     return replace(op, rvars=(whole,), body=substitute_vars(op.body, env))
 
 
-def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:
-    """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points."""
+def _cut(op: Reduction, want: int, aligned: int, along: bool, hints: Hints) -> Parts | None:
+    """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points. Across
+    memory, where what is summed may be stored on the way, equal parts matter more."""
     sizes = [extent(v) for v in op.rvars]
     whole = 0
     position = op.kind in ("argmax", "argmin")  # is counted in one axis of chunks
@@ -139,9 +140,11 @@ def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:
         return kept
     last = whole == len(sizes) - 1
     exact = [d for d in range(want, min(4 * want, size - 1) + 1) if size % d == 0]
-    even = [d for d in exact if not last or size // d % aligned == 0]
+    even = [d for d in exact if not last or size // d % aligned == 0] or ([] if along else exact)
     if even:
         return Parts(whole, even[0], size // even[0])
+    if not along and kept is not None and want <= 4:
+        return kept
     if op.kind in MERGED and size > want:
         rest = -(-size // want)
         rest = -(-rest // aligned) * aligned if last else rest

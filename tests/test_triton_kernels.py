@@ -22,6 +22,7 @@ from plait.kernel.space import linear_space
 from plait.kernel.triton import TritonTarget, emit_kernel
 from plait.kernel.triton_tiles import Tile, plan_tile
 from plait.schedule.plan import Kernel, Reduce, Store
+from tests.gpu_rows import kernel_of
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -55,7 +56,7 @@ def test_random_kernels_in_the_interpreter(first: int) -> None:
 
 @needs_triton
 def test_rows_and_columns_too_long_for_a_block_in_the_interpreter() -> None:
-    assert "33 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
+    assert "52 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -124,6 +125,18 @@ def test_blocks_of_columns() -> None:
     assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 64, True)  # where programs are few, rows in flight count
     assert blocks(_columns(1024, 64, f32)) == (8, 1024, False)  # the device would wait for two programs of 32 columns
     assert blocks(_columns(1024, 1024, bf16)) == (16, 256, True)
+
+
+def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors() -> None:
+    for length, pitch, apart in ((50257, 50264, True), (50257, 50257, False), (50264, 50264, False)):
+        text = emit_kernel(kernel_of("softmax_bf16", length, pitch), "k").text
+        assert ("range(0, 49152, 8192)" in text) is apart
+        assert text.count("tl.load") == (4 if apart else 2)
+
+
+def test_a_sum_of_one_choice_takes_no_pass() -> None:
+    text = emit_kernel(kernel_of("choice_bf16", 50257), "k").text
+    assert text.count("for offset") == 1 and "tl.sum" not in text
 
 
 def test_indices_are_wide_only_where_a_range_needs_it() -> None:

@@ -119,8 +119,9 @@ def test_channels_last_models_need_no_copy() -> None:
     assert n == 0 and not any(c.target is aten.clone.default for c in gm.graph.nodes)
 
 
-def test_images_of_few_channels_are_turned_for_what_is_made_of_them() -> None:
-    gm, n = turned(lambda x, w: (F.conv2d(x[:, :3], w[:, :3]).relu(),), X, W)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_few_channels_are_turned_for_what_is_made_of_them(channels: int) -> None:
+    gm, n = turned(lambda x, w: (F.conv2d(x, w).relu(),), X[:, :channels].contiguous(), W[:, :channels])
     (convolution,) = convolutions(gm)
     assert n == 2 and is_last(convolution) and is_last(convolution.next)
 

@@ -71,6 +71,8 @@ def test_the_gradient_of_a_pool_is_gathered_once(compile_only: None) -> None:
     made = record(fn, grad, at, y, x, mode=mode)
     kernels = busy_kernels(made)
     assert len(kernels) == 2 and sum(at.dtype.name == "i16" for k in kernels for at in k.args) == 1
+    (combine,) = (s for s in made.plan.steps if isinstance(s, Kernel) and s not in kernels)
+    assert combine.grid == 8  # 64 sums of 3584 parts each: sectors of 32 bytes
 
 
 def test_a_filter_is_turned_once_for_all_who_want_it(compile_only: None) -> None:

@@ -60,8 +60,9 @@ def _rounds_float32() -> bool:
 
 def _is_last(x: torch.Tensor) -> bool:
     """Whether the channels are innermost, as far as that is known."""
-    strides = x.stride()
-    return isinstance(strides[1], int) and strides[1] == 1 and strides[3] != 1
+    channels, strides = x.shape[1], x.stride()
+    single = isinstance(channels, int) and channels == 1
+    return isinstance(strides[1], int) and strides[1] == 1 and (single or strides[3] != 1)
 
 
 def _may_be_last(x: torch.Tensor) -> bool:

@@ -40,6 +40,7 @@ struct Exec {
 
 Graph* recorded = nullptr;
 int64_t pools = 0, pool_nbytes = 0, limit = int64_t{1} << 40;
+bool refuses_copies = false;
 
 void run(const Node& n) {
   if (n.call) return n.call();
@@ -154,6 +155,7 @@ Exec* fake_end() {
 }
 int64_t fake_pool_nbytes() { return pool_nbytes; }
 void fake_limit(int64_t nbytes) { limit = nbytes; }
+void fake_refuse_copies(int yes) { refuses_copies = yes != 0; }
 
 int cuInit(unsigned) { return 0; }
 int cuGetErrorString(int, const char** text) {
@@ -217,6 +219,7 @@ int cuGraphMemcpyNodeGetParams(void* node, CopyParams* p) {
   return 0;
 }
 int cuGraphExecMemcpyNodeSetParams(void* exec, void* node, const CopyParams* p, void*) {
+  if (refuses_copies) return 1;
   node_of(exec, node).copy = *p;
   return 0;
 }

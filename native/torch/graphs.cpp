@@ -113,7 +113,6 @@ Recording::Copy record_copy(const c10::StorageImpl& from, c10::DataPtr room, cud
   const cuda::Driver& driver = cuda::Driver::machine();
   driver.check(driver.copy(made.room.get(), from.data(), made.nbytes, stream), "cuMemcpyDtoDAsync");
   made.node = last_node(stream);
-  driver.check(driver.copy_node(made.node, &made.params), "cuGraphMemcpyNodeGetParams");
   return made;
 }
 
@@ -346,6 +345,10 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     const Host::Captured made = host_.end_capture(capture);
     r->exec = made.exec;
     r->nbytes = made.nbytes;
+    const cuda::Driver& driver = cuda::Driver::machine();
+    for (Recording::Copy& c : r->copies)
+      if (c.node)
+        driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
     make_room(others, *r, made.limit);
     r->host = capture;
   } catch (const c10::Error& error) {
@@ -412,7 +415,8 @@ void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) c
   for (SlotId s : p.bumps) f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
 }
 
-void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
+// Makes a recording read and write what this call has.
+void Program::update_recording(Frame& f, const PartitionInfo& p, Recording& r) const {
   for (size_t i = 0; i < p.imports.size(); ++i) {
     Recording::Import& import = r.imports[i];
     const SlotId s = p.imports[i].slot;
@@ -450,8 +454,6 @@ void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
     c.params = params;
     ++graphs_->counts.patched;
   }
-  ++graphs_->counts.replayed;
-  launch_recording(f, p, r);
 }
 
 // A recording that knows the addresses of this call and whose memory nobody holds; null: there is
@@ -521,7 +523,15 @@ bool Program::run_recorded(Frame& f, size_t partition, Recordings& at) const {
   const PartitionInfo& p = partitions_[partition];
   if (!at.refused.empty()) return false;
   if (Recording* r = find_recording(f, p, at)) {
-    replay(f, p, *r);
+    try {
+      update_recording(f, p, *r);
+    } catch (const cuda::DriverError& error) {
+      refuse(partition, at.refused, error.what());
+      at.all.clear();
+      return false;
+    }
+    ++graphs_->counts.replayed;
+    launch_recording(f, p, *r);
     return true;
   }
   if (at.all.size() >= kMaxRecordings) {

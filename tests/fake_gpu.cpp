@@ -1,7 +1,8 @@
-// tests/fake_gpu.cpp: a GPU on the host, for what records and replays CUDA graphs. Loaded before plait's extension, it is
-// libcuda.so.1: kernels run at once, or, while a stream is recorded, become nodes of a graph. With torch's headers it also
-// gives torch memory and a few operators for CUDA tensors. An image is text: "symbol parameters static".
+// tests/fake_gpu.cpp: a GPU on the host, for what records and replays CUDA graphs.
 //
+// Loaded before plait's extension it is libcuda.so.1: kernels run at once or, while something is
+// recorded, become nodes of a graph. With torch's headers it also gives torch memory and a few
+// operators for CUDA tensors. An image is text: "symbol parameters static".
 // Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i].
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>

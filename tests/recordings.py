@@ -128,6 +128,17 @@ def test_results_of_operators_are_copied_and_their_memory_is_used_again(make: Ma
     assert gpu.fake_pool_nbytes() == 2 * 4 * N  # a and c, b and d
 
 
+def test_a_view_made_late_does_not_keep_memory(make: Make) -> None:
+    program = make(CHAIN + "v = view(b, f32[3] @ (1,), s1)\nreturn (d, v)\n")
+    for k in range(5):
+        x = ramp(N, k)
+        d, v = program(N, 7, here(x), here(x[:7]))
+        b, want = chain(x)
+        assert torch.equal(there(d), want) and torch.equal(there(v), b[7:10])
+    assert gpu.fake_pool_nbytes() == 2 * 4 * N
+    assert stats(program)["recorded"] == 1 and stats(program)["results_copied"] == 2
+
+
 def test_results_of_kernels_are_written_where_they_belong(make: Make) -> None:
     program = make(
         CHAIN + "e = alloc(f32[s0] @ (1,), device='cuda:0')\nlaunch('both', (b, d, e), (s0,), (e,), 1)\nreturn (e,)\n"

@@ -237,6 +237,15 @@ void Program::substitute(Frame& f, SlotId s, const at::Tensor* tensor) const {
     patch(f, s, static_cast<char*>(tensor->unsafeGetTensorImpl()->mutable_data()));
 }
 
+// Whether a slot names memory that a recording has copied out, so that nothing in it needs the slot.
+bool Program::is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const {
+  while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
+    s = slots_[static_cast<size_t>(s)].base;
+  for (size_t k = 0; k < p.exports.size(); ++k)
+    if (p.exports[k].slot == s) return r.exports[k].copy >= 0;
+  return false;
+}
+
 // Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
 // nothing touches after step `at`, unless others share their memory; at the end, all that are left.
 void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
@@ -280,6 +289,8 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::D
     const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
     if (s.kind == StepKind::bump ||
         (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end()))
+      continue;
+    if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(p, r, s.a))
       continue;
     if (s.kind == StepKind::arena)
       lend_arena(f, s);

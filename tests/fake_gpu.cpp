@@ -1,7 +1,8 @@
-// tests/fake_gpu.cpp: a GPU on the host, for what records and replays CUDA graphs. Loaded before plait's extension, it is
-// libcuda.so.1: kernels run at once, or, while a stream is recorded, become nodes of a graph. With torch's headers it also
-// gives torch memory and a few operators for CUDA tensors. An image is text: "symbol parameters static".
+// tests/fake_gpu.cpp: a GPU on the host, for what records and replays CUDA graphs.
 //
+// Loaded before plait's extension it is libcuda.so.1: kernels run at once or, while something is
+// recorded, become nodes of a graph. With torch's headers it also gives torch memory and a few
+// operators for CUDA tensors. An image is text: "symbol parameters static".
 // Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i].
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -40,6 +41,7 @@ struct Exec {
 
 Graph* recorded = nullptr;
 int64_t pools = 0, pool_nbytes = 0, limit = int64_t{1} << 40;
+bool refuses_copies = false;
 
 void run(const Node& n) {
   if (n.call) return n.call();
@@ -154,6 +156,7 @@ Exec* fake_end() {
 }
 int64_t fake_pool_nbytes() { return pool_nbytes; }
 void fake_limit(int64_t nbytes) { limit = nbytes; }
+void fake_refuse_copies(int yes) { refuses_copies = yes != 0; }
 
 int cuInit(unsigned) { return 0; }
 int cuGetErrorString(int, const char** text) {
@@ -217,6 +220,7 @@ int cuGraphMemcpyNodeGetParams(void* node, CopyParams* p) {
   return 0;
 }
 int cuGraphExecMemcpyNodeSetParams(void* exec, void* node, const CopyParams* p, void*) {
+  if (refuses_copies) return 1;
   node_of(exec, node).copy = *p;
   return 0;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ kernel('k', 2, 1, device='cuda:0')
 kernel('both', 3, 1, device='cuda:0')
 """
 N = 64
+SHAPE = "f32[s0] @ (1,), device='cuda:0'"
 
 
 class Capture:
@@ -124,6 +126,17 @@ def test_results_of_operators_are_copied_and_their_memory_is_used_again(make: Ma
     assert stats(program)["results_copied"] == 2 and stats(program)["results_direct"] == 0
     assert stats(program)["refused"] == {}
     assert gpu.fake_pool_nbytes() == 2 * 4 * N  # a and c, b and d
+
+
+def test_a_view_made_late_does_not_keep_memory(make: Make) -> None:
+    program = make(CHAIN + "v = view(b, f32[3] @ (1,), s1)\nreturn (d, v)\n")
+    for k in range(5):
+        x = ramp(N, k)
+        d, v = program(N, 7, here(x), here(x[:7]))
+        b, want = chain(x)
+        assert torch.equal(there(d), want) and torch.equal(there(v), b[7:10])
+    assert gpu.fake_pool_nbytes() == 2 * 4 * N
+    assert stats(program)["recorded"] == 1 and stats(program)["results_copied"] == 2
 
 
 def test_results_of_kernels_are_written_where_they_belong(make: Make) -> None:
@@ -239,3 +252,66 @@ def test_results_of_many_recordings_in_use(make: Make) -> None:
     for x, (d, c) in held:
         assert torch.equal(there(d), chain(x)[1]) and torch.equal(there(c), 2 * chain(x)[0] + 1)
     assert stats(program)["refused"] == {"1": "the results of 4 recordings are in use at once"}
+
+
+def test_a_recording_that_cannot_be_changed_is_given_up(make: Make) -> None:
+    program = make(CHAIN + "return (b, d)\n")
+    gpu.fake_refuse_copies(1)
+    try:
+        held = []
+        for k in range(4):
+            x = ramp(N, k)
+            held.append((x, program(N, N, here(x), here(x))))
+    finally:
+        gpu.fake_refuse_copies(0)
+    for x, got in held:
+        for g, want in zip(got, chain(x), strict=True):
+            assert torch.equal(there(g), want)
+    assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 0
+    assert stats(program)["refused"] == {"1": "cuGraphExecMemcpyNodeSetParams: out of luck (1)"}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs(make: Make, seed: int) -> None:
+    """Operators, kernels, views and names of one memory in any order; some results saved, some held."""
+    rng = random.Random(seed)
+    names, lines, code = ["x"], [], []
+    for k in range(rng.randint(3, 12)):
+        a, b, made = rng.choice(names), rng.choice(names), f"v{k}"
+        names.append(made)
+        match rng.choice(["k", "both", "neg", "neg", "out", "alias"]):
+            case "k":
+                lines += [f"{made} = alloc({SHAPE})", f"launch('k', ({a}, {made}), (s0,), ({made},), 1)"]
+                code.append(f"{made} = 2 * {a} + 1")
+            case "both":
+                lines += [f"{made} = alloc({SHAPE})", f"launch('both', ({a}, {b}, {made}), (s0,), ({made},), 1)"]
+                code.append(f"{made} = {a} + {b}")
+            case "neg":
+                lines.append(f"{made}, = call('aten::neg')({a})")
+                code.append(f"{made} = -{a}")
+            case "out":
+                out = f"call('aten::neg.out', into=({made},), may_keep=False)({a}, out={made})"
+                lines += [f"{made} = alloc({SHAPE})", out]
+                code.append(f"{made} = -{a}")
+            case _:
+                lines.append(f"{made}, = call('aten::alias')({a})")
+                code.append(f"{made} = {a}")
+    lines.append(f"v = view({names[-1]}, f32[2] @ (1,), 1)")
+    code.append(f"v = {names[-1]}[1:3]")
+    wanted = [*rng.sample(names[1:], rng.randint(1, len(names) - 1)), "v"]
+    lines.append(f"return ({', '.join(wanted)},)\n")
+    program = make("\n".join(lines), rng.choice([None, rng.randint(0, len(wanted))]))
+    held = []
+    for k in range(14):
+        n = rng.choice([5, 9])
+        x = ramp(n, k)
+        got = program(n, 4, here(x), here(x))
+        held.append((x, list(zip(wanted, got, strict=True))))
+        if rng.random() < 0.5:
+            held.pop(rng.randrange(len(held)))
+        for given, results in held:
+            known = {"x": given}
+            exec("\n".join(code), known)
+            for name, result in results:
+                assert torch.equal(there(result), known[name]), (name, lines)
+    assert set(stats(program)["refused"].values()) <= {"the results of 4 recordings are in use at once"}

@@ -113,7 +113,6 @@ Recording::Copy record_copy(const c10::StorageImpl& from, c10::DataPtr room, cud
   const cuda::Driver& driver = cuda::Driver::machine();
   driver.check(driver.copy(made.room.get(), from.data(), made.nbytes, stream), "cuMemcpyDtoDAsync");
   made.node = last_node(stream);
-  driver.check(driver.copy_node(made.node, &made.params), "cuGraphMemcpyNodeGetParams");
   return made;
 }
 
@@ -238,6 +237,15 @@ void Program::substitute(Frame& f, SlotId s, const at::Tensor* tensor) const {
     patch(f, s, static_cast<char*>(tensor->unsafeGetTensorImpl()->mutable_data()));
 }
 
+// Whether a slot names memory that a recording has copied out, so that nothing in it needs the slot.
+bool Program::is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const {
+  while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
+    s = slots_[static_cast<size_t>(s)].base;
+  for (size_t k = 0; k < p.exports.size(); ++k)
+    if (p.exports[k].slot == s) return r.exports[k].copy >= 0;
+  return false;
+}
+
 // Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
 // nothing touches after step `at`, unless others share their memory; at the end, all that are left.
 void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
@@ -281,6 +289,8 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::D
     const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
     if (s.kind == StepKind::bump ||
         (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end()))
+      continue;
+    if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(p, r, s.a))
       continue;
     if (s.kind == StepKind::arena)
       lend_arena(f, s);
@@ -346,6 +356,10 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     const Host::Captured made = host_.end_capture(capture);
     r->exec = made.exec;
     r->nbytes = made.nbytes;
+    const cuda::Driver& driver = cuda::Driver::machine();
+    for (Recording::Copy& c : r->copies)
+      if (c.node)
+        driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
     make_room(others, *r, made.limit);
     r->host = capture;
   } catch (const c10::Error& error) {
@@ -412,7 +426,8 @@ void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) c
   for (SlotId s : p.bumps) f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
 }
 
-void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
+// Makes a recording read and write what this call has.
+void Program::update_recording(Frame& f, const PartitionInfo& p, Recording& r) const {
   for (size_t i = 0; i < p.imports.size(); ++i) {
     Recording::Import& import = r.imports[i];
     const SlotId s = p.imports[i].slot;
@@ -450,8 +465,6 @@ void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
     c.params = params;
     ++graphs_->counts.patched;
   }
-  ++graphs_->counts.replayed;
-  launch_recording(f, p, r);
 }
 
 // A recording that knows the addresses of this call and whose memory nobody holds; null: there is
@@ -521,7 +534,15 @@ bool Program::run_recorded(Frame& f, size_t partition, Recordings& at) const {
   const PartitionInfo& p = partitions_[partition];
   if (!at.refused.empty()) return false;
   if (Recording* r = find_recording(f, p, at)) {
-    replay(f, p, *r);
+    try {
+      update_recording(f, p, *r);
+    } catch (const cuda::DriverError& error) {
+      refuse(partition, at.refused, error.what());
+      at.all.clear();
+      return false;
+    }
+    ++graphs_->counts.replayed;
+    launch_recording(f, p, *r);
     return true;
   }
   if (at.all.size() >= kMaxRecordings) {

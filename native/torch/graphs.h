@@ -39,7 +39,7 @@ struct PartitionInfo {
   struct Export {
     int32_t slot;
     bool escapes = false;
-    int32_t last;                // the step that touches its memory last
+    int32_t last;                // the step that needs its memory last
     std::vector<int32_t> views;  // of its memory, made in the partition
   };
   std::vector<Import> imports;

@@ -217,10 +217,12 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
     // is not.
     case StepKind::header:
       read_shape(k, s.a);
-      return bring_in(k, memory(s.a), false);
+      if (home(memory(s.a)) != k) bring_in(k, memory(s.a), false);
+      return;
     case StepKind::pointer:
       read_shape(k, s.a);
-      return bring_in(k, memory(s.a), true);
+      if (home(memory(s.a)) != k) bring_in(k, memory(s.a), true);
+      return;
     case StepKind::launch: {
       const GridLaunch& l = p_.grid_launches_[static_cast<size_t>(s.a)];
       read(k, l.grid);

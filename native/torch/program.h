@@ -323,10 +323,11 @@ class Program {
   bool record(Frame& f, size_t partition, Recordings& at) const;
   void capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::DataPtr>& rooms,
                      Recording& r) const;
+  bool is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const;
   void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
                  Recording& r) const;
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
-  void replay(Frame& f, const PartitionInfo& p, Recording& r) const;
+  void update_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   void launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   const void* address(const Frame& f, SlotId s) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;

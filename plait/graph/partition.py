@@ -38,7 +38,9 @@ def _open_log_softmax(joint: GraphModule) -> None:
     for node in joint.graph.find_nodes(op="call_function", target=aten._log_softmax.default):
         x, dim, _ = node.args
         like = value_of(node)
-        if like.device.type == "cpu" or like.dim() == 0 or like.shape[dim] in (0, 1):
+        if like.device.type == "cpu" or like.dim() == 0:
+            continue
+        if not isinstance(like.shape[dim], int) or like.shape[dim] == 0:  # amax of nothing is an error
             continue
         wide = torch.promote_types(like.dtype, torch.float32)
         e = _before(node, aten._to_copy.default, x, dtype=wide) if value_of(x).dtype != wide else x

@@ -49,9 +49,9 @@ def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs:
     with before.graph.inserting_before(before):
         new = before.graph.call_function(target, (source, *args), kwargs)
     new.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-    x = value_of(source)
-    with x.fake_mode:
-        new.meta["val"] = target(x, *args, **kwargs)
+    given: Any = torch.fx.node.map_arg((source, *args), value_of)
+    with given[0].fake_mode:
+        new.meta["val"] = target(*given, **kwargs)
     return new
 
 

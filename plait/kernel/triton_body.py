@@ -257,7 +257,7 @@ class Writer:
             return (carry,)
         everything = self.shape(frozenset(g.name for g in self.tile.groups))
         if s.name in self.passes.rescaled or s in self.passes.rescaled.values():
-            height, _, lanes = self._folds()
+            height, _, lanes, _ = self._folds()
             everything = f"[{height}, {lanes}]"
         acc = self._define(f"tl.broadcast_to({first}, {everything})", False, "a")
         if not s.kind.startswith("arg"):
@@ -265,14 +265,15 @@ class Writer:
         return acc, self._define(f"tl.full({everything}, {2**63 - 1}, tl.int64)", False, "a")
 
     def _folds(self) -> list[int]:
-        """[rows, n, lanes] of a block whose rows are folded n times, so that what lies on one another belongs to one
-        thread, which then keeps one maximum for it."""
+        """[rows, n, lanes, vector] of a block whose rows are folded n times, and whose vectors are folded too, so that
+        what lies on one another belongs to one thread, which then keeps one maximum for it."""
         r = next(g for g in self.tile.groups if g.name == "r")
         rows = math.prod(g.block for g in self.tile.outer)
-        least = min((d.nbytes for d in held_dtypes(self.space, self.space.vars)), default=4)
-        vectors = 32 * self.tile.num_warps * 16 // least
-        n = max(r.block // vectors, 1) if rows == 1 else 1
-        return [rows, n, r.block // n]
+        if rows > 1:
+            return [rows, 1, r.block, 1]
+        vector = 16 // min((d.nbytes for d in held_dtypes(self.space, self.space.vars)), default=4)
+        n = max(r.block // (32 * self.tile.num_warps * vector), 1)
+        return [rows, n, r.block // (n * vector), vector]
 
     def _step(self, s: Reduce, begun: dict[str, tuple[str, ...]]) -> None:
         """One block of a reduction inside the loop."""
@@ -299,7 +300,7 @@ class Writer:
             if with_it := [n for n, first in self.passes.rescaled.items() if first is s]:
                 block = self._define(f"tl.reshape({block}, {self._folds()})", True)
                 fn = combiner(s.kind, s.value.dtype)
-                new = self._define(f"{fn}({names[0]}, tl.reduce({block}, 1, {fn}))", True)
+                new = self._define(f"{fn}({names[0]}, tl.reduce(tl.reduce({block}, 3, {fn}), 1, {fn}))", True)
             for n in with_it:
                 self.loop_lines.append(f"{begun[n][0]} = p_exp_sum({begun[n][0]}, {names[0]}, {block}, {new})")
             for n, first in self.passes.spread.items():

@@ -237,6 +237,20 @@ def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(comp
         assert _strides(record(operand, x, w, mode=mode).wrapper, 1001) == strides
 
 
+def test_odd_rows_of_an_argument_are_copied_once_where_that_pays(compile_only: None) -> None:
+    """The gradient of an output head that another graph has made."""
+
+    def fn(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+        rows = g.view(2048, 50257)
+        return rows.t() @ x, rows @ w
+
+    for n, launches in ((768, 1), (64, 0)):
+        mode, (g, x, w) = _half((4, 512, 50257), (2048, n), (50257, n))
+        p = record(fn, g, x, w, mode=mode).wrapper
+        assert len(of(p, Launch)) == launches and len(of(p, CallExtern)) == 2
+        assert _strides(p, 50257) == {(50264 if launches else 50257, 1)}
+
+
 def test_short_rows_are_not_padded(compile_only: None) -> None:
     mode, (x, w) = _half((200000, 256), (256, 1))
     p = record(lambda x, w: (x @ w).relu(), x, w, mode=mode).wrapper

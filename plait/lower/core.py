@@ -333,6 +333,15 @@ class Lowering:
         turned = sz.is_contiguous(flat, across) and not sz.is_contiguous(flat, along)
         return (*rows[:-2], 1, x.shape[-2]) if turned else rows
 
+    def copied_once(self, x: View, strides: tuple[Size, ...]) -> View:
+        """A copy of x with these strides, which later operands share."""
+        for y in self._copies_of(x):
+            if self.is_whole(y) and self.buffers[y.buf].strides == strides:
+                return y
+        made = self.copy(x, strides, fixed=True)
+        self.copies.setdefault(x.buf, []).append((x, made, len(self.ops)))
+        return made
+
     def _copies_of(self, x: View) -> list[View]:
         """Views of copies made for operands that hold what x holds, and still do."""
         out: list[View] = []

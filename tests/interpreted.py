@@ -117,9 +117,9 @@ def _interpret(pipeline: Any) -> None:
             built[kind] = Built(Path(pack), False)
         return built
 
-    def python(program: Any, libraries: Any, constants: Any, callables: Any) -> Any:
-        source = make_python(program, libraries).replace("cuda:0", "cpu")
-        return load_python(source, libraries, constants, callables)
+    def python(program: Any, parts: Any) -> Any:
+        source = make_python(program, parts.libraries).replace("cuda:0", "cpu")
+        return load_python(source, parts.libraries, parts.constants, parts.callables)
 
     os.environ["PLAIT_GPU_ARCH"] = "sm_90"
     generated.GpuKernel = Interpreted  # type: ignore[misc,assignment]

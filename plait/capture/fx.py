@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from plait.capture.backend import plait_backend
+from plait.errors import PlaitError, UserError
 from plait.wrapper.fx import load_fx
 
 
@@ -39,5 +40,18 @@ class FxCompiler:
     ) -> Callable[..., Any]:
         """What torch.compile calls."""
         chosen = {**(options or {}), "wrapper": "fx"}
-        target = partial(load_fx, compiler=self.compile_graph)
+        target = partial(load_fx, compiler=self._compile_graph)
         return plait_backend(gm, example_inputs, mode=mode, options=chosen, target=target)
+
+    def _compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
+        """compile_graph, with its mistakes told as such."""
+        name = f"{type(self).__name__}.compile_graph"
+        try:
+            run = self.compile_graph(gm)
+        except PlaitError:
+            raise
+        except Exception as error:
+            raise UserError(f"{name} failed with {type(error).__name__}: {error}") from error
+        if not callable(run):
+            raise UserError(f"{name} gave {run!r}", hint="return what runs the graph")
+        return run

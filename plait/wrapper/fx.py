@@ -19,8 +19,9 @@ from functools import partial, reduce
 from typing import Any, assert_never
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.node import has_side_effect, map_arg
+from torch.overrides import TorchFunctionMode
 
 from plait import compat
 from plait.errors import InternalError
@@ -120,6 +121,27 @@ def make_fx(program: ins.WrapperProgram, parts: Parts) -> GraphModule:
     return module
 
 
+class _Retracer(Tracer):
+    """Makes the graph again that a pickled module's code is of: torch.fx itself would run what makes a tensor out of
+    numbers only, and all calls would get the same one."""
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> Graph:
+        """The graph of root's code."""
+        with _Recorded(self):
+            return super().trace(root, concrete_args)
+
+
+class _Recorded(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        return self.tracer.create_proxy("call_function", func, args, kwargs or {})
+
+
 Arg = Any
 """What a node takes: a Node, a number, or another constant of torch.fx."""
 
@@ -130,7 +152,7 @@ class _Maker:
     def __init__(self, program: ins.WrapperProgram, parts: Parts) -> None:
         self.parts = parts
         self.root = torch.nn.Module()
-        self.graph = Graph()
+        self.graph = Graph(tracer_cls=_Retracer)
         self.fakes = compat.Fakes()
         self.env: dict[str, Arg] = {}
         self.integers: dict[object, Node] = {}  # each is computed once
@@ -166,12 +188,12 @@ class _Maker:
             node.meta["val"] = function(*given[0], **given[1])
         return node
 
-    def integer(self, function: Any, *args: Arg) -> Node:
+    def integer(self, function: Any, *args: Arg, name: str | None = None) -> Node:
         """The node of an integer, the same wherever that is used."""
         key = (function, *args)
         found = self.integers.get(key)
         if found is None:
-            found = self.integers[key] = self.call(function, args)
+            found = self.integers[key] = self.call(function, args, name=name)
         return found
 
     def size(self, e: Size) -> Arg:
@@ -249,9 +271,10 @@ class _Maker:
             case ins.Fill():
                 self.effect(aten.fill_.Scalar, (env[i.tensor], self.operand(i.value)))
             case ins.Partition():
-                self.meta["partition"] = "recorded" if i.recorded else i.reason
+                self.annotate(partition="recorded" if i.recorded else f"at every call: {i.reason}")
             case ins.Note():
-                self.meta |= {"note": i.text, "stack_trace": _stack_trace(i.text)}
+                self.annotate(note=i.text)
+                self.meta["stack_trace"] = _stack_trace(i.text)
             case ins.Return():
                 values = tuple(self.operand(o) for o in i.values)
                 if self.callers_gpu is not None:
@@ -260,13 +283,16 @@ class _Maker:
             case _:
                 assert_never(i)
 
+    def annotate(self, **words: str) -> None:
+        self.meta["custom"] = {**self.meta.get("custom", {}), **words}  # which torch.fx prints
+
     def source(self, i: ins.Symbol) -> Arg:
         match i.value:
             case ins.SizeOf(tensor, "offset", _):
-                return self.integer(aten.sym_storage_offset.default, self.env[tensor])
+                return self.integer(aten.sym_storage_offset.default, self.env[tensor], name=i.name)
             case ins.SizeOf(tensor, kind, dim):
                 function = aten.sym_size.int if kind == "size" else aten.sym_stride.int
-                return self.integer(function, self.env[tensor], dim)
+                return self.integer(function, self.env[tensor], dim, name=i.name)
             case ins.ItemOf(tensor):
                 item = self.effect(aten.item.default, (self.env[tensor],))
                 node = self.effect(torch.sym_int, (item,), name=i.name)
@@ -393,11 +419,11 @@ class _Maker:
             self.env[one] = node
 
     def python(self, i: ins.CallPython) -> None:
-        name = f"python{i.index}"
+        name = f"python{i.index}_{re.sub(r'[^0-9A-Za-z]+', '_', i.label)}"
         self.root.add_module(name, PythonFunction(self.parts.callables[i.index]))
         args, kwargs = self.arguments(i)
         node = self.graph.create_node("call_module", name, tuple(args), kwargs)
-        node.meta.update(self.meta, label=i.label)
+        node.meta.update(self.meta)
         self.unpack(node, i.outs)
 
     def arguments(self, i: ins.CallExtern | ins.CallPython) -> tuple[list[Arg], dict[str, Arg]]:
@@ -469,5 +495,5 @@ def _literal(o: ins.Literal) -> Arg:
 
 def _stack_trace(note: str) -> str | None:
     """Source lines of a note ('model.py:31 aten.relu; ...') as torch.fx writes them."""
-    places = [m for part in note.split("; ") if (m := re.fullmatch(r"(\S+\.\w+):(\d+) (.+)", part))]
+    places = [m for part in note.split("; ") if (m := re.fullmatch(r"(\S+\.\w+):(\d+):? (.+)", part))]
     return "\n".join(f'File "{m[1]}", line {m[2]}, in {m[3]}\n    {" ".join(note.split())}' for m in places) or None

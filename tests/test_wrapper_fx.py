@@ -7,6 +7,7 @@ import copy
 import operator
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 import weakref
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.nn import functional as F
 
@@ -221,11 +222,11 @@ def test_values_of_nodes_are_what_runs(dynamic: bool) -> None:
             interpreters.append(Checked(gm))
             return interpreters[-1].run
 
-    make, inputs = MODELS["bert"]
-    model = make().train()
-    torch.compile(model, backend=Checking(), dynamic=dynamic)(inputs(3)).square().mean().backward()
+    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.GELU(), nn.Linear(14, 6), nn.LayerNorm(6), nn.BatchNorm1d(8))
+    x = torch.randn(3, 4, 16)
+    torch.compile(model, backend=Checking(), dynamic=dynamic)(x).softmax(-1).square().mean().backward()
     assert [type(i.module).__name__.split("_")[0] for i in interpreters] == ["forward", "backward"]
-    assert all(i.checked > 50 for i in interpreters)
+    assert all(i.checked > 15 for i in interpreters)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -478,6 +479,18 @@ def test_a_compiler_gets_both_halves_and_may_take_its_inputs_in_a_list() -> None
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
     assert seen == ["forward", "backward", "inference"]
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    toy = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "toy_accelerator.py"))
+    assert toy["main"]() == 0
+    printed = capsys.readouterr().out
+    for part in ("forward_", "backward_", "inference_", "kernel  r", "held 0.", "every result is as close"):
+        assert part in printed
+    with pytest.raises(UserError, match=r"NotImplementedError: the machine has no unit for .*empty_strided"):
+        machine = toy["Toy"]()
+        toy["UNITS"].pop(torch.empty_strided)
+        torch.compile(lambda x: x + 1, backend=machine)(torch.ones(2))
 
 
 class Wrong(plait.FxCompiler):

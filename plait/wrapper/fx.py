@@ -110,15 +110,34 @@ def boxed(module: GraphModule) -> Callable[[list[object]], Any]:
 
 def make_fx(program: ins.WrapperProgram, parts: Parts) -> GraphModule:
     """The graph of a program; every node has its fake value in meta['val'] where that is known."""
-    maker = _Maker(program, parts)
+    return _made(program, parts)[0]
+
+
+def fx_lines(program: ins.WrapperProgram, parts: Parts) -> list[tuple[ins.Instr, list[str]]]:
+    """Every instruction with the lines of the graph's code that it becomes."""
+    module, ends = _made(program, parts)
+    code = [s.strip().partition(";  ")[0] for s in module.code.splitlines()]
+    lines = {"output" if s.startswith("return") else s.partition(" = ")[0]: s for s in code}
+    nodes = [n for n in module.graph.nodes if n.op != "placeholder"]
+    starts = [0, *ends]
+    return [
+        (i, [lines[n.name] for n in nodes[start:end]])
+        for i, start, end in zip(program.body, starts, ends, strict=False)
+    ]
+
+
+def _made(program: ins.WrapperProgram, parts: Parts) -> tuple[GraphModule, list[int]]:
+    """The graph, and how many nodes there were, inputs not counted, after each instruction."""
+    maker, ends = _Maker(program, parts), []
     with maker.fakes.active():
         for i in program.inputs:
             maker.input(i)
         for instruction in program.body:
             maker.instruction(instruction)
+            ends.append(len(maker.graph.nodes) - len(program.inputs))
     module = GraphModule(maker.root, maker.graph, program.name)
     module.graph.lint()
-    return module
+    return module, ends
 
 
 class _Retracer(Tracer):

@@ -268,6 +268,27 @@ def test_subgraphs(name: str, made: list[CompileRecord]) -> None:
     same(fn, lambda: [torch.linspace(-1, 2, 12).view(3, 4)], dynamic=True)
 
 
+def test_control_flow_is_in_the_graph() -> None:
+    graphs: list[GraphModule] = []
+
+    class Seeing(plait.FxCompiler):
+        def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
+            graphs.append(gm)
+            return copy.deepcopy(gm)
+
+    for name in ("cond", "while"):
+        torch._dynamo.reset()
+        same(
+            getattr(test_lower_b_extern, f"_{name}"),
+            lambda: [torch.linspace(-1, 2, 12).view(3, 4)],
+            other=torch.compile(getattr(test_lower_b_extern, f"_{name}"), backend=Seeing()),
+        )
+        (node,) = (n for n in graphs[-1].graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator))
+        bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        assert node.target.__name__.startswith(name) and len(bodies) == 2
+        assert all(isinstance(graphs[-1].get_submodule(n.target), GraphModule) for n in bodies)
+
+
 @torch.library.custom_op("plait_fx::scale_", mutates_args=("x",))
 def scale_(x: Tensor, by: float) -> Tensor:
     assert not torch.is_grad_enabled()

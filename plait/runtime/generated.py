@@ -186,6 +186,18 @@ def flat(result: object) -> list[object]:
     return [result]
 
 
+def settled(result: object, strides: Sequence[Sequence[int] | None]) -> list[object]:
+    """`flat`, with a copy of each tensor that has other strides than promised (None: any)."""
+    return [_with_strides(x, s) for x, s in zip(flat(result), strides, strict=False)]
+
+
+def _with_strides(value: object, strides: Sequence[int] | None) -> object:
+    if strides is None or not isinstance(value, Tensor) or value.stride() == tuple(strides):
+        return value
+    made = torch.empty_strided(value.shape, tuple(strides), dtype=value.dtype, device=value.device)
+    return made.copy_(value)
+
+
 def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str] | None]) -> None:
     """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device than promised."""
     if len(args) != len(promised):

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.node import has_side_effect, map_arg
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_unflatten
 
 from plait import compat
 from plait.errors import InternalError
@@ -29,6 +30,7 @@ from plait.ir import sizes as sz
 from plait.ir.dtypes import DTYPES
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.dtypes import TO_TORCH
+from plait.lower.pycall import PythonCall
 from plait.runtime import generated
 from plait.runtime.fxops import PythonFunction, below_autograd, triton_function
 from plait.wrapper import instructions as ins
@@ -43,6 +45,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
 }  # fmt: skip
 _COMPARISONS = ("eq", "ne", "lt", "le")
+_CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph")
 
 
 def load_fx(program: ins.WrapperProgram, parts: Parts, compiler: GraphCompiler | None = None) -> Loaded:
@@ -438,12 +441,29 @@ class _Maker:
             self.env[one] = node
 
     def python(self, i: ins.CallPython) -> None:
-        name = f"python{i.index}_{re.sub(r'[^0-9A-Za-z]+', '_', i.label)}"
-        self.root.add_module(name, PythonFunction(self.parts.callables[i.index]))
+        function = self.parts.callables[i.index]
         args, kwargs = self.arguments(i)
-        node = self.graph.create_node("call_module", name, tuple(args), kwargs)
-        node.meta.update(self.meta)
+        if isinstance(function, PythonCall) and str(function.op) in _CONTROL_FLOW:
+            node = self.call(generated.settled, (self.control_flow(function, args), function.strides))
+        else:
+            name = f"python{i.index}_{re.sub(r'[^0-9A-Za-z]+', '_', i.label)}"
+            self.root.add_module(name, PythonFunction(function))
+            node = self.graph.create_node("call_module", name, tuple(args), kwargs)
+            node.meta.update(self.meta)
         self.unpack(node, i.outs)
+
+    def control_flow(self, call: PythonCall, operands: Sequence[Arg]) -> Node:
+        """A branch or a loop with its graphs as modules."""
+        leaves = list(call.leaves)
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.nn.Module):
+                name = f"graph{len(list(self.root.children()))}"
+                self.root.add_module(name, leaf)
+                leaves[k] = self.graph.create_node("get_attr", name)
+        for k, value in zip(call.holes, operands, strict=True):
+            leaves[k] = self.call(aten.item.default, (value,)) if k in call.items else value
+        args, kwargs = tree_unflatten(leaves, call.tree)
+        return self.effect(call.op, args, kwargs)
 
     def arguments(self, i: ins.CallExtern | ins.CallPython) -> tuple[list[Arg], dict[str, Arg]]:
         return [self.operand(o) for o in i.args], {k: self.operand(o) for k, o in i.kwargs}

@@ -6,7 +6,6 @@ A new target is one new file and one row here.
 from __future__ import annotations
 
 from plait.runtime.load import load
-from plait.wrapper.fx import load_fx
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.program import Loaded, Parts, Target
@@ -22,4 +21,10 @@ def _python(program: WrapperProgram, parts: Parts) -> Loaded:
     return load_python(source, parts.libraries, parts.constants, parts.callables)
 
 
-TARGETS: dict[str, Target] = {"native": _native, "python": _python, "fx": load_fx}
+def _fx(program: WrapperProgram, parts: Parts) -> Loaded:
+    from plait.wrapper.fx import load_fx  # defines operators, which takes 20 ms
+
+    return load_fx(program, parts)
+
+
+TARGETS: dict[str, Target] = {"native": _native, "python": _python, "fx": _fx}

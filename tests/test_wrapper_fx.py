@@ -11,7 +11,7 @@ import runpy
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,12 +55,15 @@ from tests.test_wrapper_targets import CASES, MEANINGS, Case, compare, interpret
 
 ATEN, PLAIT = torch.ops.aten, torch.ops.plait
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
-FAST = ("bert", "unet")
-MOST = [name if name in FAST else SLOW(name) for name in MODELS]
+
+
+def sample(*names: str, of: Iterable[str] = MODELS) -> list[Any]:
+    """All, those that are not named under `slow`."""
+    return [name if name in names else SLOW(name) for name in of]
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[CompileRecord]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CompileRecord]]:
     """Every graph is compiled to FX, and plait's executor is not there. Gives the record of each."""
 
     def unavailable(*args: object) -> None:
@@ -168,15 +171,16 @@ program('g')
 lambda_ = symbol('lambda', lo=2)
 ref['lambda'] = int_input()
 torch = tensor_input(f32[4] @ (1,))
+inputs = tensor_input(f32[4] @ (1,))
 ref['9 lives'] = tensor_input(f32[4] @ (1,))
 self = alloc(f32[4] @ (1,))
 copy(self, torch, bump=False)
-return (self, torch, ref['9 lives'], lambda_ + 1)
+return (self, torch, inputs, ref['9 lives'], lambda_ + 1)
 """)
-    x, y = torch.randn(4), torch.randn(4)
+    x, y, z = torch.randn(4), torch.randn(4), torch.randn(4)
     for run in (fx.make_fx(p, Parts({})), fx.load_fx(p, Parts({}))):
-        out = run(5, x, y)
-        assert torch.equal(out[0], x) and out[1] is x and out[2] is y and out[3] == 6
+        out = run(5, x, y, z)
+        assert torch.equal(out[0], x) and out[1] is x and out[2] is y and out[3] is z and out[4] == 6
 
 
 def test_operators_that_python_cannot_spell() -> None:
@@ -188,6 +192,11 @@ return (y, complex('inf -0x0.0p+0'))
 """)
     y, number = fx.make_fx(p, Parts({}))(torch.zeros(4))
     assert set(y.tolist()) <= {3.0, 4.0} and str(number) == "(inf-0j)"
+
+
+def test_a_missing_kernel_is_told_when_the_program_is_loaded(library: str) -> None:  # noqa: F811
+    with pytest.raises(RuntimeError, match="kernel plait_relu is not in library"):
+        fx.load_fx(example(), Parts({"cpu": library}, [torch.ones(8, 8)], [print]))
 
 
 # ---------------------------------------------------------------------------------------------- programs
@@ -229,18 +238,18 @@ def test_values_of_nodes_are_what_runs(dynamic: bool) -> None:
     assert all(i.checked > 15 for i in interpreters)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sample("bert", "unet", "resnet"))
 def test_inference(name: str, made: list[CompileRecord]) -> None:
     test_models.test_inference(name)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", sample("bert", "unet"))
 def test_training_step(name: str, made: list[CompileRecord]) -> None:
     test_models.test_training_step(name)
     assert {r.kind for r in made} == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", sample("vit"))
 def test_dynamic_batch(name: str, made: list[CompileRecord]) -> None:
     test_models.test_dynamic_batch(name)
 
@@ -257,7 +266,7 @@ USUAL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name if name in USUAL else SLOW(name) for name in CALLERS])
+@pytest.mark.parametrize("name", sample(*USUAL, of=CALLERS))
 def test_callers_see_what_eager_shows(name: str, made: list[CompileRecord]) -> None:
     same(*CALLERS[name])
 
@@ -313,7 +322,7 @@ def test_without_dynamo(made: list[CompileRecord]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- memory
-@pytest.mark.parametrize("name", ["pw", "tf6"])
+@pytest.mark.parametrize("name", sample("pw", of=("pw", "tf6")))
 @pytest.mark.parametrize("mode", [test_memory.infer, test_memory.step], ids=["inference", "training"])
 def test_peak(name: str, mode: Callable[..., object], made: list[CompileRecord]) -> None:
     make, data = test_memory.CASES[name]
@@ -448,11 +457,11 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("suite", ["graphs", "models"])
+@pytest.mark.parametrize("suite", sample("graphs", of=("graphs", "models")))
 def test_in_the_interpreter(suite: str, tmp_path: Path) -> None:
     """PyTorch's operator launches our kernels, which Triton interprets on the CPU."""
     samples = {
-        "graphs": (["tests/test_fuzz_graphs.py", "-k", "test_random_graphs"], 24),
+        "graphs": (["tests/test_fuzz_graphs.py", "-k", "test_random_graphs and 1"], 12),
         "models": (["tests/test_models.py", "-k", "step and bert or dynamic and vit"], 2),
     }
     passes(*samples[suite], tmp_path, timeout=300, TRITON_INTERPRET="1", PLAIT_WRAPPER="fx")

@@ -49,7 +49,12 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "
 
 
 def load_fx(program: ins.WrapperProgram, parts: Parts, compiler: GraphCompiler | None = None) -> Loaded:
-    """The program as a callable. compiler: makes a callable of the graph; None: the graph itself runs."""
+    """The program as a callable. compiler: makes a callable of the graph; None: the graph itself runs.
+
+    Raises RuntimeError if a library lacks a kernel."""
+    for i in program.body:
+        if isinstance(i, ins.DefineKernel) and i.device == "cpu":
+            generated.kernel(parts.libraries["cpu"], i.name)  # the file may be gone later
     module = make_fx(program, parts)
     return FxProgram(program, module, boxed(module) if compiler is None else compiler(module))
 
@@ -76,7 +81,7 @@ class FxProgram:
                 return tuple(run(*given))
 
         call._boxed_call = True  # type: ignore[attr-defined]
-        self._call = call
+        self._call = compat.untraced(call)
 
     def __call__(self, *args: object) -> tuple[object, ...]:
         return self._call(list(args))
@@ -98,9 +103,10 @@ def boxed(module: GraphModule) -> Callable[[list[object]], Any]:
     tree = ast.parse(made.src)
     (forward,) = (s for s in tree.body if isinstance(s, ast.FunctionDef))
     names = [a.arg for a in forward.args.args[1:]]
-    forward.args.args[1:] = [ast.arg("inputs")]
-    unpack = f"{', '.join(names)}, = inputs\n" if names else ""
-    forward.body[:0] = ast.parse(f"{unpack}inputs.clear()").body
+    given = max(["inputs", *names], key=len) + "_"  # another name than theirs
+    forward.args.args[1:] = [ast.arg(given)]
+    unpack = f"{', '.join(names)}, = {given}\n" if names else ""
+    forward.body[:0] = ast.parse(f"{unpack}{given}.clear()").body
     source = ast.unparse(ast.fix_missing_locations(tree))
     name = f"<plait {len(linecache.cache)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines

@@ -42,13 +42,13 @@ class Interpreted:
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
     ) -> None:
         """Runs all programs, one after the other."""
-        from plait.runtime.generated import _without_lazy_bits
+        from plait.runtime.generated import without_lazy_bits
         from tests.triton_tools import launch
 
         if grid > MOST_PROGRAMS:
             pytest.skip(f"{grid} programs of a kernel take too long here")
         # A load that no point uses may be without a mask; the compiler drops it, the interpreter would read address 0.
-        used = [_without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
+        used = [without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
         try:
             failed = launch(self.function, used, sizes, grid)
         except NotImplementedError as error:

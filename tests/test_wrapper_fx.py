@@ -100,12 +100,11 @@ def graph_of(case: Case, library: str) -> GraphModule:  # noqa: F811
     return fx.make_fx(case.program, Parts({"cpu": library}, case.constants, case.callables))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "way"), [(n, w) for n, c in CASES.items() for w in WAYS if w != "pickled" or not c.callables]
+)
 def test_graphs_do_what_the_reference_does(name: str, way: str, library: str) -> None:  # noqa: F811
     case = CASES[name]
-    if way == "pickled" and case.callables:
-        pytest.skip("Python functions do not pickle")
     run = WAYS[way](graph_of(case, library))
     with torch.no_grad():
         if case.fails:
@@ -457,11 +456,12 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("suite", sample("graphs", of=("graphs", "models")))
+@pytest.mark.parametrize("suite", sample("graphs", "arguments", of=("graphs", "arguments", "models")))
 def test_in_the_interpreter(suite: str, tmp_path: Path) -> None:
     """PyTorch's operator launches our kernels, which Triton interprets on the CPU."""
     samples = {
         "graphs": (["tests/test_fuzz_graphs.py", "-k", "test_random_graphs and 1"], 12),
+        "arguments": (["tests/test_frontend_cases.py", "-k", "negated or conjugated or complex"], 12),
         "models": (["tests/test_models.py", "-k", "step and bert or dynamic and vit"], 2),
     }
     passes(*samples[suite], tmp_path, timeout=300, TRITON_INTERPRET="1", PLAIT_WRAPPER="fx")

@@ -35,7 +35,7 @@ from plait.runtime import generated
 from plait.runtime.fxops import PythonFunction, below_autograd, triton_function
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Loaded, Parts
-from plait.wrapper.walk import input_sizes, sizes
+from plait.wrapper.walk import input_sizes, sizes, used
 
 aten = torch.ops.aten
 GraphCompiler = Callable[[GraphModule], Callable[..., Any]]
@@ -69,11 +69,14 @@ class FxProgram:
         signature = [_promise(i) for i in program.inputs]
         in_list = getattr(run, "_boxed_call", False)
         gpus = [i.device for i in program.body if isinstance(i, ins.DefineKernel) and i.device != "cpu"]
+        raw = _read_by_kernels(program) if gpus else []
 
         def call(args: list[object]) -> tuple[object, ...]:
             generated.check_inputs(args, signature)
             device = torch.cuda.device(gpus[0]) if gpus else contextlib.nullcontext()
             with below_autograd(), device:
+                for k in raw:  # Triton reads memory as it is
+                    args[k] = generated.without_lazy_bits(args[k])  # type: ignore[arg-type]
                 if in_list:
                     return tuple(run(args))
                 given = list(args)
@@ -95,6 +98,20 @@ class FxProgram:
 def _promise(i: ins.Input) -> tuple[str, torch.dtype, str] | None:
     plain = isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH
     return (i.name, TO_TORCH[i.dtype], i.device) if plain else None  # type: ignore[union-attr]
+
+
+def _read_by_kernels(program: ins.WrapperProgram) -> list[int]:
+    """Positions of the tensors that kernels read and nothing else touches."""
+    users: dict[str, list[ins.Instr]] = {}
+    for i in program.body:
+        for name in used(i):
+            users.setdefault(name, []).append(i)
+    return [
+        k
+        for k, given in enumerate(program.inputs)
+        if isinstance(given, ins.TensorInput)
+        and all(isinstance(i, ins.Launch) and given.name not in i.outs for i in users.get(given.name, ()))
+    ]
 
 
 def boxed(module: GraphModule) -> Callable[[list[object]], Any]:

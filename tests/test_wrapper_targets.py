@@ -1,4 +1,4 @@
-"""Every instruction × every target: native and Python do what a slow reference interpreter does, bit by bit."""
+"""Every instruction × every target: native, Python and FX do what a slow reference interpreter does, bit by bit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from plait.ir.dtypes import b1, f32, i32, i64, opaque
 from plait.ir.sizes import Size
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
+from plait.wrapper.fx import load_fx
 from plait.wrapper.instructions import (
     Alloc,
     Arena,
@@ -53,6 +54,7 @@ from plait.wrapper.instructions import (
 )
 from plait.wrapper.native import encode
 from plait.wrapper.passes import run_passes
+from plait.wrapper.program import Parts
 from plait.wrapper.python import load_python, make_python
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
@@ -590,7 +592,11 @@ def python(case: Case, program: WrapperProgram, library: str) -> Any:
     return load_python(make_python(program, {}), {"cpu": library}, case.constants, case.callables)
 
 
-TARGETS = {"native": native, "python": python}
+def fx(case: Case, program: WrapperProgram, library: str) -> Any:
+    return load_fx(program, Parts({"cpu": library}, case.constants, case.callables))
+
+
+TARGETS = {"native": native, "python": python, "fx": fx}
 
 
 def test_every_instruction_is_in_a_case() -> None:

@@ -10,8 +10,12 @@ import inspect
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 from plait.wrapper import instructions as ins
+from plait.wrapper.fx import fx_lines
 from plait.wrapper.native import encode
+from plait.wrapper.program import Parts
 from plait.wrapper.python import python_lines
 from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
@@ -62,6 +66,13 @@ _NATIVE: dict[type, str] = {
     ins.Note: "left out",
     ins.Alloc: "one step",
 }
+_FX: dict[type, str] = {
+    ins.Arena: "none: every Place is a tensor of its own",
+    ins.Free: "none: a value is dropped after its last use",
+    ins.DefineKernel: "none: launches name library, kernel and checks",
+    ins.Partition: "an annotation of the nodes that follow",
+    ins.Note: "an annotation of the nodes that follow, and their stack trace",
+}
 
 
 def example() -> ins.WrapperProgram:
@@ -74,16 +85,17 @@ def markdown() -> str:
     p = example()
     verify(p, after="example")
     encode(p)  # the native target takes all of it
-    shown: dict[type, tuple[ins.Instr, list[str]]] = {}
-    for i, lines in python_lines(p):
-        shown.setdefault(type(i), (i, lines))
+    beside = Parts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print])
+    shown: dict[type, tuple[ins.Instr, list[str], list[str]]] = {}
+    for (i, python), (_, fx) in zip(python_lines(p), fx_lines(p, beside), strict=True):
+        shown.setdefault(type(i), (i, python, fx))
     parts = [
         "# Wrapper instructions",
         "",
         "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py instead. -->",
         "",
         "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), printed and read back",
-        "(`wrapper/text.py`), run by the native executor and written as Python.",
+        "(`wrapper/text.py`), run by the native executor, and written as Python or as an FX graph.",
         "",
         "## Meanings",
         "",
@@ -93,8 +105,8 @@ def markdown() -> str:
         "",
         "## Targets",
         "",
-        "| instruction | text | python | native |",
-        "| --- | --- | --- | --- |",
+        "| instruction | text | python | fx | native |",
+        "| --- | --- | --- | --- | --- |",
         *(_row(cls, *shown[cls]) for cls in ins.INSTRUCTIONS),
         "",
         "## A program with all of them",
@@ -112,10 +124,10 @@ def _meaning(cls: type) -> str:
     return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
 
 
-def _row(cls: type, i: ins.Instr, python: list[str]) -> str:
-    made = "<br>".join(f"`{_cell(s)}`" for s in python)
+def _row(cls: type, i: ins.Instr, python: list[str], fx: list[str]) -> str:
+    made, nodes = ("<br>".join(f"`{_cell(s)}`" for s in lines) for lines in (python, fx))
     native = _NATIVE.get(cls, "ends the call" if cls is ins.Return else "one step")
-    return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {native} |"
+    return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {nodes or _FX[cls]} | {native} |"
 
 
 def _cell(words: str) -> str:

@@ -31,6 +31,7 @@ class Program:
         constants: Sequence[torch.Tensor],
         callables: Sequence[object],
         cubins: str | None = None,
+        generated: str | None = None,
     ) -> Program: ...
     def __call__(self, *args: Any) -> tuple[Any, ...]: ...
     @property

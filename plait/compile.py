@@ -74,7 +74,7 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
         built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
-    loaded = log("load", WRAPPERS[cfg.wrapper], wrapper, libraries, lowered.constants, lowered.callables)
+    loaded = log("load", WRAPPERS[cfg.wrapper], wrapper, libraries, lowered.constants, lowered.callables, cfg)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
 
     record = CompileRecord(

@@ -39,8 +39,9 @@ class Config:
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
     wrapper: str = flag(
-        "native", doc="what runs the program: the native executor or generated Python", choices=("native", "python")
-    )
+        "native", doc="what runs the program: the native executor, generated Python or generated C++",
+        choices=("native", "python", "cpp"),
+    )  # fmt: skip
     isa: str = flag("auto", doc="vector instructions of CPU kernels", choices=("auto", "avx512", "avx2", "portable"))
     gpu_arch: str = flag(
         "auto", doc="what GPU kernels are compiled for: auto (the device at hand) or a name such as sm_90"

@@ -21,13 +21,18 @@ Libraries = Mapping[str, str]
 
 
 def load(
-    plan: bytes, libraries: Libraries, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()
+    plan: bytes,
+    libraries: Libraries,
+    constants: Sequence[torch.Tensor] = (),
+    callables: Sequence[object] = (),
+    generated: str | None = None,
 ) -> Program:
     """Verifies the plan and binds it to this process.
 
-    constants, callables: the tables that the plan numbers. Raises PlanError for damaged bytes, LoadError where a
+    constants, callables: the tables that the plan numbers. generated: the library that `wrapper/cpp.py` made of the
+    same program, which then runs instead. Raises PlanError for damaged bytes, LoadError where a
     kernel, operator or table entry is missing.
     """
     host = libraries.get("cpu")
     kernels = None if host is None else Library(host, mathtable.NAMES)
-    return Program(plan, kernels, list(constants), list(callables), libraries.get("cuda"))
+    return Program(plan, kernels, list(constants), list(callables), libraries.get("cuda"), generated)

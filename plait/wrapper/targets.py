@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from plait.config import Config
 from plait.runtime.load import Libraries, load
+from plait.wrapper.cpp import load_cpp
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.python import load_python, make_python
@@ -27,18 +29,28 @@ class Loaded(Protocol):
 
 
 def _native(
-    program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Any]
+    program: WrapperProgram,
+    libraries: Libraries,
+    constants: Sequence[torch.Tensor],
+    callables: Sequence[Any],
+    cfg: Config,
 ) -> Loaded:
     return load(encode(program), libraries, constants, callables)
 
 
 def _python(
-    program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Any]
+    program: WrapperProgram,
+    libraries: Libraries,
+    constants: Sequence[torch.Tensor],
+    callables: Sequence[Any],
+    cfg: Config,
 ) -> Loaded:
     return load_python(make_python(program, libraries), libraries, constants, callables)
 
 
-TARGETS: dict[str, Callable[[WrapperProgram, Libraries, Sequence[torch.Tensor], Sequence[Any]], Loaded]] = {
+Target = Callable[[WrapperProgram, Libraries, Sequence[torch.Tensor], Sequence[Any], Config], Loaded]
+TARGETS: dict[str, Target] = {
     "native": _native,
     "python": _python,
+    "cpp": load_cpp,
 }

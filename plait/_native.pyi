@@ -32,6 +32,7 @@ class Program:
         callables: Sequence[object],
         cubins: str | None = None,
         generated: str | None = None,
+        entry: str = "plait_run",
     ) -> Program: ...
     def __call__(self, *args: Any) -> tuple[Any, ...]: ...
     @property

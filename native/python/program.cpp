@@ -259,9 +259,9 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     Py_buffer bytes;
     PyObject *library = nullptr, *constants = nullptr, *callables = nullptr;
-    const char *cubins_path = nullptr, *generated_path = nullptr;
-    if (!PyArg_ParseTuple(args, "y*OOO|zz", &bytes, &library, &constants, &callables, &cubins_path,
-                          &generated_path))
+    const char *cubins_path = nullptr, *generated_path = nullptr, *entry = "plait_run";
+    if (!PyArg_ParseTuple(args, "y*OOO|zzs", &bytes, &library, &constants, &callables, &cubins_path,
+                          &generated_path, &entry))
       return nullptr;
     const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> release(&bytes, PyBuffer_Release);
     Plan plan =
@@ -274,8 +274,8 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
     }
     std::shared_ptr<Cubins> cubins;
     if (cubins_path) cubins = std::make_shared<Cubins>(cubins_path);
-    std::shared_ptr<Library> generated;
-    if (generated_path) generated = std::make_shared<Library>(generated_path, std::vector<void*>());
+    std::optional<Generated> generated;
+    if (generated_path) generated.emplace(generated_path, entry);
     std::vector<at::Tensor> tensors;
     const Items given(constants, "constants must be a sequence of tensors");
     for (Py_ssize_t i = 0; i < given.n; ++i) {
@@ -428,9 +428,10 @@ PyMemberDef program_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyProgram, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot program_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables, cubins=None, generated=None): "
-                                  "a compiled program, called with its inputs, returns a tuple. generated: the "
-                                  "library that wrapper/cpp.py made of the same program, which runs in the plan's place.")},
+    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables, cubins=None, generated=None, "
+                                  "entry='plait_run'): a compiled program, called with its inputs, returns a tuple. "
+                                  "generated: a library that wrapper/cpp.py made; its function `entry`, which is the "
+                                  "same program, runs instead.")},
     {Py_tp_new, reinterpret_cast<void*>(program_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(program_traverse)},

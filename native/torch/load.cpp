@@ -630,10 +630,6 @@ class Loader {
 
   // The library runs instead of the steps: nothing here could.
   void use_generated() {
-    const auto* version = static_cast<const int32_t*>(p_.generated_->find("plait_table_version"));
-    if (!version || *version != PLAIT_TABLE_VERSION)
-      throw LoadError("the generated program was made for another version of plait");
-    p_.entry_ = reinterpret_cast<int (*)(plait_call*)>(p_.generated_->find("plait_run"));
     p_.steps_.clear();
     p_.patches_.clear();
     for (SlotInfo& i : p_.slots_) i.patches = {};
@@ -656,7 +652,7 @@ class Loader {
 
 Program::Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
                  std::vector<at::Tensor> constants, const Host& host, void* owner,
-                 std::shared_ptr<Library> generated)
+                 std::optional<Generated> generated)
     : plan_(std::move(plan)),
       library_(std::move(library)),
       cubins_(std::move(cubins)),

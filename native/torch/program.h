@@ -264,13 +264,24 @@ class Operands {
   bool is_given_ = false;
 };
 
+// The same program as C++ that was built, see plait/wrapper/cpp.py. Throws LoadError.
+class Generated {
+ public:
+  Generated(const std::string& path, const std::string& entry);
+  int run(plait_call* call) const { return run_(call); }
+
+ private:
+  std::shared_ptr<Library> library_;
+  int (*run_)(plait_call*);
+};
+
 class Program {
  public:
-  // Throws PlanError, LoadError. callables are borrowed objects of the host. generated: the plan as
-  // a library that the cpp target made, which then runs instead of the steps; null: none.
+  // Throws PlanError, LoadError. callables are borrowed objects of the host. generated: runs
+  // instead of the plan's steps.
   Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
           std::vector<at::Tensor> constants, const Host& host, void* owner,
-          std::shared_ptr<Library> generated);
+          std::optional<Generated> generated);
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
@@ -374,8 +385,7 @@ class Program {
   std::optional<Accelerator> gpu_;
   std::vector<KernelFn> functions_;           // of the CPU, by number in the plan
   std::vector<const cuda::Kernel*> kernels_;  // of the GPU
-  std::shared_ptr<Library> generated_;
-  int (*entry_)(plait_call*) = nullptr;  // of generated_
+  std::optional<Generated> generated_;
   std::vector<at::Tensor> constants_;
   Host host_;
   void* owner_;

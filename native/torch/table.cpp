@@ -201,9 +201,18 @@ struct Table {
                                          fill,   layout, aligned, finite, fail, overflow, give};
 };
 
+Generated::Generated(const std::string& path, const std::string& entry)
+    : library_(std::make_shared<Library>(path, std::vector<void*>())),
+      run_(reinterpret_cast<int (*)(plait_call*)>(library_->find(entry.c_str()))) {
+  const auto* version = static_cast<const int32_t*>(library_->find("plait_table_version"));
+  if (!version || *version != PLAIT_TABLE_VERSION)
+    throw LoadError(path + " was made for another version of plait");
+  if (!run_) throw LoadError("program '" + entry + "' is not in " + path);
+}
+
 void Program::run_generated(Frame& f, bool profiled) const {
   RunningCall call{{&Table::functions, functions_.data(), f.pointers.data()}, *this, f, profiled, {}};
-  if (entry_(&call) != 0) std::rethrow_exception(call.error);
+  if (generated_->run(&call) != 0) std::rethrow_exception(call.error);
 }
 
 }  // namespace plait

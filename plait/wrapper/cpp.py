@@ -17,10 +17,10 @@ from typing import Any, assert_never
 import torch
 
 from plait.config import Config
-from plait.ir.dtypes import DTYPES, DType, opaque
+from plait.ir.dtypes import DTYPES, opaque
 from plait.ir.sizes import Atom, Expr, Size
 from plait.runtime.cache import get_or_build
-from plait.runtime.load import Libraries, Program, load
+from plait.runtime.load import ENTRY, Libraries, Program, load
 from plait.runtime.toolchain import find_toolchain
 from plait.wrapper import instructions as ins
 from plait.wrapper.native import encode_numbered
@@ -64,19 +64,20 @@ def _header() -> str:
     return (Path(__file__).parents[1] / "include" / "plait" / "wrapper.h").read_text()
 
 
-def make_cpp(program: ins.WrapperProgram) -> str:
-    """The program's source."""
-    return _Source(program).text()
+def make_cpp(program: ins.WrapperProgram, entry: str = ENTRY) -> str:
+    """The program's source: a function of this name."""
+    return _Source(program).text(entry)
 
 
 def cpp_lines(program: ins.WrapperProgram) -> list[tuple[ins.Instr, list[str]]]:
-    """Every instruction with the lines that it becomes; launches wait for the end of their region."""
+    """Every instruction with the lines that it becomes, each launch in a region of its own."""
     source = _Source(program)
     out = []
-    for k, i in enumerate(program.body):
+    for i in program.body:
+        source.end_region()
         before = len(source.lines)
-        source.step(k, i)
-        out.append((i, source.region.lines[-1:] if isinstance(i, ins.Launch) else source.lines[before:]))
+        source.instruction(i)
+        out.append((i, list(source.region.lines or source.lines[before:] or source.notes)))
     return out
 
 
@@ -166,9 +167,9 @@ class _Source:
             return False
         return name in self.headers or not isinstance(i, (ins.View, ins.Reuse))
 
-    def text(self) -> str:
-        for i in self.p.inputs:
-            self._input(i)
+    def text(self, entry: str) -> str:
+        for given in self.p.inputs:
+            self._input(given)
         self._drop(self.drops.get(-1, []))
         for k, i in enumerate(self.p.body):
             self.step(k, i)
@@ -178,10 +179,8 @@ class _Source:
             _INCLUDE,
             "using namespace plait::wrapper;",
             "",
-            *([f"namespace kernel {{ enum {{ {names} }}; }}", ""] if names else []),
-            'extern "C" const int32_t plait_table_version = PLAIT_TABLE_VERSION;',
-            "",
-            'extern "C" int plait_run(Call call) {',
+            f'extern "C" int {entry}(Call call) {{',
+            *([f"  struct kernel {{ enum {{ {names} }}; }};"] if names else []),
             *(f"  {s}" for s in self.lines),
             "}",
         ]
@@ -272,7 +271,7 @@ class _Source:
     # ---- instructions
     def step(self, k: int, i: ins.Instr) -> None:
         """Adds the lines of the instruction at this position, and the ends of what it uses last."""
-        self._instruction(i)
+        self.instruction(i)
         drops = self.drops.get(k, [])
         if self.region.lines:
             self.region.dying += drops
@@ -282,7 +281,7 @@ class _Source:
     def _drop(self, names: Sequence[str]) -> None:
         self.lines += [f"{self.names[n]}.drop();" for n in names]
 
-    def _end_region(self) -> None:
+    def end_region(self) -> None:
         """Launches that follow each other run as one."""
         if not self.region.lines:
             return
@@ -300,16 +299,17 @@ class _Source:
                 continue
             nbytes = _nbytes(i) if isinstance(i, (ins.Alloc, ins.TensorInput)) else None
             if nbytes is None or nbytes >= _SMALL:
-                return self._end_region()
+                return self.end_region()
         return None
 
     def _begin(self) -> None:
         """What follows needs what all launches have written."""
-        self._end_region()
+        self.end_region()
         self.lines += self.notes
         self.notes = []
 
-    def _instruction(self, i: ins.Instr) -> None:
+    def instruction(self, i: ins.Instr) -> None:
+        """Adds the lines of one instruction, or puts a launch off."""
         name = self.names
         match i:
             case ins.Symbol():
@@ -320,7 +320,7 @@ class _Source:
                 given = ", ".join([str(list(DTYPES).index(i.dtype.name)), *self._shape(i)])
                 self._add(f"TRY({name[i.tensor]}.require({given}));", i.dtype.name)
             case ins.AssertAlignment():
-                slot = f"Slot(call, {self.numbers.slots[i.tensor]})"
+                slot = f"Slot(call, {self.numbers.slots[i.tensor]})" if self._is_pointer(i.tensor) else name[i.tensor]
                 self._add(f"TRY({slot}.require_aligned({self._at(i.tensor)}, {i.nbytes}));")
             case ins.CheckFinite():
                 self._begin()
@@ -483,12 +483,12 @@ def _real(text: str) -> str:
     value = float.fromhex(text)
     if value - value == 0:
         return value.hex()
-    return "__builtin_nan(\"\")" if value != value else f"{'-' if value < 0 else ''}__builtin_inf()"
+    return '__builtin_nan("")' if value != value else f"{'-' if value < 0 else ''}__builtin_inf()"
 
 
 def _string(text: str) -> str:
     """A string literal of any text."""
-    plain = {c for c in range(32, 127)} - set(b'"\\?')
+    plain = set(range(32, 127)) - set(b'"\\?')
     return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode()) + '"'
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from plait.wrapper import instructions as ins
+from plait.wrapper.cpp import cpp_lines
 from plait.wrapper.native import encode
 from plait.wrapper.python import python_lines
 from plait.wrapper.text import line, read, text
@@ -63,6 +64,12 @@ _NATIVE: dict[type, str] = {
     ins.Alloc: "one step",
 }
 
+_CPP: dict[type, str] = {
+    ins.DefineKernel: "a number in the struct `kernel`",
+    ins.Free: "`.drop();` after the last use, of kernels' views too",
+    ins.Partition: "a comment: it runs as it is",
+}
+
 
 def example() -> ins.WrapperProgram:
     """A legal program that has every instruction."""
@@ -74,16 +81,16 @@ def markdown() -> str:
     p = example()
     verify(p, after="example")
     encode(p)  # the native target takes all of it
-    shown: dict[type, tuple[ins.Instr, list[str]]] = {}
-    for i, lines in python_lines(p):
-        shown.setdefault(type(i), (i, lines))
+    shown: dict[type, tuple[ins.Instr, list[str], list[str]]] = {}
+    for (i, python), (_, cpp) in zip(python_lines(p), cpp_lines(p), strict=True):
+        shown.setdefault(type(i), (i, python, cpp))
     parts = [
         "# Wrapper instructions",
         "",
         "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py instead. -->",
         "",
         "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), printed and read back",
-        "(`wrapper/text.py`), run by the native executor and written as Python.",
+        "(`wrapper/text.py`), run by the native executor and written as Python or C++ (`wrapper/cpp.py`).",
         "",
         "## Meanings",
         "",
@@ -93,8 +100,8 @@ def markdown() -> str:
         "",
         "## Targets",
         "",
-        "| instruction | text | python | native |",
-        "| --- | --- | --- | --- |",
+        "| instruction | text | python | cpp | native |",
+        "| --- | --- | --- | --- | --- |",
         *(_row(cls, *shown[cls]) for cls in ins.INSTRUCTIONS),
         "",
         "## A program with all of them",
@@ -112,10 +119,15 @@ def _meaning(cls: type) -> str:
     return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
 
 
-def _row(cls: type, i: ins.Instr, python: list[str]) -> str:
-    made = "<br>".join(f"`{_cell(s)}`" for s in python)
+def _row(cls: type, i: ins.Instr, python: list[str], cpp: list[str]) -> str:
+    made = _code(python)
+    in_cpp = _CPP.get(cls) or _code(cpp)
     native = _NATIVE.get(cls, "ends the call" if cls is ins.Return else "one step")
-    return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {native} |"
+    return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {in_cpp} | {native} |"
+
+
+def _code(lines: list[str]) -> str:
+    return "<br>".join(f"`{_cell(s)}`" for s in lines)
 
 
 def _cell(words: str) -> str:

@@ -49,8 +49,4 @@ def _python(
 
 
 Target = Callable[[WrapperProgram, Libraries, Sequence[torch.Tensor], Sequence[Any], Config], Loaded]
-TARGETS: dict[str, Target] = {
-    "native": _native,
-    "python": _python,
-    "cpp": load_cpp,
-}
+TARGETS: dict[str, Target] = {"native": _native, "python": _python, "cpp": load_cpp}

@@ -58,6 +58,9 @@ struct plait_table {
   int (*give)(plait_call*, const plait_operand* results, int n);
 };
 
+// Which table a program was made for.
+extern const int32_t plait_table_version __attribute__((weak)) = PLAIT_TABLE_VERSION;
+
 struct plait_call {
   const plait_table* table;
   const plait_kernel* kernels;  // of the CPU

@@ -155,7 +155,7 @@ def main() -> None:
     print(f"{'(x + y).sum() 8x8, boxed':44s} {measure(lambda: boxed([x, y])):8.0f}")
     row = torch.randn(1, 16)
     parameters = [torch.randn(32, 16), torch.randn(32), torch.randn(4, 32), torch.randn(4)]
-    mlp = Bound(tiny_mlp(), [*parameters, spec(0, 1, 16)], ["x"], True)
+    mlp = Bound(tiny_mlp(), [*(("bound", "p", p) for p in parameters), spec(0, 1, 16)], ["x"], True)
     print(f"{'tiny-mlp in two kernels, Bound':44s} {measure(lambda: mlp(row)):8.0f}")
     v = torch.randn(4)
     few, many = chain(1), chain(31)

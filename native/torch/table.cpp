@@ -101,10 +101,10 @@ struct Table {
       p.bind_header(f, s, first, extents(rank, sizes, strides));
     });
   }
-  static char* storage(plait_call* c, int32_t s) {
-    const auto& call = *static_cast<RunningCall*>(c);
-    return static_cast<char*>(
-        call.program.storage_of(call.f, s).unsafeGetStorageImpl()->mutable_data());
+  static int storage(plait_call* c, int32_t s, char** first) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      *first = static_cast<char*>(p.storage_of(f, s).unsafeGetStorageImpl()->mutable_data());
+    });
   }
   static void drop(plait_call* c, int32_t s) {
     const auto& call = *static_cast<RunningCall*>(c);

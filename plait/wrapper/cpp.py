@@ -17,11 +17,12 @@ from typing import Any, assert_never
 import torch
 
 from plait.config import Config
+from plait.errors import warn_once
 from plait.ir.dtypes import DTYPES, opaque
 from plait.ir.sizes import Atom, Expr, Size
 from plait.runtime.cache import get_or_build
 from plait.runtime.load import ENTRY, Libraries, Program, load
-from plait.runtime.toolchain import find_toolchain
+from plait.runtime.toolchain import ToolchainMissing, find_toolchain
 from plait.wrapper import instructions as ins
 from plait.wrapper.native import encode_numbered
 from plait.wrapper.text import line
@@ -35,8 +36,8 @@ _RESERVED = frozenset(
     namespace new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast
     requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
     true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq linux unix
-    call kernel plait wrapper div mod min max eq ne lt le require op python run give main
-    Call Int Slot Tensor Operand Launch TRY SIZE NULL""".split()
+    call kernel plait wrapper div mod min max eq ne lt le require op python run give symbol launch main
+    Call Int Slot Tensor Operand Launch Arguments TRY SIZE NULL""".split()
 )
 _MEMORY = (ins.Launch, ins.Place, ins.Reuse, ins.View, ins.AssertAlignment, ins.Free)  # need no more than a pointer
 _SMALL = 1 << 20  # memory that dies in a region and is not worth ending it for before an allocation
@@ -49,9 +50,13 @@ def load_cpp(
     callables: Sequence[Any],
     cfg: Config,
 ) -> Program:
-    """The program, built or found in the cache. Raises ToolchainMissing where no compiler works."""
-    built = build_cpp(make_cpp(program), cfg)
-    return load(encode_numbered(program).plan, libraries, constants, callables, generated=str(built))
+    """The program, built or found in the cache. Where no compiler works, the executor runs its plan, with a warning."""
+    built = None
+    try:
+        built = str(build_cpp(make_cpp(program), cfg))
+    except ToolchainMissing as missing:
+        warn_once(f"plait runs programs without making C++ of them: {missing.line}")
+    return load(encode_numbered(program).plan, libraries, constants, callables, generated=built)
 
 
 def build_cpp(source: str, cfg: Config) -> Path:
@@ -206,7 +211,7 @@ class _Source:
         return f"{self.names[name]}(call, {self.numbers.slots[name]})"
 
     def _symbol(self, name: str) -> None:
-        self._add(f"const int64_t {self.names[name]} = call->table->symbol(call, {self.numbers.symbols[name]});")
+        self._add(f"const int64_t {self.names[name]} = symbol(call, {self.numbers.symbols[name]});")
 
     def _at(self, name: str) -> str:
         """The pointer of a tensor."""
@@ -329,7 +334,7 @@ class _Source:
             case ins.Arena():
                 nbytes = self.size(i.nbytes)
                 self._add(f"const Slot {self._slot(i.name)};", i.device)
-                self._add(f"TRY(call->table->arena(call, {name[i.name]}.slot, {nbytes}));")
+                self._add(f"TRY({name[i.name]}.take({nbytes}));")
             case ins.Place():
                 if self._is_pointer(i.name):
                     self._add(f"char* const {name[i.name]} = {name[i.arena]}.data() + {i.offset};", i.dtype.name)
@@ -347,7 +352,7 @@ class _Source:
             case ins.Free():
                 pass  # `last` says the same, of kernels' views too
             case ins.View():
-                start = self._at(i.base) if i.relative else f"Slot(call, {self.numbers.slots[i.base]}).storage()"
+                start = self._at(i.base) if i.relative else self._storage(i.base)
                 self._view(i, f"{start} + {self.size(i.offset)} * {i.dtype.nbytes}" if i.offset != 0 else start)
             case ins.Constant():
                 self._add(f"const Slot {self._slot(i.name)};", f"constant {i.index}")
@@ -397,6 +402,13 @@ class _Source:
         given = ", ".join([first, *self._shape(i)])
         self._add(f"Tensor {self._slot(i.name)};", i.dtype.name)
         self._add(f"TRY({self.names[i.name]}.view({given}));")
+
+    def _storage(self, name: str) -> str:
+        """Where the storage of a tensor starts."""
+        first = self.names[f"{name} storage {len(self.lines)}"]
+        self._add(f"char* {first};")
+        self._add(f"TRY(Slot(call, {self.numbers.slots[name]}).storage({first}));")
+        return first
 
     def _launch(self, i: ins.Launch) -> None:
         kernel = f"kernel::{self.kernel_names[i.kernel]}"

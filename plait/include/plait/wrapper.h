@@ -41,7 +41,7 @@ struct plait_table {
   int (*place)(plait_call*, int32_t tensor, int64_t offset, int rank, const int64_t* sizes, const int64_t* strides);
   int (*alloc)(plait_call*, int32_t tensor, int rank, const int64_t* sizes, const int64_t* strides);
   int (*view)(plait_call*, int32_t tensor, char* first, int rank, const int64_t* sizes, const int64_t* strides);
-  char* (*storage)(plait_call*, int32_t tensor);  // where its storage starts
+  int (*storage)(plait_call*, int32_t tensor, char** first);  // where its storage starts
   void (*drop)(plait_call*, int32_t tensor);
   int (*run)(plait_call*, const plait_task* tasks, int n, int64_t split_ns);
   int (*launch)(plait_call*, int32_t kernel, void* const* buffers, const int64_t* sizes, int64_t grid);
@@ -123,10 +123,12 @@ class Slot {
  public:
   Slot(Call call, int32_t slot) : call(call), slot(slot) {}
   char* data() const { return call->pointers[slot]; }
-  char* storage() const { return call->table->storage(call, slot); }
   int read(int what, int64_t dim, int64_t& out) const { return call->table->read(call, slot, what, dim, &out); }
+  int storage(char*& first) const { return call->table->storage(call, slot, &first); }
   void drop() const { call->table->drop(call, slot); }
 
+  // Of an arena: memory for the call.
+  int take(int64_t nbytes) const { return call->table->arena(call, slot, nbytes); }
   // With memory of its own.
   int alloc() const { return call->table->alloc(call, slot, 0, nullptr, nullptr); }
   template <int N>
@@ -191,6 +193,7 @@ struct Operand : plait_operand {
   Operand(int64_t v) : plait_operand{v} {}
 };
 
+inline int64_t symbol(Call call, int32_t index) { return call->table->symbol(call, index); }
 inline int require(Call call, int64_t holds, const char* message) {
   return holds ? 0 : call->table->fail(call, message);
 }

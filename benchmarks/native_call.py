@@ -114,7 +114,7 @@ def trained() -> Training:
     inputs = (tensor("x", 4), tensor("t", 4))
     backward = build(program(inputs, alloc("g", 4), launch("k_inc", "t", "g", n=4), ret("g")))
     layout = ((4,), (1,))
-    return Training(forward, forward, lambda _: backward, (True,), 1, 0, (layout,), (0,), False, (), (), False)
+    return Training(forward, forward, lambda _: backward, (True,), 1, 0, (layout,), ((0, (0,)),), False, (), (), False)
 
 
 def compare_cpp() -> None:

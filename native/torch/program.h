@@ -320,10 +320,12 @@ class Program {
   void take_arena(Frame& f, SlotId s, int64_t nbytes) const;
   void bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) const;
   const at::Storage& storage_of(Frame& f, SlotId s) const;
+  void allocate(Frame& f, SlotId s) const;
   void allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes, bool contiguous) const;
   char* place(const Frame& f, SlotId s, int64_t offset, const Extents& e) const;
   void set_pointer(Frame& f, SlotId s) const;
   char* pointer_of(const Frame& f, SlotId s) const;
+  void bind_header(Frame& f, SlotId s) const;
   void bind_header(Frame& f, SlotId s, const char* pointer, const Extents& e) const;
   caffe2::TypeMeta type_of(const Frame& f, const SlotInfo& i) const;
   void share_version(Frame& f, SlotId s) const;
@@ -348,6 +350,7 @@ class Program {
   void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const;
   void check_finite(const Frame& f, SlotId s, const char* origin, bool infinities) const;
   [[noreturn]] void fail_check(int32_t kernel, int64_t code) const;
+  void check_size_stride(const Frame& f, const AssertSizeStride& a) const;
   void check_size_stride(const Frame& f, SlotId s, DType dtype, c10::IntArrayRef sizes,
                          c10::IntArrayRef strides) const;
   void check_alignment(SlotId s, const char* pointer, int64_t nbytes) const;

@@ -356,6 +356,13 @@ void Program::allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes,
               t.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()->mutable_data()));
 }
 
+void Program::allocate(Frame& f, SlotId s) const {
+  const SlotInfo& i = slots_[static_cast<size_t>(s)];
+  const Extents e(i.meta, f.values);
+  const int64_t nbytes = i.meta.is_static ? i.meta.nbytes : e.nbytes(element_size(i.dtype));
+  allocate(f, s, e, nbytes, i.meta.contiguous);
+}
+
 const at::Storage& Program::storage_of(Frame& f, SlotId s) const {
   while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
     s = slots_[static_cast<size_t>(s)].base;
@@ -417,6 +424,10 @@ void Program::bind_header(Frame& f, SlotId s, const char* pointer, const Extents
   }
   t.unsafeGetTensorImpl()->set_sizes_and_strides(e.sizes, e.strides, offset);
   if (i.escapes && i.kind == SlotInfo::Kind::view) share_version(f, s);
+}
+
+void Program::bind_header(Frame& f, SlotId s) const {
+  bind_header(f, s, pointer_of(f, s), Extents(slot(s).meta, f.values));
 }
 
 // A view that leaves the program shares the version counter of what it views, as autograd expects
@@ -588,6 +599,13 @@ void Program::check_size_stride(const Frame& f, SlotId s, DType dtype, c10::IntA
               list(t.strides()), ", expected ", list(sizes), " and ", list(strides));
 }
 
+void Program::check_size_stride(const Frame& f, const AssertSizeStride& a) const {
+  c10::SmallVector<int64_t, 16> sizes, strides;
+  for (ExprId e : a.shape.sizes) sizes.push_back(value(f, e));
+  for (ExprId e : a.shape.strides) strides.push_back(value(f, e));
+  check_size_stride(f, a.tensor, a.dtype, sizes, strides);
+}
+
 void Program::check_alignment(SlotId s, const char* pointer, int64_t nbytes) const {
   TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(nbytes) == 0, "'",
               slot(s).name, "' is not aligned to ", nbytes, " bytes");
@@ -618,15 +636,9 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
       return set_symbol(f, i.symbol, read(f, i.tensor, i.source, i.dim));
     }
     case StepKind::arena: return take_arena(f, s.a, value(f, s.b));
-    case StepKind::alloc: {
-      const SlotInfo& i = slot(s.a);
-      const Extents e(i.meta, f.values);
-      const int64_t nbytes = i.meta.is_static ? i.meta.nbytes : e.nbytes(element_size(i.dtype));
-      return allocate(f, s.a, e, nbytes, i.meta.contiguous);
-    }
+    case StepKind::alloc: return allocate(f, s.a);
     case StepKind::pointer: return set_pointer(f, s.a);
-    case StepKind::header:
-      return bind_header(f, s.a, pointer_of(f, s.a), Extents(slot(s.a).meta, f.values));
+    case StepKind::header: return bind_header(f, s.a);
     case StepKind::region: return run_region(f, regions_[static_cast<size_t>(s.a)], profiled);
     case StepKind::launch:
       return run_launch(f, grid_launches_[static_cast<size_t>(s.a)], profiled);
@@ -644,13 +656,7 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
       if (value(f, instr<AssertScalar>(s.a).expr) == 0)
         throw std::runtime_error(instr<AssertScalar>(s.a).message);
       return;
-    case StepKind::assert_size_stride: {
-      const AssertSizeStride& i = instr<AssertSizeStride>(s.a);
-      c10::SmallVector<int64_t, 16> sizes, strides;
-      for (ExprId e : i.shape.sizes) sizes.push_back(value(f, e));
-      for (ExprId e : i.shape.strides) strides.push_back(value(f, e));
-      return check_size_stride(f, i.tensor, i.dtype, sizes, strides);
-    }
+    case StepKind::assert_size_stride: return check_size_stride(f, instr<AssertSizeStride>(s.a));
     case StepKind::assert_alignment: {
       const AssertAlignment& i = instr<AssertAlignment>(s.a);
       return check_alignment(i.tensor, pointer_of(f, i.tensor), i.nbytes);

@@ -120,6 +120,11 @@ int cuGraphExecKernelNodeSetParams_v2(void* graph, void* node, const plait::cuda
        static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
   return 0;
 }
+int cuGraphMemcpyNodeGetParams(void*, plait::cuda::CopyParams* p) {
+  *p = {};
+  return 0;
+}
+int cuGraphExecMemcpyNodeSetParams(void*, void*, const plait::cuda::CopyParams*, void*) { return 0; }
 int cuGraphLaunch(void* graph, void* stream) {
   note("graph %zu on %zu\n", reinterpret_cast<size_t>(graph), reinterpret_cast<size_t>(stream));
   return 0;

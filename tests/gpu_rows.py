@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.ir.dtypes import DType, bf16, f32, f64
-from plait.ir.loops import Load, Node, cast, const, loop_vars, node
+from plait.ir.dtypes import DType, bf16, f32, f64, i64
+from plait.ir.loops import Buffer, Load, Node, cast, const, loop_vars, node, walk
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 from tests.gpu_kernels import OnDevice
 from tests.kernel_tools import run_kernel, strided
@@ -52,7 +52,19 @@ def exp_sum(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
     return softmax(x, d)[0], _acc("sum", d)
 
 
+def choice(x: Node, d: DType, at: int = 5) -> tuple[tuple[Stmt, ...], Node]:
+    """(2 at one place, else 0) less exp(x) times the sum of that: the gradient of a cross-entropy."""
+    load = next(n for n in walk((x,)) if n.op == "load")
+    assert isinstance(load.attr, Load)
+    here = node("eq", (node("index", (), load.attr.index[1], i64), const(at, i64)))
+    one = node("where", (here, const(2.0, d), const(0.0, d)))
+    return (Reduce("s", "sum", one),), node("sub", (one, node("mul", (node("exp", (x,)), _acc("s", d)))))
+
+
 CASES = {
+    "choice": (choice, f32, f32),
+    "choice_bf16": (choice, bf16, f32),
+    "choice_outside": (lambda x, d: choice(x, d, -1), bf16, f32),
     "layer_norm": (layer_norm, f32, f32),
     "layer_norm_f64": (layer_norm, f64, f64),
     "layer_norm_bf16": (layer_norm, bf16, f32),
@@ -63,13 +75,13 @@ CASES = {
 }
 
 
-def kernel_of(name: str, length: int) -> Kernel:
-    """One of the cases over rows of a length."""
+def kernel_of(name: str, length: int, pitch: int = 0) -> Kernel:
+    """One of the cases over rows of a length. pitch: from a row to the next, if not that."""
     make, kept, d = CASES[name]
     (i,), (r,) = loop_vars("i", (ROWS,)), loop_vars("r", (length,))
     x = cast(node("load", (), Load("x", (i, r)), kept), d)
     stmts, value = make(x, d)
-    args = (strided("x", kept, (ROWS, length)), strided("out", kept, (ROWS, length)))
+    args = tuple(Buffer(n, kept, (ROWS, length), (pitch or length, 1)) for n in ("x", "out"))
     return Kernel(name, (i,), (r,), (*stmts, Store("out", (i, r), cast(value, kept), True)), args, ("out",), ())
 
 
@@ -94,24 +106,25 @@ def columns(length: int, width: int, kept: DType, runner: Callable[[list[Kernel]
     return "" if same else f"columns of {length} x {width} {kept}: {mine['s']} is not {want['s']}"
 
 
-def check(name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
+def check(name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]], pitch: int = 0) -> str:
     """What is wrong with one case, or ""."""
-    kernel = kernel_of(name, length)
+    kernel, pitch = kernel_of(name, length, pitch), pitch or length
     kept = CASES[name][1]
-    data = np.random.default_rng(0).standard_normal(ROWS * length)
-    data[length : 2 * length] += 1000  # a mean far from 0
+    data = np.random.default_rng(0).standard_normal(ROWS * pitch)
+    if "choice" not in name:
+        data[pitch : 2 * pitch] += 1000  # a mean far from 0
     if kept == bf16:
         x = (data.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        empty = np.zeros(ROWS * length, np.uint16)
+        empty = np.zeros(ROWS * pitch, np.uint16)
     else:
         x = data.astype(np.float64 if kept == f64 else np.float32)
         empty = np.zeros_like(x)
     mine, want = {"x": x, "out": empty.copy()}, {"x": x, "out": empty.copy()}
     runner([kernel])(kernel, mine)
     run_kernel(kernel, want)
-    got, reference = (_wide(a["out"]).reshape(ROWS, length) for a in (mine, want))
+    got, reference = (_wide(a["out"]).reshape(ROWS, pitch) for a in (mine, want))
     rtol = {"f64": 1e-12, "f32": 1e-4, "bf16": 8e-3}[kept.name]
-    scale = np.abs(reference).max(1, keepdims=True)
+    scale = np.abs(reference).max(1, keepdims=True) + 1e-30
     off = (np.abs(got - reference) / scale).max()
     return "" if off <= rtol else f"{name} of {length}: off by {off}"
 
@@ -148,6 +161,7 @@ def main() -> None:
                 return Runner(kernels, Path(folder))
 
         found = [check(name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)]
+        found += [check(name, 40003, runner, 40008) for name in CASES]
         found += [extremes(name, n, runner) for name in ("layer_norm", "softmax", "exp_sum") for n in (700, 40000)]
         found += [columns(*shape, d, runner) for d in (f32, bf16) for shape in ((70, 64), (300, 100), (2000, 192))]
     wrong = [text for text in found if text]

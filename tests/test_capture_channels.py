@@ -28,16 +28,17 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def also_float32(node: Any) -> bool:
         if node.target not in channels._CONVOLUTIONS:
             return False
-        x = node.args[channels._CONVOLUTIONS[node.target][-1]].meta["val"]
+        source = node.args[channels._CONVOLUTIONS[node.target][-2]]
+        x = source.meta["val"]
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return wants(node)
         with x.fake_mode:
             half = x.to(torch.bfloat16)
-        meta, node.args[channels._CONVOLUTIONS[node.target][-1]].meta["val"] = x, half
+        source.meta["val"] = half
         try:
             return wants(node)
         finally:
-            node.args[channels._CONVOLUTIONS[node.target][-1]].meta["val"] = meta
+            source.meta["val"] = x
 
     monkeypatch.setattr(channels, "DEVICES", ("cpu",))
     monkeypatch.setattr(channels, "_wants", also_float32)
@@ -58,6 +59,10 @@ def turned(fn: Callable[..., Any], *args: Tensor) -> tuple[GraphModule, int]:
     return gm, n
 
 
+def is_last(node: Any) -> bool:
+    return bool(node.meta["val"].is_contiguous(memory_format=torch.channels_last))
+
+
 def convolutions(gm: GraphModule) -> list[Any]:
     return [n for n in gm.graph.nodes if n.target in channels._CONVOLUTIONS]
 
@@ -71,9 +76,9 @@ def test_a_chain_is_turned_once_and_back_once() -> None:
         return F.conv2d(y * 2 + y.mean((2, 3), keepdim=True), v), y.sum()
 
     gm, n = turned(fn, X, W, V)
-    assert n == 1
-    assert all(c.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last) for c in convolutions(gm))
-    assert sum(c.target is aten.clone.default for c in gm.graph.nodes) == 2
+    assert n == 3  # the image and the filters
+    assert all(is_last(c.args[0]) and is_last(c.args[1]) for c in convolutions(gm))
+    assert sum(c.target is aten.clone.default for c in gm.graph.nodes) == 4
 
 
 def test_views_that_the_layout_lacks_get_eagers() -> None:
@@ -81,7 +86,7 @@ def test_views_that_the_layout_lacks_get_eagers() -> None:
         y = F.conv2d(x, w)
         return y.flatten(1) @ torch.ones(32 * 49, 3), y.flatten(2).transpose(1, 2), y.as_strided((4, 3), (2, 5))
 
-    assert turned(fn, X, W)[1] == 1
+    assert turned(fn, X, W)[1] == 2
 
 
 def test_results_that_are_picked_from_several() -> None:
@@ -91,7 +96,7 @@ def test_results_that_are_picked_from_several() -> None:
         b, c = y.split(16, 1)
         return a, at, b + 1, c
 
-    assert turned(fn, X, W)[1] == 1
+    assert turned(fn, X, W)[1] == 2
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_results_that_are_picked_from_several() -> None:
     [
         lambda x, w: (F.conv_transpose2d(x, w.transpose(0, 1)),),
         lambda x, w: (F.conv2d(x, w[:, :4], groups=4),),
-        lambda x, w: (F.conv2d(x[:, :3], w[:, :3]),),
+        lambda x, w: (F.conv2d(x[:, :3], w[:4, :3]),),
         lambda x, w: (F.conv1d(x[:, :, 0], w[:, :, 0]),),
         lambda x, w: (F.conv2d(x.double(), w.double()),),
     ],
@@ -109,8 +114,20 @@ def test_others_stay(fn: Callable[..., Any]) -> None:
 
 
 def test_channels_last_models_need_no_copy() -> None:
-    gm, n = turned(lambda x, w: (F.conv2d(x, w).relu(),), X.to(memory_format=torch.channels_last), W)
+    last = torch.channels_last
+    gm, n = turned(lambda x, w: (F.conv2d(x, w).relu(),), X.to(memory_format=last), W.to(memory_format=last))
     assert n == 0 and not any(c.target is aten.clone.default for c in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_few_channels_are_turned_for_what_is_made_of_them(channels: int) -> None:
+    gm, n = turned(lambda x, w: (F.conv2d(x, w).relu(),), X[:, :channels].contiguous(), W[:, :channels])
+    (convolution,) = convolutions(gm)
+    assert n == 2 and is_last(convolution) and is_last(convolution.next)
+
+
+def test_filters_that_are_points_need_no_copy() -> None:
+    assert turned(lambda x, w: (F.conv2d(x, w[:, :, :1, :1].contiguous()),), X, W)[1] == 1
 
 
 WITH_CONVOLUTIONS = [n for n in MODELS if any(isinstance(m, nn.Conv2d) for m in build(n)[0].modules())]

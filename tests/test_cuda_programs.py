@@ -18,7 +18,9 @@ from plait import compat
 from plait.config import Config
 from plait.errors import UserError
 from plait.graph.captured import Captured
+from plait.graph.partition import partition
 from plait.ir.loops import Alias, Extern
+from plait.ir.sizes import numel
 from plait.kernel.triton import compute_capability
 from plait.runtime.cubin import Cubin, pack
 from plait.runtime.load import LoadError, load
@@ -39,7 +41,9 @@ from plait.wrapper.native import encode
 from plait.wrapper.program import CompileRecord
 from plait.wrapper.python import make_python
 from plait.wrapper.text import read, text
+from tests.interpreted import on_gpu
 
+aten = torch.ops.aten
 pipeline = importlib.import_module("plait.compile")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the message is another one with CUDA")
 
@@ -233,6 +237,20 @@ def test_rows_of_what_leaves_the_graph_are_padded_where_a_copy_costs_little(comp
         assert _strides(record(operand, x, w, mode=mode).wrapper, 1001) == strides
 
 
+def test_odd_rows_of_an_argument_are_copied_once_where_that_pays(compile_only: None) -> None:
+    """The gradient of an output head that another graph has made."""
+
+    def fn(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+        rows = g.view(2048, 50257)
+        return rows.t() @ x, rows @ w
+
+    for n, launches in ((768, 1), (64, 0)):
+        mode, (g, x, w) = _half((4, 512, 50257), (2048, n), (50257, n))
+        p = record(fn, g, x, w, mode=mode).wrapper
+        assert len(of(p, Launch)) == launches and len(of(p, CallExtern)) == 2
+        assert _strides(p, 50257) == {(50264 if launches else 50257, 1)}
+
+
 def test_short_rows_are_not_padded(compile_only: None) -> None:
     mode, (x, w) = _half((200000, 256), (256, 1))
     p = record(lambda x, w: (x @ w).relu(), x, w, mode=mode).wrapper
@@ -275,3 +293,46 @@ def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> No
             assert bool(of(p, Launch)) == (precision == "tf32")  # an operand with its channels last
     finally:
         cuda.matmul.fp32_precision, cudnn.conv.fp32_precision = before
+
+
+def test_products_of_what_is_moved_need_no_copy(compile_only: None) -> None:
+    """Where both products of a linear layer's gradient read it, its kernel writes it once, as they want it."""
+    mode, (x, w, g) = fakes((8, 200, 256), (256, 128), (1600, 128))
+
+    def fn(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Any:
+        y = x.tanh().transpose(0, 1).reshape(1600, 256)
+        return y.t() @ g, y @ w, y.sum(0)
+
+    made = record(fn, x, w, g, mode=mode)
+    large = [b for k in _kernels(made) for b in k.args if b.name in k.outs and b.shape == x.shape]
+    assert [b.strides for b in large] == [(256, 8 * 256, 1)]
+    assert sum(numel(b.shape) for k in _kernels(made) for b in k.args if b.name in k.outs) < 1.1 * x.numel()
+
+
+def _kernels(made: CompileRecord) -> list[Kernel]:
+    return [k for k in made.plan.steps if isinstance(k, Kernel)]
+
+
+def test_log_softmax_is_made_again_from_its_input() -> None:
+    """What is saved for the backward pass of a cross-entropy is the logits and two numbers a row."""
+    logits, target = torch.randn(64, 300, dtype=torch.bfloat16), torch.randint(300, (64,))
+
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
+        x, t = primals
+        p = aten._log_softmax(x.float().relu(), 1, False)
+        loss, weight = aten.nll_loss_forward(p, t, None, 1, -100)
+        dp = aten.nll_loss_backward(tangents[0], p, t, None, 1, -100, weight)
+        return [loss, aten._log_softmax_backward_data(dp, p, 1, torch.float32), None]
+
+    given = [[logits, target], [torch.tensor(3.0)]]
+    traced = make_fx(joint, compat.decomposition_table(), "fake")(*given)
+    with on_gpu(traced):
+        forward, backward = partition(Config(), traced, given, num_fwd_outputs=1)
+    loss, *saved = forward(logits, target)
+    assert sum(s.numel() * s.element_size() for s in saved) < logits.numel() * 2 + 64 * 4 * 8
+    found = backward(*saved, given[1][0])[0]
+    x = logits.double().relu().requires_grad_()
+    want = F.cross_entropy(x, target)
+    (grad,) = torch.autograd.grad(want, x, torch.tensor(3.0).double())
+    torch.testing.assert_close(loss.double(), want.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), grad, atol=1e-6, rtol=1e-4)

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import plait
+import plait.runtime.graphs
+from plait.wrapper.instructions import Partition
 from plait.wrapper.program import CompileRecord, Program
 from tests.models import MODELS
 from tests.test_models import build, close, double, trains_as_eager
@@ -117,6 +120,69 @@ def test_results_of_operators_are_the_callers_own(programs: list[Program]) -> No
     assert stats(programs[0])["recorded"] == 1 and stats(programs[0])["replayed"] == 4
 
 
+def test_results_of_operators_do_not_lie_side_by_side_in_a_recording(programs: list[Program]) -> None:
+    n, side = 12, 2896  # 32 MiB each
+    w = [r(side, side) for _ in range(n)]
+    compiled = graphs(lambda x: tuple(x @ v for v in w))
+    x = r(side, side)
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() >> 20
+
+    before = reserved()
+    for _ in range(4):
+        for got, v in zip(compiled(x), w, strict=True):
+            torch.testing.assert_close(got, x @ v, rtol=1e-3, atol=1e-2)
+    del got
+    assert stats(programs[0])["results_copied"] == n and stats(programs[0])["recorded"] == 1
+    assert reserved() - before < n * 32 / 2
+
+
+def test_running_out_of_memory_while_recording(programs: list[Program], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plait.runtime.graphs, "SPARE_NBYTES", 1 << 60)
+    x, w = r(8, 64, 128, 128), r(64, 64, 3, 3) / 24
+    compiled = graphs(lambda x: F.conv2d(F.conv2d(x, w, padding=1).relu(), w, padding=1))
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.no_grad():
+        want = F.conv2d(F.conv2d(x, w, padding=1).relu(), w, padding=1)
+        compiled(x)
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+        got = None
+        try:
+            for _ in range(3):
+                del got
+                got = compiled(x)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    (why,) = stats(programs[0])["refused"].values()
+    assert "out of memory" in why
+    assert stats(programs[0])["recorded"] == 0
+
+
+def test_recordings_hold_no_more_than_they_may(
+    programs: list[Program], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    w = r(512, 512)
+    first, second = graphs(lambda x: torch.relu(x) @ w), graphs(lambda x: torch.tanh(x) @ w)
+    x = r(512, 512)
+    for _ in range(3):
+        torch.testing.assert_close(first(x), torch.relu(x) @ w, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(plait.runtime.graphs, "SHARE", 1 << 50)
+    for _ in range(3):
+        torch.testing.assert_close(second(x), torch.tanh(x) @ w, rtol=1e-4, atol=1e-4)
+    assert stats(programs[0])["replayed"] == 1 and stats(programs[1])["recorded"] == 0
+    (why,) = stats(programs[1])["refused"].values()
+    assert why.startswith("it would hold")
+    assert [why in m for m in caplog.messages if "CUDA graph" in m] == [True]
+    assert any(why in line for line in plait.explain(torch.neg, x, quiet=True).given_up)
+
+
 def test_results_survive_other_programs_and_other_sizes() -> None:
     """Programs with much memory of their own run between the making of a result and its use."""
     w = r(512, 512)
@@ -213,14 +279,30 @@ def test_random_numbers_are_new_at_every_replay() -> None:
 
 
 def test_random_operators_of_torch_draw_anew(programs: list[Program]) -> None:
+    def fn(p: Tensor) -> Tensor:
+        return torch.bernoulli(p).cumsum(0) * 2
+
+    compiled = torch.compile(fn, backend="plait", options={"cuda_graphs": True, "eager_random": True})
+    p = torch.rand(512, 64, device=CUDA)
+    torch.manual_seed(3)
+    outs = [compiled(p) for _ in range(6)]
+    torch.manual_seed(3)
+    for out in outs:
+        assert torch.equal(out, fn(p))
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(outs))
+    assert not stats(programs[0])["refused"] and stats(programs[0])["replayed"] == 4
+
+
+def test_attention_with_dropout_draws_anew_and_says_why_it_is_not_recorded(programs: list[Program]) -> None:
     def attention(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5) * 2
 
     compiled = graphs(attention)
     q = r(2, 4, 64, 32, dtype=torch.float16)
-    outs = [compiled(q).clone() for _ in range(6)]
+    outs = [compiled(q) for _ in range(6)]
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(outs))
-    assert not stats(programs[0])["refused"]
+    reasons = [i.reason for i in record_of(programs[0]).wrapper.body if isinstance(i, Partition)]
+    assert any("draws its seed where it runs" in why for why in reasons), reasons
 
 
 def test_one_recording_for_each_size(programs: list[Program]) -> None:
@@ -275,12 +357,13 @@ def test_streams_and_threads() -> None:
     for _ in range(3):
         compiled(r(256, 256))
     wrong: list[int] = []
+    given = [[r(256, 256) for _ in range(20)] for _ in range(4)]  # nobody draws while one thread records
+    torch.cuda.synchronize()
 
     def work(k: int) -> None:
         stream = torch.cuda.Stream()
         with torch.no_grad(), torch.cuda.stream(stream):
-            for _ in range(20):
-                x = torch.randn(256, 256, device=CUDA)
+            for x in given[k]:
                 y = compiled(x)
                 if not torch.allclose(y, F.softmax(x @ w, -1) + 1, atol=1e-5):
                     wrong.append(k)

@@ -82,3 +82,16 @@ def test_cat_is_one_loop_for_loops_and_pieces_for_the_caller() -> None:
     assert [op.index for op in loops if isinstance(op, Pointwise)] == [None, None]
     pieces = lowered(lambda a, b: torch.cat([a, b], 1), (x, y)).program.ops
     assert len(pieces) == 2 and all(isinstance(p, Pointwise) and p.index is not None for p in pieces)
+
+
+def test_results_that_are_alike_are_tensors_of_their_own() -> None:
+    """One copy serves a product and the first of them."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.transpose(0, 1).reshape(320, 64)
+        return y @ w, y, y.clone()
+
+    x, w = torch.randn(4, 80, 64), torch.randn(64, 512)
+    made = torch.compile(fn, backend="plait")(x, w)
+    assert len({t.data_ptr() for t in made}) == 3
+    torch.testing.assert_close(made, fn(x, w))

@@ -72,12 +72,22 @@ def test_structures_are_the_drivers(tmp_path: Path) -> None:
         "CLUSTER_SCHEDULING_POLICY_PREFERENCE": "cluster_policy",
         "PROGRAMMATIC_STREAM_SERIALIZATION": "serialization",
     }  # fmt: skip
+    sides = {"XInBytes": "x", "MemoryType": "memory_type", "Device": "device", "Array": "array", "Height": "height"}
     lines = [
         f'#include "{HEADER}"', '#include "core/cuda.h"', "#include <cstddef>",
         "using namespace plait::cuda;",
         "static_assert(sizeof(Config) == sizeof(CUlaunchConfig));",
         "static_assert(sizeof(NodeParams) == sizeof(CUDA_KERNEL_NODE_PARAMS_v2));",
         "static_assert(offsetof(NodeParams, parameters) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, kernelParams));",
+        "static_assert(sizeof(CopyParams) == sizeof(CUDA_MEMCPY3D));",
+        "static_assert(offsetof(CopyParams, nbytes) == offsetof(CUDA_MEMCPY3D, WidthInBytes));",
+        "static_assert(offsetof(CopyParams, depth) == offsetof(CUDA_MEMCPY3D, Depth));",
+        *(
+            f"static_assert(offsetof(CopyParams, {side}) + offsetof(CopyParams::Side, {b}) == "
+            f"offsetof(CUDA_MEMCPY3D, {cuda}{a}));"
+            for side, cuda in (("from", "src"), ("to", "dst"))
+            for a, b in sides.items()
+        ),
         "static_assert(sizeof(Attribute) == sizeof(CUlaunchAttribute));",
         "static_assert(offsetof(Attribute, value) == offsetof(CUlaunchAttribute, value));",
         *(f"static_assert(offsetof(Config, {b}) == offsetof(CUlaunchConfig, {a}));" for a, b in fields.items()),

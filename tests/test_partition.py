@@ -7,7 +7,7 @@ import torch
 
 from plait.wrapper.instructions import Alloc, Arena, Partition, WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.partition import fixed_inputs, partition
+from plait.wrapper.partition import fixed_inputs, partition, recorded_results
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify, verify_kept
 
@@ -52,14 +52,21 @@ def test_kernels_are_recorded_and_their_results_are_not() -> None:
     at = {i.name if isinstance(i, Alloc) else type(i).__name__: k for k, i in enumerate(made.body)}
     first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
     assert at["b"] < first < at["a"]
-    assert fixed_inputs(made) == (["x"], [])
+    assert fixed_inputs(made) == (["x"], []) and recorded_results(made) == (["b"], [])
 
 
 def test_results_of_operators_stay_in_recorded_memory() -> None:
     made = cut(KERNELS + "call('aten::mm.out', into=(b,), may_keep=False)(a, y, out=b)\nreturn (b,)\n")
     first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
     assert all(made.body.index(i) > first for i in made.body if isinstance(i, Alloc))
-    assert fixed_inputs(made) == (["x"], ["y"])
+    assert fixed_inputs(made) == (["x"], ["y"]) and recorded_results(made) == ([], ["b"])
+
+
+def test_a_result_in_the_memory_of_another_tensor_is_not_recorded_memory() -> None:
+    made = cut(KERNELS + "c = reuse(b, f32[4, 8] @ (8, 1))\nlaunch('k', (b, c), (), (c,), 1)\nreturn (c,)\n")
+    first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
+    assert [i.name for i in made.body[:first] if isinstance(i, Alloc)] == ["b"]
+    assert recorded_results(made) == (["b"], [])
 
 
 def test_what_a_forward_pass_saves_stays_in_recorded_memory() -> None:
@@ -92,6 +99,7 @@ launch('k', (e, g), (), (g,), 1)
         ("w = constant(0)\nc, = call('aten::add.Tensor')(a, w)\n", "aten::add.Tensor has a tensor on the host"),
         ("c, = call('aten::_to_copy')(a, device=device('cpu'))\n", "aten::_to_copy has a tensor on the host"),
         ("copy(h, a)\n", "a copy to or from the host"),
+        ("s0 = read(y, 'size', 0)\n", "a size of y is read"),
         (
             "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, 0.5)\n",
             "aten::_scaled_dot_product_efficient_attention draws its seed where it runs, on the host or on the device",

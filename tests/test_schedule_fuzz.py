@@ -287,7 +287,17 @@ def test_random_programs(block: int) -> None:
 def test_random_programs_with_every_reduction_split(
     units: int, aligned: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = {"split_nbytes": 0, "min_along": 1, "min_across": 1, "units": units, "min_units": 50, "aligned": aligned}
+    split = {
+        "split_nbytes": 0,
+        "min_along": 1,
+        "min_across": 1,
+        "units": units,
+        "min_units": 50,
+        "units_across": units,
+        "min_units_across": 50,
+        "align_along": aligned,
+        "align_across": aligned,
+    }
     monkeypatch.setitem(KINDS, "cpu", replace(KINDS["cpu"], **split))
     for seed in range(first, first + 80):
         run(seed, split)

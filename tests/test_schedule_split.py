@@ -8,7 +8,7 @@ import pytest
 
 from plait.config import Config
 from plait.ir.loops import LoopProgram
-from plait.ir.sizes import Size, numel
+from plait.ir.sizes import Size, floordiv, mod, numel
 from plait.schedule import schedule
 from plait.schedule.deps import extent
 from plait.schedule.plan import Reduce
@@ -116,3 +116,29 @@ def test_on_a_gpu_rows_enough_stay_whole() -> None:
         x = b.input(outer, inner)
         b.output(b.reduce((outer,), (inner,), "sum", lambda o, i, r: o.load(x, i, r)))  # noqa: B023
         assert len(kernels(schedule(on_gpu(b), CFG))) == 1
+
+
+def test_on_a_gpu_columns_are_columns_where_their_address_has_divisions() -> None:
+    """The bias gradient of an in-projection reads what heads wrote: neighbours in runs of 64."""
+    b = Builder()
+    x = b.input(32, 12, 197, 64)
+    b.output(b.reduce((768,), (32, 197), "sum", lambda o, c, n, t: o.load(x, n, floordiv(c, 64), t, mod(c, 64))))
+    program = on_gpu(b)
+    plan = schedule(program, CFG)
+    check(plan, program)
+    first, second = kernels(plan)
+    assert numel(map(extent, first.vars)) == 32 * 768 and numel(map(extent, second.vars)) == 768
+
+
+def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
+    """Those that a kernel's blocks divide if there are such, and others before any that need a condition: what is
+    summed may be stored by the same kernel."""
+    for rows, columns, rest in ((2048, 3072, 64), (6304, 768, 32), (6304, 3072, 197)):
+        b = Builder()
+        x = b.input(rows, columns)
+        e = b.map("tanh", x)
+        b.output(e, b.reduce((columns,), (rows,), "sum", lambda o, c, r: o.load(e, r, c)))  # noqa: B023
+        program = on_gpu(b)
+        first, second = kernels(schedule(program, CFG))
+        assert [extent(v) for v in first.rvars] == [rest] and e in first.outs
+        assert [extent(v) for v in second.rvars] == [rows // rest]

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 
 from plait.errors import Unsupported
-from plait.ir.dtypes import bf16, f32, i16, i64
+from plait.ir.dtypes import DType, bf16, f32, i16, i64
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.sizes import evaluate, symbol
 from plait.kernel.space import linear_space
 from plait.kernel.triton import TritonTarget, emit_kernel
-from plait.kernel.triton_tiles import plan_tile
+from plait.kernel.triton_tiles import Tile, plan_tile
 from plait.schedule.plan import Kernel, Reduce, Store
+from tests.gpu_rows import kernel_of
 
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
@@ -55,7 +56,7 @@ def test_random_kernels_in_the_interpreter(first: int) -> None:
 
 @needs_triton
 def test_rows_and_columns_too_long_for_a_block_in_the_interpreter() -> None:
-    assert "33 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
+    assert "52 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -94,14 +95,48 @@ def test_a_transposition_gets_a_square_tile() -> None:
 
 
 def test_sums_of_columns_get_columns_though_what_rows_have_is_wider() -> None:
-    (i,), (r,) = loop_vars("i", (4096,)), loop_vars("r", (512,))
+    (i,), (r,) = loop_vars("i", (16384,)), loop_vars("r", (512,))
     x = cast(node("load", (), Load("x", (r, i)), bf16), f32)
     scaled = node("mul", (x, node("load", (), Load("scale", (r,)), f32)))
     value = node("sub", (scaled, node("load", (), Load("mean", (r,)), f32)))
     stmts = (Reduce("s", "sum", value), Store("out", (i,), node("acc", (), "s", f32), False))
-    args = (buffer("x", 512, 4096, dtype=bf16), buffer("scale", 512), buffer("mean", 512), buffer("out", 4096))
+    args = (buffer("x", 512, 16384, dtype=bf16), buffer("scale", 512), buffer("mean", 512), buffer("out", 16384))
     tile = plan_tile(linear_space(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
     assert {g.name: g.block for g in tile.groups}["x"] == 64  # 128 bytes of a row of x
+
+
+def _columns(rows: int, columns: int, dtype: DType, parts: int = 1) -> Tile:
+    """The tile of sums over `rows` rows of each of `parts`, less a mean that each row has."""
+    (p, i), (r,) = loop_vars("i", (parts, columns)), loop_vars("r", (rows,))
+    x = cast(node("load", (), Load("x", (p, r, i)), dtype), f32)
+    value = node("sub", (x, node("load", (), Load("mean", (p, r)), f32)))
+    stmts = (Reduce("s", "sum", value), Store("out", (p, i), node("acc", (), "s", f32), False))
+    args = (buffer("x", parts, rows, columns, dtype=dtype), buffer("mean", parts, rows), buffer("out", parts, columns))
+    return plan_tile(linear_space(kernel(*stmts, vars_=(p, i), rvars=(r,), args=args)))
+
+
+def test_blocks_of_columns() -> None:
+    def blocks(tile: Tile) -> tuple[int, int, bool]:
+        x, r = tile.groups
+        return x.block, r.block, tile.looped
+
+    assert blocks(_columns(32, 768, bf16, parts=197)) == (64, 32, False)  # a mean a row has no part in their width
+    assert blocks(_columns(197, 3072, bf16, parts=32)) == (64, 32, True)  # 64 would be 59 rows too many
+    assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 64, True)  # where programs are few, rows in flight count
+    assert blocks(_columns(1024, 64, f32)) == (8, 1024, False)  # the device would wait for two programs of 32 columns
+    assert blocks(_columns(1024, 1024, bf16)) == (16, 256, True)
+
+
+def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors() -> None:
+    for length, pitch, apart in ((50257, 50264, True), (50257, 50257, False), (50264, 50264, False)):
+        text = emit_kernel(kernel_of("softmax_bf16", length, pitch), "k").text
+        assert ("range(0, 49152, 8192)" in text) is apart
+        assert text.count("tl.load") == (4 if apart else 2)
+
+
+def test_a_sum_of_one_choice_takes_no_pass() -> None:
+    text = emit_kernel(kernel_of("choice_bf16", 50257), "k").text
+    assert text.count("for offset") == 1 and "tl.sum" not in text
 
 
 def test_indices_are_wide_only_where_a_range_needs_it() -> None:

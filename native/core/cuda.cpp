@@ -49,6 +49,8 @@ Driver::Driver(const char* library) {
   find(handle, is_capturing, "cuStreamIsCapturing");
   find(handle, capture_info, "cuStreamGetCaptureInfo_v2");
   find(handle, set_node, "cuGraphExecKernelNodeSetParams_v2");
+  find(handle, copy_node, "cuGraphMemcpyNodeGetParams");
+  find(handle, set_copy_node, "cuGraphExecMemcpyNodeSetParams");
   find(handle, launch_graph, "cuGraphLaunch");
   find(handle, copy, "cuMemcpyDtoDAsync_v2");
   find(handle, make_event, "cuEventCreate");

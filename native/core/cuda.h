@@ -65,6 +65,20 @@ struct NodeParams {
   void* context;
 };
 
+// As CUDA_MEMCPY3D_v2.
+struct CopyParams {
+  struct Side {
+    size_t x, y, z, lod;
+    int memory_type;
+    void* host;
+    void* device;
+    void *array, *reserved;
+    size_t pitch, height;
+  };
+  Side from, to;
+  size_t nbytes, height, depth;
+};
+
 // The entry points of one driver library.
 class Driver {
  public:
@@ -106,6 +120,8 @@ class Driver {
   int (*is_capturing)(Stream, int*);
   int (*capture_info)(Stream, int*, uint64_t*, void**, const GraphNode**, size_t*);
   int (*set_node)(GraphExec, GraphNode, const NodeParams*);
+  int (*copy_node)(GraphNode, CopyParams*);
+  int (*set_copy_node)(GraphExec, GraphNode, const CopyParams*, void* context);
   int (*launch_graph)(GraphExec, Stream);
   int (*copy)(void*, const void*, size_t, Stream);
   int (*make_event)(Event*, unsigned);

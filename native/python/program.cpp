@@ -205,9 +205,20 @@ void* begin_capture(int device) {
   if (!capture.get()) throw std::runtime_error(take_python_error());
   return capture.release();
 }
-cuda::GraphExec end_capture(void* capture) {
-  const Ref exec = capture_method(capture, "end");
-  return static_cast<cuda::GraphExec>(PyLong_AsVoidPtr(exec.get()));
+Host::Captured end_capture(void* capture) {
+  const Ref made = capture_method(capture, "end");
+  unsigned long long exec = 0;
+  long long nbytes = 0, limit = 0;
+  if (!PyArg_ParseTuple(made.get(), "KLL", &exec, &nbytes, &limit))
+    throw std::runtime_error(take_python_error());
+  return {reinterpret_cast<cuda::GraphExec>(exec), nbytes, limit};
+}
+void refused(const std::string& program, size_t partition, const std::string& why) {
+  const Ref module(PyImport_ImportModule("plait.runtime.graphs"));
+  const Ref done(module.get() ? PyObject_CallMethod(module.get(), "refused", "sns", program.c_str(),
+                                                    static_cast<Py_ssize_t>(partition), why.c_str())
+                              : nullptr);
+  if (!done.get()) PyErr_WriteUnraisable(nullptr);
 }
 void abort_capture(void* capture) {
   capture_method(capture, "abort");
@@ -222,7 +233,8 @@ constexpr Host kHost{[]() -> void* { return PyEval_SaveThread(); },
                      end_capture,
                      abort_capture,
                      [](void* capture) { capture_method(capture, "replay"); },
-                     [](void* object) { Py_DECREF(static_cast<PyObject*>(object)); }};
+                     [](void* object) { Py_DECREF(static_cast<PyObject*>(object)); },
+                     refused};
 
 std::vector<Output> plan_outputs(const Program& p) {
   std::vector<Output> out;
@@ -325,11 +337,13 @@ Ref graph_stats(const Graphs& g) {
   Ref d = Ref::check(PyDict_New());
   const GraphCounts& c = g.counts;
   for (const auto& [name, n] : {std::pair{"recorded", c.recorded}, {"replayed", c.replayed},
-                                {"patched", c.patched}, {"copied", c.copied}})
+                                {"patched", c.patched}, {"copied", c.copied},
+                                {"results_copied", c.results_copied},
+                                {"results_direct", c.results_direct}, {"bypassed", c.bypassed}})
     put(d.get(), name, PyLong_FromLongLong(n));
   Ref refused = Ref::check(PyDict_New());
   for (size_t k = 0; k < g.partitions.size(); ++k) {
-    std::string why = g.partitions[k].full ? "it was met with too many sizes" : "";
+    std::string why = g.partitions[k].refused;
     for (const auto& [sizes, at] : g.partitions[k].by_size)
       if (why.empty()) why = at.refused;
     if (!why.empty())
@@ -416,8 +430,9 @@ PyObject* always_true(PyObject*, void*) { Py_RETURN_TRUE; }
 PyMethodDef program_methods[] = {
     {"stats", program_stats, METH_NOARGS,
      "What the program does at a call: launches, regions, externs, arena_bytes, steps; graphs: how often "
-     "partitions were recorded and replayed, kernel nodes patched and inputs copied, and why partitions (by "
-     "number) are not recorded."},
+     "partitions were recorded and replayed, nodes patched and inputs copied, how many results recordings "
+     "copy or write where they belong, how many calls went by them, and why partitions (by number) are not "
+     "recorded."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef program_getset[] = {
     {"boxed", program_boxed, nullptr, "The program as a callable of one list, which it clears.",

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <unordered_map>
 
 #include "dispatch_guard.h"
@@ -18,6 +19,7 @@ constexpr size_t kMaxSizes = 16;       // choices of sizes that one partition is
 constexpr size_t kMaxRecordings = 4;   // at once, for one choice of sizes
 constexpr int32_t kMaxMade = 32;       // in all: what moves so often is not worth recording
 constexpr size_t kCopyNbytes = 16 << 20;  // inputs of operators up to this are copied once they move
+constexpr int64_t kMiB = 1 << 20;
 constexpr unsigned kNoTiming = 2;         // CU_EVENT_DISABLE_TIMING
 
 // What the recordings of one device share. The GIL guards it.
@@ -27,11 +29,13 @@ struct Shared {
   cuda::Stream last = nullptr;
   cuda::Event event = nullptr;
   std::weak_ptr<SharedArena> arena;
+  std::vector<Recording*> recordings;
 
-  static Shared& of(c10::DeviceIndex device) {
-    static std::unordered_map<int, Shared> all;
-    return all[device];
+  static std::unordered_map<int, Shared>& all() {
+    static auto* all = new std::unordered_map<int, Shared>;  // outlives every recording
+    return *all;
   }
+  static Shared& of(c10::DeviceIndex device) { return all()[device]; }
 
   // A call uses memory of the one before it, wherever that was put.
   void follow(cuda::Stream stream) {
@@ -82,8 +86,34 @@ c10::StorageImpl* memory_of(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-bool is_on_gpu(const Recording::Export& e) {
-  return e.tensor.defined() && !e.tensor.device().is_cpu();
+bool is_on_gpu(const at::Tensor& t) { return t.defined() && !t.device().is_cpu(); }
+
+at::Storage storage_on(c10::DataPtr memory, size_t nbytes, c10::Allocator* allocator) {
+  return at::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, nbytes,
+                                                           std::move(memory), allocator, true));
+}
+
+// What was put on a stream last, inside a recording.
+cuda::GraphNode last_node(cuda::Stream stream) {
+  const cuda::Driver& driver = cuda::Driver::machine();
+  int status = 0;
+  uint64_t id = 0;
+  size_t n = 0;
+  void* graph = nullptr;
+  const cuda::GraphNode* nodes = nullptr;
+  driver.check(driver.capture_info(stream, &status, &id, &graph, &nodes, &n),
+               "cuStreamGetCaptureInfo");
+  if (n != 1) throw std::runtime_error("a launch is not the last node of its recording");
+  return nodes[0];
+}
+
+Recording::Copy record_copy(const c10::StorageImpl& from, c10::DataPtr room, cuda::Stream stream) {
+  Recording::Copy made{.nbytes = from.nbytes(), .room = std::move(room)};
+  if (made.nbytes == 0) return made;
+  const cuda::Driver& driver = cuda::Driver::machine();
+  driver.check(driver.copy(made.room.get(), from.data(), made.nbytes, stream), "cuMemcpyDtoDAsync");
+  made.node = last_node(stream);
+  return made;
 }
 
 // Whether nobody has given the memory another size or place.
@@ -97,7 +127,7 @@ bool is_whole(const Recording& r) {
 // Whether somebody else than the recording holds memory that it writes.
 bool is_held(const Recording& r) {
   for (const Recording::Export& e : r.exports) {
-    if (!is_on_gpu(e) || e.tensor.storage().use_count() == 1) continue;
+    if (!is_on_gpu(e.tensor) || e.tensor.storage().use_count() == 1) continue;
     size_t own = 0;  // results may share memory
     for (const Recording::Export& other : r.exports)
       own += other.tensor.defined() && memory_of(other.tensor) == memory_of(e.tensor);
@@ -106,7 +136,40 @@ bool is_held(const Recording& r) {
   return false;
 }
 
+// What all recordings hold with a new one, and what that would hold alone.
+std::pair<int64_t, int64_t> held_nbytes(const std::vector<Recording*>& recordings, const Recording& made) {
+  std::set<const SharedArena*> arenas{made.arena.get()};
+  const int64_t alone = made.nbytes + (made.arena ? made.arena->nbytes : 0);
+  int64_t all = alone;
+  for (const Recording* r : recordings) {
+    all += r->nbytes;
+    if (r->arena && arenas.insert(r->arena.get()).second) all += r->arena->nbytes;
+  }
+  return {all, alone};
+}
+
+// Throws where there is no room for a new recording; else others that nobody needs may have gone.
+void make_room(const std::vector<Recording*>& recordings, const Recording& made, int64_t limit) {
+  for (;;) {
+    const auto [all, alone] = held_nbytes(recordings, made);
+    if (all <= limit) return;
+    Recording* oldest = nullptr;
+    for (Recording* r : recordings)
+      if (!is_held(*r) && (!oldest || r->used < oldest->used)) oldest = r;
+    if (alone > limit || !oldest)
+      throw std::runtime_error("it would hold " + std::to_string(alone / kMiB) + " MiB, all recordings " +
+                               std::to_string(all / kMiB) + " MiB, and those of a device may hold " +
+                               std::to_string(limit / kMiB) + " MiB");
+    std::erase_if(oldest->owner.all, [&](const auto& r) { return r.get() == oldest; });
+  }
+}
+
 }  // namespace
+
+Recording::~Recording() {
+  for (auto& [device, shared] : Shared::all()) std::erase(shared.recordings, this);
+  if (host) release(host);
+}
 
 const void* Program::address(const Frame& f, SlotId s) const {
   if (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::arena)
@@ -137,16 +200,7 @@ void Program::lend_arena(Frame& f, const Step& s) const {
 void Program::note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const {
   const int64_t grid = value(f, l.grid);
   if (grid <= 0) return;
-  const cuda::Driver& driver = cuda::Driver::machine();
-  int status = 0;
-  uint64_t id = 0;
-  size_t n = 0;
-  void* graph = nullptr;
-  const cuda::GraphNode* nodes = nullptr;
-  driver.check(driver.capture_info(f.stream, &status, &id, &graph, &nodes, &n),
-               "cuStreamGetCaptureInfo");
-  if (n != 1) throw std::runtime_error("a launch is not the last node of its recording");
-  RecordedLaunch made{nodes[0], l.loaded, static_cast<uint64_t>(grid), {}, {}};
+  RecordedLaunch made{last_node(f.stream), l.loaded, static_cast<uint64_t>(grid), {}, {}};
   void* const* params = f.params.data() + l.params.first;
   for (int32_t i = 0; i < l.params.n; ++i) {
     uint64_t word = 0;
@@ -183,9 +237,51 @@ void Program::substitute(Frame& f, SlotId s, const at::Tensor* tensor) const {
     patch(f, s, static_cast<char*>(tensor->unsafeGetTensorImpl()->mutable_data()));
 }
 
+// Whether a slot names memory that a recording has copied out, so that nothing in it needs the slot.
+bool Program::is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const {
+  while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
+    s = slots_[static_cast<size_t>(s)].base;
+  for (size_t k = 0; k < p.exports.size(); ++k)
+    if (p.exports[k].slot == s) return r.exports[k].copy >= 0;
+  return false;
+}
+
+// Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
+// nothing touches after step `at`, unless others share their memory; at the end, all that are left.
+void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
+                        Recording& r) const {
+  const bool at_end = at == p.last;
+  std::vector<std::pair<const c10::StorageImpl*, int32_t>> brought;
+  for (size_t k = 0; k < p.exports.size(); ++k) {
+    const PartitionInfo::Export& from = p.exports[k];
+    Recording::Export& e = r.exports[k];
+    at::Tensor& t = f.tensors[static_cast<size_t>(from.slot)];
+    if (!from.escapes || e.copy >= 0 || (!at_end && from.last != at) || !is_on_gpu(t)) continue;
+    for (SlotId v : from.views) drop(f, v);
+    if (!at_end && t.storage().use_count() != 1) continue;
+    const c10::StorageImpl* memory = memory_of(t);
+    if (memory->nbytes() != e.nbytes)
+      throw std::runtime_error("'" + slot(from.slot).name + "' has another size than before");
+    const auto same = std::find_if(brought.begin(), brought.end(),
+                                   [&](const auto& b) { return b.first == memory; });
+    if (same == brought.end()) {
+      e.copy = static_cast<int32_t>(r.copies.size());
+      brought.emplace_back(memory, e.copy);
+      r.copies.push_back(record_copy(*memory, std::move(rooms[k]), f.stream));
+    } else {
+      e.copy = same->second;
+    }
+    e.tensor = sharing(t);
+    e.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(
+        storage_on({nullptr, gpu_->device()}, e.nbytes, gpu_->allocator()));
+    t.reset();
+  }
+}
+
 // What may die in the partition before it has run lives to its end: it runs as it is if recording
 // fails.
-void Program::capture_steps(Frame& f, const PartitionInfo& p, Recording& r) const {
+void Program::capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::DataPtr>& rooms,
+                            Recording& r) const {
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard below;
   for (int32_t at = p.first; at < p.last; ++at) {
@@ -194,23 +290,38 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, Recording& r) cons
     if (s.kind == StepKind::bump ||
         (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end()))
       continue;
+    if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(p, r, s.a))
+      continue;
     if (s.kind == StepKind::arena)
       lend_arena(f, s);
     else
       step(f, s, false);
     if (s.kind == StepKind::launch)
       note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], r);
+    bring_out(f, p, at, rooms, r);
   }
+  bring_out(f, p, p.last, rooms, r);
+}
+
+// Notes why there is no recording, and says so the first time.
+void Program::refuse(size_t partition, std::string& kept, const std::string& why) const {
+  if (!kept.empty()) return;
+  kept = why.empty() ? "unknown error" : why.substr(0, why.find('\n'));
+  host_.refused(plan_.name, partition, kept);
 }
 
 // The partition, recorded and run; false if it cannot be.
-bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
-  auto r = std::make_unique<Recording>(host_.release);
+bool Program::record(Frame& f, size_t partition, Recordings& at) const {
+  const PartitionInfo& p = partitions_[partition];
+  std::vector<Recording*>& others = Shared::of(gpu_->device().index()).recordings;
+  auto r = std::make_unique<Recording>(host_.release, at);
   r->imports.resize(p.imports.size());
+  r->exports.resize(p.exports.size());
   at.copied.resize(p.imports.size());
   std::vector<std::pair<SlotId, const at::Tensor*>> replaced;
   const cuda::Stream outer = f.stream;
   void* capture = nullptr;
+  std::optional<std::string> failed;
   try {
     const auto begin = steps_.begin() + p.first, end = steps_.begin() + p.last;
     const auto arena = std::find_if(begin, end, [](const Step& s) { return s.kind == StepKind::arena; });
@@ -234,30 +345,50 @@ bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
       }
       import.pointer = address(f, s);
     }
+    std::vector<c10::DataPtr> rooms(p.exports.size());  // outside of the recording's pool
+    for (size_t k = 0; k < rooms.size(); ++k) {
+      r->exports[k].nbytes = at.nbytes[k];
+      if (p.exports[k].escapes) rooms[k] = gpu_->allocate(static_cast<int64_t>(at.nbytes[k]));
+    }
     capture = host_.begin_capture(gpu_->device().index());
     f.stream = gpu_->stream();
-    capture_steps(f, p, *r);
-    r->exec = host_.end_capture(capture);
+    capture_steps(f, p, rooms, *r);
+    const Host::Captured made = host_.end_capture(capture);
+    r->exec = made.exec;
+    r->nbytes = made.nbytes;
+    const cuda::Driver& driver = cuda::Driver::machine();
+    for (Recording::Copy& c : r->copies)
+      if (c.node)
+        driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
+    make_room(others, *r, made.limit);
     r->host = capture;
+  } catch (const c10::Error& error) {
+    failed = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    at.refused = error.what();
-    if (capture) host_.abort_capture(capture);
+    failed = error.what();
   }
   f.stream = outer;
   for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
-  if (!at.refused.empty()) return false;
-  for (const PartitionInfo::Export& e : p.exports) {
-    const at::Tensor& t = f.tensors[static_cast<size_t>(e.slot)];
-    Recording::Export made{e.slot, e.escapes, {}};
-    if (t.defined()) {
-      made.tensor = sharing(t);
-      made.pointer = memory_of(t)->data();
-      made.nbytes = memory_of(t)->nbytes();
-    }
-    r->exports.push_back(std::move(made));
+  if (failed) {
+    for (SlotId s : p.made) f.tensors[static_cast<size_t>(s)].reset();
+    r->copies.clear();
+    if (capture) host_.abort_capture(capture);
+    refuse(partition, at.refused, *failed);
+    return false;
   }
-  if (p.defines_symbols) r->values = f.values;
+  for (size_t k = 0; k < p.exports.size(); ++k) {
+    const at::Tensor& t = f.tensors[static_cast<size_t>(p.exports[k].slot)];
+    Recording::Export& made = r->exports[k];
+    if (made.copy >= 0 || !t.defined()) continue;
+    made.tensor = sharing(t);
+    made.pointer = memory_of(t)->data();
+    made.nbytes = memory_of(t)->nbytes();
+  }
+  for (ExprId e : p.values) r->values.push_back(value(f, e));
   ++graphs_->counts.recorded;
+  graphs_->counts.results_copied += static_cast<int64_t>(r->copies.size());
+  graphs_->counts.results_direct += p.n_direct;
+  others.push_back(r.get());
   at.all.push_back(std::move(r));
   launch_recording(f, p, *at.all.back());
   return true;
@@ -266,40 +397,37 @@ bool Program::record(Frame& f, const PartitionInfo& p, Recordings& at) const {
 // ----------------------------------------------------------------------------------------------------
 // replaying
 // Runs a recording that is up to date and leaves the frame as the steps would.
-void Program::launch_recording(Frame& f, const PartitionInfo& p, const Recording& r) const {
+void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const {
+  static uint64_t now = 0;
+  r.used = ++now;
   const cuda::Driver& driver = cuda::Driver::machine();
   if (p.random)
     host_.replay(r.host);
   else
     driver.check(driver.launch_graph(r.exec, f.stream), "cuGraphLaunch");
-  std::vector<std::pair<c10::StorageImpl*, at::Storage>> fresh;
-  for (const Recording::Export& e : r.exports) {
-    const auto s = static_cast<size_t>(e.slot);
+  std::vector<at::Storage> given;
+  given.reserve(r.copies.size());
+  for (Recording::Copy& c : r.copies)
+    given.push_back(storage_on(std::move(c.room), c.nbytes, gpu_->allocator()));
+  for (size_t k = 0; k < r.exports.size(); ++k) {
+    const Recording::Export& e = r.exports[k];
+    const auto s = static_cast<size_t>(p.exports[k].slot);
     f.tensors[s] = e.tensor.defined() ? sharing(e.tensor) : at::Tensor();
     if (!e.tensor.defined()) continue;
-    if (e.escapes && is_on_gpu(e)) {
-      c10::StorageImpl* from = memory_of(e.tensor);
-      auto found = std::find_if(fresh.begin(), fresh.end(), [&](auto& x) { return x.first == from; });
-      if (found == fresh.end()) {
-        c10::DataPtr memory = gpu_->allocate(static_cast<int64_t>(e.nbytes));
-        if (e.nbytes > 0)
-          driver.check(driver.copy(memory.get(), e.pointer, e.nbytes, f.stream), "cuMemcpyDtoDAsync");
-        fresh.emplace_back(from, at::Storage(c10::make_intrusive<c10::StorageImpl>(
-                                     c10::StorageImpl::use_byte_size_t{}, e.nbytes, std::move(memory),
-                                     gpu_->allocator(), true)));
-        found = fresh.end() - 1;
-      }
-      f.tensors[s].unsafeGetTensorImpl()->set_storage_keep_dtype(found->second);
-    }
+    if (e.copy >= 0)
+      f.tensors[s].unsafeGetTensorImpl()->set_storage_keep_dtype(given[static_cast<size_t>(e.copy)]);
     if (slots_[s].needs_pointer)
-      patch(f, e.slot, static_cast<char*>(f.tensors[s].unsafeGetTensorImpl()->mutable_data()));
+      patch(f, p.exports[k].slot,
+            static_cast<char*>(f.tensors[s].unsafeGetTensorImpl()->mutable_data()));
   }
-  if (p.defines_symbols) f.values = r.values;
+  for (size_t k = 0; k < p.values.size(); ++k)
+    f.values[static_cast<size_t>(p.values[k])] = r.values[k];
   for (int32_t at : p.after) step(f, steps_[static_cast<size_t>(at)], false);
   for (SlotId s : p.bumps) f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
 }
 
-void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
+// Makes a recording read and write what this call has.
+void Program::update_recording(Frame& f, const PartitionInfo& p, Recording& r) const {
   for (size_t i = 0; i < p.imports.size(); ++i) {
     Recording::Import& import = r.imports[i];
     const SlotId s = p.imports[i].slot;
@@ -324,8 +452,19 @@ void Program::replay(Frame& f, const PartitionInfo& p, Recording& r) const {
     launch.changed = false;
     ++graphs_->counts.patched;
   }
-  ++graphs_->counts.replayed;
-  launch_recording(f, p, r);
+  void* context = nullptr;
+  const cuda::Driver& driver = cuda::Driver::machine();
+  if (!r.copies.empty()) driver.check(driver.current_context(&context), "cuCtxGetCurrent");
+  for (Recording::Copy& c : r.copies) {
+    c.room = gpu_->allocate(static_cast<int64_t>(c.nbytes));
+    if (!c.node || c.room.get() == c.params.to.device) continue;
+    cuda::CopyParams params = c.params;
+    params.to.device = c.room.get();
+    driver.check(driver.set_copy_node(r.exec, c.node, &params, context),
+                 "cuGraphExecMemcpyNodeSetParams");
+    c.params = params;
+    ++graphs_->counts.patched;
+  }
 }
 
 // A recording that knows the addresses of this call and whose memory nobody holds; null: there is
@@ -360,33 +499,64 @@ Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recor
   return nullptr;
 }
 
-// Whether the partition was replayed or recorded; false: its steps are still to run.
-bool Program::run_recorded(Frame& f, size_t partition) const {
+// The first time operators choose their algorithms, and how large results are is seen.
+void Program::run_first(Frame& f, const PartitionInfo& p, Recordings& at) const {
+  run_below(f, p);
+  for (const PartitionInfo::Export& e : p.exports) {
+    const at::Tensor& t = f.tensors[static_cast<size_t>(e.slot)];
+    at.nbytes.push_back(is_on_gpu(t) ? memory_of(t)->nbytes() : 0);
+  }
+}
+
+void Program::run_partition(Frame& f, size_t partition) const {
   const PartitionInfo& p = partitions_[partition];
+  if (!p.recorded) return run_below(f, p);
   PartitionState& state = graphs_->partitions[partition];
   std::vector<int64_t> key;
   key.reserve(p.key.size());
   for (ExprId e : p.key) key.push_back(value(f, e));
-  auto found = state.by_size.find(key);
-  if (found == state.by_size.end()) {
-    // The first time operators choose their algorithms.
-    state.full = state.by_size.size() >= kMaxSizes;
-    if (!state.full) state.by_size.emplace(std::move(key), Recordings());
-    return false;
+  const auto found = state.by_size.find(key);
+  if (found != state.by_size.end()) {
+    if (!run_recorded(f, partition, found->second)) run_below(f, p);
+    return;
   }
-  Recordings& at = found->second;
+  if (state.by_size.size() >= kMaxSizes) {
+    refuse(partition, state.refused, "it was met with more than " + std::to_string(kMaxSizes) + " sizes");
+    return run_below(f, p);
+  }
+  Recordings seen;
+  run_first(f, p, seen);
+  state.by_size.emplace(std::move(key), std::move(seen));
+}
+
+// Whether the partition was replayed or recorded; false: its steps are still to run.
+bool Program::run_recorded(Frame& f, size_t partition, Recordings& at) const {
+  const PartitionInfo& p = partitions_[partition];
   if (!at.refused.empty()) return false;
   if (Recording* r = find_recording(f, p, at)) {
-    replay(f, p, *r);
+    try {
+      update_recording(f, p, *r);
+    } catch (const cuda::DriverError& error) {
+      refuse(partition, at.refused, error.what());
+      at.all.clear();
+      return false;
+    }
+    ++graphs_->counts.replayed;
+    launch_recording(f, p, *r);
     return true;
   }
-  if (at.all.size() >= kMaxRecordings) return false;  // the memory of all of them is held
+  if (at.all.size() >= kMaxRecordings) {
+    refuse(partition, graphs_->partitions[partition].refused,
+           "the results of " + std::to_string(kMaxRecordings) + " recordings are in use at once");
+    return false;
+  }
   if (++at.made > kMaxMade) {
-    at.refused = "its tensors lie elsewhere at every call";
+    refuse(partition, at.refused,
+           "its tensors lie elsewhere at every call, or other recordings need the memory");
     at.all.clear();
     return false;
   }
-  return record(f, p, at);
+  return record(f, partition, at);
 }
 
 void Program::run_below(Frame& f, const PartitionInfo& p) const {
@@ -419,14 +589,15 @@ void Program::run_below(Frame& f, const PartitionInfo& p) const {
 // records a graph of their own.
 bool Program::run_graphs(Frame& f) const {
   Shared& shared = Shared::of(gpu_->device().index());
-  if (shared.busy) return false;
   const c10::DeviceGuard on_gpu(gpu_->device());
-  f.stream = gpu_->stream();
-  if (is_capturing(f.stream)) return false;
+  if (!shared.busy) f.stream = gpu_->stream();
+  if (shared.busy || is_capturing(f.stream)) {
+    ++graphs_->counts.bypassed;
+    return false;
+  }
   const Busy busy(shared);
   shared.follow(f.stream);
-  for (size_t k = 0; k < partitions_.size(); ++k)
-    if (!partitions_[k].recorded || !run_recorded(f, k)) run_below(f, partitions_[k]);
+  for (size_t k = 0; k < partitions_.size(); ++k) run_partition(f, k);
   if (!f.written_back.empty()) [[unlikely]]
     write_back(f);
   return true;

@@ -6,12 +6,14 @@
 // - What only our kernels touch may lie anywhere: a new address is written into their graph nodes.
 // - What operators touch as well must lie where it lay. If it moves, the partition is recorded again,
 //   or, for small tensors, a copy that stays is read instead.
-// - Results of operators lie in a memory pool of the recording's own. The caller gets copies of its
-//   results; what is saved for a backward pass is not copied, and while it is held another recording
-//   serves the call.
+// - What operators write lies in a memory pool of the recording's own. A result for the caller is
+//   copied inside the graph, after the last step that touches it, to memory of the caller's, and its
+//   place in the pool serves later steps. What is saved for a backward pass stays in the pool, and
+//   while it is held another recording serves the call.
 // Arenas hold nothing between calls: all programs of a device share one. So no two of them run at
 // once with recordings, and a call on another stream waits for the one before it. A call that finds
 // another under way, or a recording of the user's own, runs as it is.
+// The recordings of a device may hold so many bytes; for one more, those used least recently go.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,14 +39,19 @@ struct PartitionInfo {
   struct Export {
     int32_t slot;
     bool escapes = false;
+    int32_t last;                // the step that needs its memory last
+    std::vector<int32_t> views;  // of its memory, made in the partition
   };
   std::vector<Import> imports;
   std::vector<Export> exports;
-  std::vector<int32_t> after;    // steps that a replay does not spare: headers of views
+  std::vector<int32_t> after;    // steps that a replay does not spare: sizes, headers of views
   std::vector<int32_t> bumps;    // inputs whose versions go up
   std::vector<int32_t> dropped;  // slots from before it that die in it
-  std::vector<int32_t> key;      // expressions of the symbols that are known before it
-  bool defines_symbols = false, random = false;
+  std::vector<int32_t> made;     // slots whose tensors are made in it
+  std::vector<int32_t> key;      // expressions of the symbols from before it that it reads
+  std::vector<int32_t> values;   // expressions of the symbols that it reads off its results
+  int32_t n_direct = 0;          // results for the caller that kernels write where they belong
+  bool random = false;
   bool waits = false;  // not recorded: the host may wait for the device in it
 };
 
@@ -65,6 +72,7 @@ struct SharedArena {
   int64_t nbytes;
 };
 
+struct Recordings;
 struct Recording {
   struct Import {
     const void* pointer = nullptr;  // where it lies for the recording
@@ -76,26 +84,34 @@ struct Recording {
     at::Tensor copy;  // what is read instead of it
   };
   struct Export {
-    int32_t slot;
-    bool escapes;
-    at::Tensor tensor;  // its memory in the recording
+    at::Tensor tensor;  // its memory in the recording; of what is copied out, the sizes alone
     const void* pointer = nullptr;
     size_t nbytes = 0;
+    int32_t copy = -1;  // of `copies`
   };
-  explicit Recording(void (*release)(void*)) : release(release) {}
-  ~Recording() {
-    if (host) release(host);
-  }
+  // Brings a result to the caller. node: none for an empty one. room: for the next launch.
+  struct Copy {
+    cuda::GraphNode node = nullptr;
+    cuda::CopyParams params{};
+    size_t nbytes = 0;
+    c10::DataPtr room;
+  };
+  Recording(void (*release)(void*), Recordings& owner) : release(release), owner(owner) {}
+  ~Recording();
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
   void (*release)(void*);
+  Recordings& owner;
   void* host = nullptr;  // the host's object
+  int64_t nbytes = 0;    // of its memory pool
+  uint64_t used = 0;     // when it was launched last
   cuda::GraphExec exec = nullptr;
   std::vector<RecordedLaunch> launches;
   std::vector<Import> imports;
-  std::vector<Export> exports;
-  std::vector<int64_t> values;  // of all expressions, after it
+  std::vector<Export> exports;  // as in PartitionInfo
+  std::vector<Copy> copies;
+  std::vector<int64_t> values;  // as in PartitionInfo
   std::shared_ptr<SharedArena> arena;
 };
 
@@ -103,17 +119,22 @@ struct Recording {
 struct Recordings {
   std::vector<std::unique_ptr<Recording>> all;
   std::vector<bool> copied;  // by import
+  std::vector<size_t> nbytes;  // by export, as met before recording
   int32_t made = 0;
   std::string refused;  // why nothing is recorded any more
 };
 
 struct PartitionState {
   std::map<std::vector<int64_t>, Recordings> by_size;
-  bool full = false;  // there were more sizes than are recorded
+  std::string refused;  // why there was no recording for a call, the first time
 };
 
+// results_copied, results_direct: of all recordings that were made, how many results for the caller
+// are copied in them and how many are written where they belong. bypassed: calls that ran without,
+// because another was under way or the user recorded.
 struct GraphCounts {
-  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0;
+  int64_t recorded = 0, replayed = 0, patched = 0, copied = 0, results_copied = 0, results_direct = 0,
+          bypassed = 0;
 };
 
 struct Graphs {

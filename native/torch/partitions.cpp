@@ -2,6 +2,7 @@
 #include "partitions.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace plait {
 namespace {
@@ -35,10 +36,13 @@ PartitionLearner::PartitionLearner(Program& program, const std::vector<std::vect
       writes_(writes),
       n_(static_cast<int32_t>(p_.partitions_.size())),
       home_(p_.slots_.size(), -1),
+      last_(p_.slots_.size(), -1),
       made_(p_.slots_.size()),
       exported_(p_.slots_.size(), false),
       escaping_(p_.slots_.size(), false),
-      symbol_home_(p_.plan_.symbols.size(), -1) {
+      symbol_home_(p_.plan_.symbols.size(), -1),
+      read_by_(p_.plan_.exprs.size(), -1),
+      symbols_(static_cast<size_t>(n_), std::vector<bool>(p_.plan_.symbols.size(), false)) {
   p_.buf_roots_.resize(static_cast<size_t>(p_.n_bufs_));
   for (size_t s = 0; s < patches.size(); ++s)
     for (const Patch& patch : patches[s])
@@ -46,8 +50,8 @@ PartitionLearner::PartitionLearner(Program& program, const std::vector<std::vect
 }
 
 void PartitionLearner::run() {
-  for_steps([this](int32_t k, int32_t at, const Step& s) { place(k, at, s); });
-  for_steps([this](int32_t k, int32_t, const Step& s) { trace(k, s); });
+  for_steps([this](int32_t k, const Step& s) { place(k, s); });
+  for_steps([this](int32_t k, const Step& s) { trace(k, s); });
   const std::vector<Operand>& outputs = *p_.outputs_;
   const int32_t n_results = p_.plan_.n_results;
   for (size_t at = 0; at < outputs.size(); ++at) {
@@ -67,8 +71,8 @@ void PartitionLearner::run() {
 template <class F>
 void PartitionLearner::for_steps(const F& f) {
   for (int32_t k = 0; k < n_; ++k)
-    for (int32_t at = partition(k).first; at < partition(k).last; ++at)
-      f(k, at, p_.steps_[static_cast<size_t>(at)]);
+    for (at_ = partition(k).first; at_ < partition(k).last; ++at_)
+      f(k, p_.steps_[static_cast<size_t>(at_)]);
 }
 
 // The slot whose memory this one names.
@@ -81,24 +85,28 @@ bool PartitionLearner::is_derived(SlotId s) const {
   return p_.slot(s).kind == SlotInfo::Kind::view || p_.slot(s).kind == SlotInfo::Kind::place;
 }
 
+void PartitionLearner::make(int32_t k, SlotId s) {
+  home(s) = k;
+  last_[static_cast<size_t>(s)] = at_;
+  partition(k).made.push_back(s);
+}
+
 // Notes what comes into being in partition k.
-void PartitionLearner::place(int32_t k, int32_t at, const Step& s) {
+void PartitionLearner::place(int32_t k, const Step& s) {
   PartitionInfo& p = partition(k);
   const auto results = [&](const std::vector<Result>& outs) {
     for (const Result& r : outs) {
-      if (r.kind == Result::Kind::tensor) home(r.id) = k;
-      if (r.kind != Result::Kind::symbol) continue;
-      symbol_home_[static_cast<size_t>(r.id)] = k;
-      p.defines_symbols = true;
+      if (r.kind == Result::Kind::tensor) make(k, r.id);
+      if (r.kind == Result::Kind::symbol) find(k, r.id);
     }
   };
   switch (s.kind) {
-    case StepKind::alloc:
     case StepKind::arena: home(s.a) = k; return;
+    case StepKind::alloc: return make(k, s.a);
     case StepKind::pointer:
     case StepKind::header:
-      home(s.a) = k;
-      made_[static_cast<size_t>(s.a)].push_back(at);
+      make(k, s.a);
+      made_[static_cast<size_t>(s.a)].push_back(at_);
       return;
     case StepKind::call_extern: {
       const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
@@ -110,16 +118,15 @@ void PartitionLearner::place(int32_t k, int32_t at, const Step& s) {
     case StepKind::call_python: return results(p_.pythons_[static_cast<size_t>(s.a)].outs);
     case StepKind::define:
       symbol_home_[static_cast<size_t>(s.a)] = k;
-      p.defines_symbols = true;
+      p.after.push_back(at_);
       return;
+    case StepKind::eval: p.after.push_back(at_); return;
     case StepKind::read_symbol: {
       const Symbol& symbol = p_.instr<Symbol>(s.a);
-      symbol_home_[static_cast<size_t>(symbol.symbol)] = k;
+      find(k, symbol.symbol);
       p.waits |= symbol.source == Symbol::Source::item;
-      p.defines_symbols = true;
       return;
     }
-    case StepKind::eval: p.defines_symbols = true; return;
     case StepKind::region:
     case StepKind::check_finite: p.waits = true; return;
     case StepKind::bump: p.bumps.push_back(s.a); return;
@@ -130,12 +137,59 @@ void PartitionLearner::place(int32_t k, int32_t at, const Step& s) {
   }
 }
 
+void PartitionLearner::find(int32_t k, int32_t symbol) {
+  symbol_home_[static_cast<size_t>(symbol)] = k;
+  const std::vector<ExprId>& nodes = p_.symbol_exprs_[static_cast<size_t>(symbol)];
+  partition(k).values.insert(partition(k).values.end(), nodes.begin(), nodes.end());
+}
+
+// Notes the symbols that a value depends on. Partitions are followed one after the other.
+void PartitionLearner::read(int32_t k, ExprId e) {
+  int32_t& last = read_by_[static_cast<size_t>(e)];
+  if (std::exchange(last, k) == k) return;
+  const ExprNode& node = p_.plan_.exprs[static_cast<size_t>(e)];
+  if (node.op == ExprNode::Op::constant) return;
+  if (node.op == ExprNode::Op::symbol) {
+    symbols_[static_cast<size_t>(k)][static_cast<size_t>(node.a)] = true;
+    return;
+  }
+  read(k, static_cast<ExprId>(node.a));
+  read(k, static_cast<ExprId>(node.b));
+}
+
+void PartitionLearner::read(int32_t k, const std::vector<ExprId>& all) {
+  for (ExprId e : all) read(k, e);
+}
+
+// The sizes of a tensor in partition k. Those of an operator's result may depend on anything.
+void PartitionLearner::read_shape(int32_t k, SlotId s) {
+  const SlotInfo& i = p_.slot(s);
+  if (i.kind == SlotInfo::Kind::result && home(s) < k)
+    std::fill(symbols_[static_cast<size_t>(k)].begin(), symbols_[static_cast<size_t>(k)].end(), true);
+  read(k, i.meta.ids.sizes);
+  read(k, i.meta.ids.strides);
+  if (i.offset != kNone && is_derived(s)) read(k, i.offset);
+}
+
 // Follows what a step of partition k reads and writes to where that comes from.
 void PartitionLearner::trace(int32_t k, const Step& s) {
   const auto use = [&](SlotId t) { see(k, t); };
   switch (s.kind) {
+    case StepKind::define: return read(k, s.b);
+    case StepKind::assert_scalar: return read(k, p_.instr<AssertScalar>(s.a).expr);
+    case StepKind::arena: return read(k, s.b);
+    case StepKind::alloc: return read_shape(k, s.a);
     case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).tensor);
-    case StepKind::call_extern: return extern_slots(p_.externs_[static_cast<size_t>(s.a)], use);
+    case StepKind::call_extern: {
+      const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
+      for (const ExternCall::Fill& f : c.fills) {
+        using Kind = ExternCall::Fill::Kind;
+        if (f.kind == Kind::int_list) read(k, f.ids);
+        if (f.kind == Kind::integer || f.kind == Kind::real || f.kind == Kind::number_tensor)
+          read(k, f.id);
+      }
+      return extern_slots(c, use);
+    }
     case StepKind::call_python: {
       const PythonCall& c = p_.pythons_[static_cast<size_t>(s.a)];
       for (const Operand& o : c.args) operand_slots(o, use);
@@ -146,15 +200,35 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
       use(p_.instr<Copy>(s.a).src);
       return use(p_.instr<Copy>(s.a).dst);
     case StepKind::bump: return use(s.a);
-    case StepKind::fill: return use(p_.instr<Fill>(s.a).tensor);
-    case StepKind::assert_size_stride: return use(p_.instr<AssertSizeStride>(s.a).tensor);
+    case StepKind::fill: {
+      const Fill& fill = p_.instr<Fill>(s.a);
+      if (fill.value.kind == Operand::Kind::size) read(k, fill.value.id);
+      return use(fill.tensor);
+    }
+    case StepKind::assert_size_stride: {
+      const AssertSizeStride& a = p_.instr<AssertSizeStride>(s.a);
+      read(k, a.shape.sizes);
+      read(k, a.shape.strides);
+      return use(a.tensor);
+    }
     case StepKind::assert_alignment: return use(p_.instr<AssertAlignment>(s.a).tensor);
     case StepKind::check_finite: return use(p_.instr<CheckFinite>(s.a).tensor);
     // A header is made again where it is needed; a pointer at a distance that is known at the call
     // is not.
-    case StepKind::header: return bring_in(k, memory(s.a), false);
-    case StepKind::pointer: return bring_in(k, memory(s.a), true);
-    case StepKind::launch: return kernel(k, p_.grid_launches_[static_cast<size_t>(s.a)].args, false);
+    case StepKind::header:
+      read_shape(k, s.a);
+      if (home(memory(s.a)) != k) bring_in(k, memory(s.a), false);
+      return;
+    case StepKind::pointer:
+      read_shape(k, s.a);
+      if (home(memory(s.a)) != k) bring_in(k, memory(s.a), true);
+      return;
+    case StepKind::launch: {
+      const GridLaunch& l = p_.grid_launches_[static_cast<size_t>(s.a)];
+      read(k, l.grid);
+      read(k, l.size_ids);
+      return kernel(k, l.args, false);
+    }
     case StepKind::region: {
       const RegionInfo& r = p_.regions_[static_cast<size_t>(s.a)];
       for (int32_t i = r.first; i < r.first + r.n; ++i)
@@ -173,6 +247,8 @@ void PartitionLearner::kernel(int32_t k, Range bufs, bool fixed) {
       bring_in(k, root, fixed);
     else if (home(root) != k)
       see(k, root);
+    else
+      bring_in(k, memory(root), true);
   }
 }
 
@@ -181,6 +257,7 @@ void PartitionLearner::see(int32_t k, SlotId s) {
   const SlotInfo& i = p_.slot(s);
   if (i.kind == SlotInfo::Kind::none || i.kind == SlotInfo::Kind::opaque) return;
   bring_in(k, memory(s), true);
+  if (k < n_) read_shape(k, s);
   if (!is_derived(s)) return;
   const int32_t at = home(s);
   if (at >= 0 && at < k && partition(at).recorded) {
@@ -192,7 +269,11 @@ void PartitionLearner::see(int32_t k, SlotId s) {
 }
 
 void PartitionLearner::bring_in(int32_t k, SlotId s, bool fixed) {
-  if (p_.slot(s).kind == SlotInfo::Kind::constant || home(s) == k) return;
+  if (p_.slot(s).kind == SlotInfo::Kind::constant) return;
+  if (home(s) == k) {
+    last_[static_cast<size_t>(s)] = at_;
+    return;
+  }
   if (home(s) >= 0) exported_[static_cast<size_t>(s)] = true;
   if (k == n_) return;
   for (PartitionInfo::Import& i : partition(k).imports) {
@@ -216,13 +297,19 @@ void PartitionLearner::finish(int32_t k) {
     if (home_[s] != k || !exported_[s]) continue;
     const SlotInfo::Kind kind = p_.slots_[s].kind;
     if (kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result)
-      p.exports.push_back({static_cast<int32_t>(s), escaping_[s]});
+      p.exports.push_back({static_cast<int32_t>(s), escaping_[s], last_[s], {}});
     else if (kind == SlotInfo::Kind::arena)
       p.recorded = false;  // a replay would not lend it to those after it
   }
+  for (SlotId v : p.made)
+    for (PartitionInfo::Export& e : p.exports)
+      if (is_derived(v) && memory(v) == e.slot) e.views.push_back(v);
+  for (const PartitionInfo::Import& i : p.imports)
+    p.n_direct += i.written && !i.fixed && escaping_[static_cast<size_t>(i.slot)] &&
+                  p_.slot(i.slot).kind == SlotInfo::Kind::alloc;
   for (size_t s = 0; s < symbol_home_.size(); ++s) {
     const int32_t at = symbol_home_[s];
-    if (at < k && !p_.symbol_exprs_[s].empty() && (at < 0 || !partition(at).recorded))
+    if (at < k && !p_.symbol_exprs_[s].empty() && symbols_[static_cast<size_t>(k)][s])
       p.key.push_back(p_.symbol_exprs_[s].front());
   }
   p.waits &= !p.recorded;

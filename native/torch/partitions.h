@@ -20,8 +20,13 @@ class PartitionLearner {
   int32_t& home(SlotId s) { return home_[static_cast<size_t>(s)]; }
   SlotId memory(SlotId s) const;
   bool is_derived(SlotId s) const;
-  void place(int32_t k, int32_t at, const Step& s);
+  void place(int32_t k, const Step& s);
+  void make(int32_t k, SlotId s);
   void trace(int32_t k, const Step& s);
+  void find(int32_t k, int32_t symbol);
+  void read(int32_t k, ExprId e);
+  void read(int32_t k, const std::vector<ExprId>& all);
+  void read_shape(int32_t k, SlotId s);
   void kernel(int32_t k, Range bufs, bool fixed);
   void see(int32_t k, SlotId s);
   void bring_in(int32_t k, SlotId s, bool fixed);
@@ -31,9 +36,13 @@ class PartitionLearner {
   const std::vector<std::pair<int32_t, SlotId>>& writes_;
   const int32_t n_;
   std::vector<int32_t> home_;  // by slot: where its memory, or a view's pointer, is made; -1: given
+  std::vector<int32_t> last_;  // by slot: the step of its home that touches its memory last
+  int32_t at_ = 0;             // the step that is looked at
   std::vector<std::vector<int32_t>> made_;  // by slot: the steps that make a view
   std::vector<bool> exported_, escaping_;
   std::vector<int32_t> symbol_home_;
+  std::vector<int32_t> read_by_;           // by expression: the partition that read it last
+  std::vector<std::vector<bool>> symbols_;  // by partition: symbols that it reads
 };
 
 }  // namespace plait

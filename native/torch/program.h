@@ -203,6 +203,10 @@ struct Step {
 
 // What the Python binding lends: this library part knows no Python.
 struct Host {
+  struct Captured {
+    cuda::GraphExec exec;
+    int64_t nbytes, limit;  // of its memory pool; what all recordings of the device may hold
+  };
   void* (*release_gil)();
   void (*retake_gil)(void* state);
   void (*call_python)(const Program&, Frame&, const PythonCall&,
@@ -211,10 +215,11 @@ struct Host {
   // Recording what is put on a stream, with the GIL held. begin() makes a stream current that is
   // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure.
   void* (*begin_capture)(int device);
-  cuda::GraphExec (*end_capture)(void* capture);
+  Captured (*end_capture)(void* capture);
   void (*abort_capture)(void* capture);
   void (*replay)(void* capture);  // with new random numbers for torch's operators
   void (*release)(void* object);
+  void (*refused)(const std::string& program, size_t partition, const std::string& why);
 };
 
 struct Frame {
@@ -363,13 +368,20 @@ class Program {
   void write_back(Frame& f) const;
   bool run_graphs(Frame& f) const;
   void run_below(Frame& f, const PartitionInfo& p) const;
-  bool run_recorded(Frame& f, size_t partition) const;
+  void run_partition(Frame& f, size_t partition) const;
+  void run_first(Frame& f, const PartitionInfo& p, Recordings& at) const;
+  bool run_recorded(Frame& f, size_t partition, Recordings& at) const;
+  void refuse(size_t partition, std::string& kept, const std::string& why) const;
   Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const;
-  bool record(Frame& f, const PartitionInfo& p, Recordings& at) const;
-  void capture_steps(Frame& f, const PartitionInfo& p, Recording& r) const;
+  bool record(Frame& f, size_t partition, Recordings& at) const;
+  void capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::DataPtr>& rooms,
+                     Recording& r) const;
+  bool is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const;
+  void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
+                 Recording& r) const;
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
-  void replay(Frame& f, const PartitionInfo& p, Recording& r) const;
-  void launch_recording(Frame& f, const PartitionInfo& p, const Recording& r) const;
+  void update_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
+  void launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   const void* address(const Frame& f, SlotId s) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
   void substitute(Frame& f, SlotId s, const at::Tensor* tensor) const;

@@ -1,9 +1,10 @@
 """Convolutions on a GPU get channels-last operands: tensor cores want channels innermost, and cuDNN would otherwise
 turn every operand and every result around.
 
-One copy makes the first operand so; what is computed from the results keeps their layout, and only what leaves the
-graph, or goes to an operator that reads raw memory, gets eager's layout again. No value changes. Runs on a joint graph
-before it is split, so that both halves agree on the layout of what is saved.
+One copy makes the first operand so, and one each filter that is more than a point; what is computed from the results
+keeps their layout, and only what leaves the graph, or goes to an operator that reads raw memory, gets eager's layout
+again. No value changes. Runs on a joint graph before it is split, so that both halves agree on the layout of what is
+saved; the copies of filters are saved too.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from plait.graph.edit import aten, is_view, value_of
+from plait import compat
+from plait.graph.edit import aten, insert, is_view, value_of
 
 DEVICES = ("cuda",)
-_CONVOLUTIONS: dict[Any, tuple[int, ...]] = {  # positions of their operands but for the weight
-    aten.convolution.default: (0,),
-    aten.convolution_backward.default: (0, 1),
+_CONVOLUTIONS: dict[Any, tuple[int, ...]] = {  # positions of their operands; the last one is the filter
+    aten.convolution.default: (0, 1),
+    aten.convolution_backward.default: (0, 1, 2),
 }
 _RAW = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default})
 FEW_CHANNELS = 4
-"""Up to here the operand of a convolution stays as it is: there is nothing to gain inside of a tensor core."""
+"""Between so few channels on both sides there is nothing to gain inside of a tensor core."""
 
 
 def channels_last(gm: GraphModule) -> int:
@@ -40,9 +42,11 @@ def _wants(node: Node) -> bool:
     at = _CONVOLUTIONS.get(node.target)
     if at is None:
         return False
-    x = value_of(node.args[at[-1]])  # type: ignore[arg-type]
-    transposed, groups = (node.args[6], node.args[8]) if at == (0,) else (node.args[7], node.args[9])
+    x, weight = (value_of(node.args[k]) for k in at[-2:])  # type: ignore[arg-type]
+    transposed, groups = (node.args[6], node.args[8]) if len(at) == 2 else (node.args[7], node.args[9])
     if x.dim() != 4 or x.device.type not in DEVICES or transposed or groups != 1:
+        return False
+    if all(isinstance(c, int) and c <= FEW_CHANNELS for c in weight.shape[:2]):
         return False
     return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and _rounds_float32())
 
@@ -56,8 +60,15 @@ def _rounds_float32() -> bool:
 
 def _is_last(x: torch.Tensor) -> bool:
     """Whether the channels are innermost, as far as that is known."""
-    strides = x.stride()
-    return isinstance(strides[1], int) and strides[1] == 1 and strides[3] != 1
+    channels, strides = x.shape[1], x.stride()
+    single = isinstance(channels, int) and channels == 1
+    return isinstance(strides[1], int) and strides[1] == 1 and (single or strides[3] != 1)
+
+
+def _may_be_last(x: torch.Tensor) -> bool:
+    """Whether a filter can do with the strides that it has."""
+    static = all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+    return not static or x.is_contiguous(memory_format=torch.channels_last)
 
 
 class _Pass:
@@ -81,8 +92,11 @@ class _Pass:
     def _visit(self, node: Node) -> None:
         wants = _wants(node)
         if wants:
-            for k in _CONVOLUTIONS[node.target]:
-                self._turn(node, k)
+            *operands, weight = _CONVOLUTIONS[node.target]
+            for k in operands:
+                self._turn(node, k, _is_last)
+            if (copy := self._turn(node, weight, _may_be_last)) is not None:
+                copy.meta["recompute"] = compat.MUST_SAVE
         if not wants and not any(a in self.eager for a in node.all_input_nodes):
             return
         if not _keeps_values(node):
@@ -100,26 +114,16 @@ class _Pass:
             self.eager[node] = old
         node.meta["val"] = now
 
-    def _turn(self, node: Node, k: int) -> None:
-        """Hands the convolution a channels-last operand."""
+    def _turn(self, node: Node, k: int, is_fit: Callable[[torch.Tensor], bool]) -> Node | None:
+        """Hands the convolution a channels-last copy of an operand that is not fit."""
         source = node.args[k]
         assert isinstance(source, Node)
-        x = value_of(source)
-        channels = x.shape[1]
-        if _is_last(x) or (isinstance(channels, int) and channels <= FEW_CHANNELS):
-            return
+        if is_fit(value_of(source)):
+            return None
         if source not in self.copied:
-            self.copied[source] = self._insert(node, source, aten.clone.default, memory_format=torch.channels_last)
+            self.copied[source] = insert(node, source, aten.clone.default, memory_format=torch.channels_last)
         node.update_arg(k, self.copied[source])
-
-    def _insert(self, before: Node, source: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        with self.graph.inserting_before(before):
-            new = self.graph.call_function(target, (source, *args), kwargs)
-        new.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-        x = value_of(source)
-        with x.fake_mode:
-            new.meta["val"] = target(x, *args, **kwargs)
-        return new
+        return self.copied[source]
 
     def _computed(self, node: Node) -> Any:
         given: Any = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
@@ -152,9 +156,9 @@ class _Pass:
             # The dimensions in the order in which eager has them in memory, outermost first.
             order = sorted(range(old.dim()), key=lambda d: (-_hint(old.stride(d)), d))
             back = [order.index(d) for d in range(old.dim())]
-            new = self._insert(before, source, aten.permute.default, order)
-            new = self._insert(before, new, aten.clone.default, memory_format=torch.contiguous_format)
-            new = self._insert(before, new, aten.permute.default, back)
+            new = insert(before, source, aten.permute.default, order)
+            new = insert(before, new, aten.clone.default, memory_format=torch.contiguous_format)
+            new = insert(before, new, aten.permute.default, back)
         self.restored[source] = new
         return new
 

@@ -44,6 +44,17 @@ def output_of(graph: Graph) -> Node:
     return node
 
 
+def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+    """A new node target(source, ...) before another one, from whose line it is."""
+    with before.graph.inserting_before(before):
+        new = before.graph.call_function(target, (source, *args), kwargs)
+    new.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+    given: Any = torch.fx.node.map_arg((source, *args), value_of)
+    with given[0].fake_mode:
+        new.meta["val"] = target(*given, **kwargs)
+    return new
+
+
 def escaping(graph: Graph) -> set[Node]:
     """Nodes whose memory the caller may see: bases of outputs, placeholders and constants."""
     found = {base_of(node) for node in output_of(graph).all_input_nodes}

@@ -7,51 +7,42 @@ pass saves a number or two a row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 
 from plait import compat
-from plait.graph.edit import aten, base_of, output_of, value_of
+from plait.graph.edit import aten, base_of, insert, output_of, replace, value_of
 
 
 def split_log_softmax(joint: GraphModule) -> int:
     """Changes the graph in place; returns how many operators it split. Values are those of the operator's rule. What
     the caller gets anyway may as well be saved."""
     given = {base_of(n) for n in output_of(joint.graph).all_input_nodes}
-    found = [n for n in joint.graph.nodes if n.target is aten._log_softmax.default and n not in given and _splits(n)]
-    for node in found:
-        node.replace_all_uses_with(_split(node))
-        joint.graph.erase_node(node)
-    return len(found)
+    n = 0
+    for node in joint.graph.find_nodes(op="call_function", target=aten._log_softmax.default):
+        if node not in given and _splits(node):
+            replace(node, _split(node))
+            n += 1
+    return n
 
 
 def _splits(node: Node) -> bool:
-    x = value_of(node.args[0])  # type: ignore[arg-type]
-    size = x.shape[node.args[1]] if x.dim() > 0 else 0
-    return isinstance(size, int) and size > 0
+    x, dim = value_of(node.args[0]), node.args[1]  # type: ignore[arg-type]
+    size = x.shape[dim] if x.dim() > 0 else 0
+    same = x.stride() == value_of(node).stride()  # so that views of the result are views of what takes its place
+    return isinstance(size, int) and size > 0 and same
 
 
 def _split(node: Node) -> Node:
     x, dim, _ = node.args
-    graph, out = node.graph, value_of(node)
-
-    def op(target: Any, *args: Any, **kwargs: Any) -> Node:
-        new = graph.call_function(target, args, kwargs)
-        new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-        given: Any = torch.fx.node.map_arg((args, kwargs), value_of)
-        with out.fake_mode:
-            new.meta["val"] = target(*given[0], **given[1])
-        return new
-
-    with graph.inserting_before(node):
-        if value_of(x).dtype in (torch.float16, torch.bfloat16):  # type: ignore[arg-type]
-            x = op(aten._to_copy.default, x, dtype=torch.float32)
-        x = op(aten.sub.Tensor, x, op(aten.amax.default, x, [dim], True))
-        total = op(aten.sum.dim_IntList, op(aten.exp.default, x), [dim], True)
-        result = op(aten.sub.Tensor, x, op(aten.log.default, total))
-        if out.dtype != value_of(result).dtype:
-            result = op(aten._to_copy.default, result, dtype=out.dtype)
+    assert isinstance(x, Node)
+    dtype = value_of(node).dtype
+    if value_of(x).dtype in (torch.float16, torch.bfloat16):
+        x = insert(node, x, aten._to_copy.default, dtype=torch.float32)
+    x = insert(node, x, aten.sub.Tensor, insert(node, x, aten.amax.default, [dim], True))
+    total = insert(node, insert(node, x, aten.exp.default), aten.sum.dim_IntList, [dim], True)
+    result = insert(node, x, aten.sub.Tensor, insert(node, total, aten.log.default))
+    if value_of(result).dtype != dtype:
+        result = insert(node, result, aten._to_copy.default, dtype=dtype)
     result.meta["recompute"] = compat.MUST_RECOMPUTE
     return result

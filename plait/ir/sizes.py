@@ -17,6 +17,7 @@ from typing import TypeAlias, Union
 Size: TypeAlias = Union[int, "Expr"]
 
 _INF = float("inf")
+RUN = 16  # elements side by side that count as contiguous
 Bound: TypeAlias = float  # an int, or +-inf
 
 
@@ -758,6 +759,26 @@ def coefficient(e: Size, var: Atom) -> Size | None:
         else:
             return None
     return out
+
+
+def divisors(e: Size) -> list[int]:
+    """What e divides by, with or without a remainder, least first."""
+    if isinstance(e, int):
+        return []
+    atoms = [a for mono, _ in e.terms for a in mono if a.kind in ("div", "mod")]
+    inside = {d for a in atoms for d in (*divisors(a.a), a.b) if isinstance(d, int)}
+    return sorted(inside)
+
+
+def is_contiguous(e: Size, var: Atom) -> bool:
+    """Whether e grows by 1 with var: everywhere, or else where var is small and every other loop variable is 0, as an
+    address does that walks blocks of RUN elements or more."""
+    step = coefficient(e, var)
+    if step is not None:
+        return step == 1
+    last = min(RUN, var.extent) - 1 if isinstance(var.extent, int) else RUN - 1
+    start: dict[Atom, Size] = {a: 0 for a in free_symbols(e) if a.extent is not None}
+    return last > 0 and add(substitute(e, {**start, var: last}), mul(substitute(e, start), -1)) == last
 
 
 def numel(shape: Iterable[Size]) -> Size:

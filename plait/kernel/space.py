@@ -207,6 +207,20 @@ def _plain_reductions(space: Space) -> Space:
     return _rebuilt(space, tuple(stmts), lambda n: rewrite(n, fn, memo))
 
 
+def replaced(space: Space, name: str, value: Node) -> Space:
+    """The space without this reduction, whose result is `value`."""
+    memo: dict[Node, Node] = {}
+
+    def fn(n: Node, args: tuple[Node, ...]) -> Node:
+        return value if n.op == "acc" and n.attr == name else with_args(n, args)
+
+    def on_node(n: Node) -> Node:
+        return rewrite(n, fn, memo)
+
+    kept = (s for s in space.stmts if not (isinstance(s, Reduce) and s.name == name))
+    return _rebuilt(space, tuple(_mapped(s, on_node) for s in kept), on_node)
+
+
 def _is_rewritten(s: Reduce) -> bool:
     narrow = s.value.dtype.name in ("f16", "bf16", "b1") and s.kind not in ("any", "all")
     return s.kind == "welford" or s.running or narrow

@@ -21,6 +21,7 @@ from plait.kernel.space import Space, linear_space
 from plait.kernel.target import Source
 from plait.kernel.triton_body import Writer
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
+from plait.kernel.triton_passes import without_picks
 from plait.kernel.triton_tiles import Tile, plan_tile
 from plait.kernel.triton_tune import candidates, describe
 from plait.runtime.cubin import Job, get_or_build_pack
@@ -102,7 +103,7 @@ def _tuned(
     kernels: Mapping[Key, Kernel], symbols: Mapping[Key, str], capability: int, cfg: Config
 ) -> tuple[dict[Key, Tile], dict[Key, str]]:
     """The measured tile of each kernel, and a line on how it was found."""
-    tiles = {key: candidates(linear_space(k)) for key, k in kernels.items()}
+    tiles = {key: candidates(_space(k)) for key, k in kernels.items()}
     contests = {
         key: _contest(k, symbols[key], key, tiles[key], capability) for key, k in kernels.items() if len(tiles[key]) > 1
     }
@@ -162,7 +163,7 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
             continue
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")
-    space = linear_space(kernel)
+    space = _space(kernel)
     tile = tile or plan_tile(space)
     names = {str(e): f"s{k}" for k, e in enumerate(kernel.sizes)}
     wide = _is_wide(space, tile)
@@ -182,6 +183,10 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
         **dict.fromkeys(names.values(), "i64"),
     }
     return TritonKernel(symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, writer.checks)
+
+
+def _space(kernel: Kernel) -> Space:
+    return without_picks(linear_space(kernel))
 
 
 def _is_wide(space: Space, tile: Tile) -> bool:

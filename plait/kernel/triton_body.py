@@ -46,6 +46,7 @@ class Writer:
         self.later: frozenset[Node] | None = None  # loads that passes after this one repeat
         self.seen = ""  # how many blocks of its row a program has seen
         self.lanes: dict[str, str] = {}  # reduction -> its accumulator, one value a lane
+        self.inside = False  # of blocks that lie inside their rows as a whole
         self.n = 0
         self.checks = False
         self.reciprocals: dict[Node, tuple[str, str]] = {}  # divisor -> its scale, 1 over what it is then
@@ -85,7 +86,8 @@ class Writer:
 
     def mask(self, names: frozenset[str]) -> list[str]:
         """Conditions under which a point lies inside the tensor."""
-        return [f"{g.name}mask" for g in self.tile.groups if g.name in names and not g.full]
+        covered = {g.name for g in self.tile.groups if g.full or (g.name == "r" and self.inside)}
+        return [f"{g.name}mask" for g in self.tile.groups if g.name in names - covered]
 
     # -------------------------------------------------------------------------------------- kernel body
     def write(self) -> list[str]:
@@ -140,37 +142,66 @@ class Writer:
         started: list[tuple[Reduce, tuple[str, ...]]] = []
         if looped:
             started = [(s, self._start(s)) for s in stmts if isinstance(s, Reduce)]
-        self.loop_lines, self.loop_values, self.loop_exprs = [], {}, {}
         begun = {s.name: names for s, names in started}
         if not begun.keys().isdisjoint(self.passes.spread):
             self.seen = self._define("tl.full([], 0, tl.float32)", False, "a")
+        if not looped:
+            self._block_of(stmts, begun)
+            self.outer_lines += self.loop_lines
+            # Whole rows stay in registers: later passes go on with the same values.
+            self.values.update(self.loop_values)
+            self.exprs.update(self.loop_exprs)
+            return
+        r = next(g for g in self.tile.groups if g.name == "r")
+        first, points = "0", self._points(r)
+        if isinstance(r.points, int) and r.points > r.block and self._keeps_from_vectors(stmts, r.points):
+            self.inside = True
+            self._block_of(stmts, begun)
+            self.inside = False
+            first = str(r.points // r.block * r.block)
+            lines = [f"for offset in range(0, {first}, {r.block}):", "r = rbase + offset", *self.loop_lines]
+            self.outer_lines += [lines[0], *(f"    {line}" for line in lines[1:])]
+        self._block_of(stmts, begun)
+        head = ["r = rbase + offset"] if r.full else ["r = rbase + offset", f"rmask = r < {points}"]
+        if first != "0":
+            self.outer_lines += [f"offset = {first}", *head, *self.loop_lines]
+        else:
+            lines = [*head, *self.loop_lines]
+            self.outer_lines += [f"for offset in range(0, {points}, {r.block}):", *(f"    {line}" for line in lines)]
+        for s, names in started:
+            self._finish(s, names)
+
+    def _keeps_from_vectors(self, stmts: Sequence[Reduce | Store], length: int) -> bool:
+        """Whether rows that begin where vectors may are so long that a mask, which ends in the middle of a vector,
+        would forbid them all along. Then the rest of a row is a block of its own."""
+        loads = [(offset_of(n), n.dtype) for n in walk([m for s in stmts for m in stmt_nodes(s)]) if n.op == "load"]
+        stores = [(s.index[0], self.space.buffers[s.buf].dtype) for s in stmts if isinstance(s, Store)]
+        for offset, dtype in (*loads, *stores):
+            each = 16 // dtype.nbytes
+            if length % each == 0 or not any(coefficient(offset, a) == 1 for a in self.space.rvars):
+                continue
+            steps = [coefficient(offset, a) for a in self.space.vars]
+            if all(isinstance(c, int) and c % each == 0 for c in steps):
+                return True
+        return False
+
+    def _block_of(self, stmts: Sequence[Reduce | Store], begun: dict[str, tuple[str, ...]]) -> None:
+        """What one block of a pass does."""
+        self.loop_lines, self.loop_values, self.loop_exprs = [], {}, {}
         pending: list[Store] = []
         for s in stmts:
             if isinstance(s, Store):
                 pending.append(s)
             elif s.name in self.passes.rescaled or s.name in self.passes.spread:
                 pass  # goes with its maximum or sum
-            elif looped:
+            elif self.tile.looped:
                 self._step(s, begun)
             else:
                 self._whole(s)
         for s in pending:  # after all loads: an output may have the memory of an input
             self._store(s, inner=True)
-        if not looped:
-            self.outer_lines += self.loop_lines
-            # Whole rows stay in registers: later passes go on with the same values.
-            self.values.update(self.loop_values)
-            self.exprs.update(self.loop_exprs)
-            return
         if not begun.keys().isdisjoint(self.passes.spread):
             self.loop_lines.append(f"{self.seen} = {self.seen} + 1")
-        r = next(g for g in self.tile.groups if g.name == "r")
-        head = [f"for offset in range(0, {self._points(r)}, {r.block}):", "r = rbase + offset"]
-        if not r.full:
-            head.append(f"rmask = r < {self._points(r)}")
-        self.outer_lines += [head[0], *(f"    {line}" for line in (*head[1:], *self.loop_lines))]
-        for s, names in started:
-            self._finish(s, names)
 
     # --------------------------------------------------------------------------------------- reductions
     def _block(self, s: Reduce) -> str:
@@ -226,7 +257,7 @@ class Writer:
             return (carry,)
         everything = self.shape(frozenset(g.name for g in self.tile.groups))
         if s.name in self.passes.rescaled or s in self.passes.rescaled.values():
-            height, _, lanes = self._folds()
+            height, _, lanes, _ = self._folds()
             everything = f"[{height}, {lanes}]"
         acc = self._define(f"tl.broadcast_to({first}, {everything})", False, "a")
         if not s.kind.startswith("arg"):
@@ -234,14 +265,15 @@ class Writer:
         return acc, self._define(f"tl.full({everything}, {2**63 - 1}, tl.int64)", False, "a")
 
     def _folds(self) -> list[int]:
-        """[rows, n, lanes] of a block whose rows are folded n times, so that what lies on one another belongs to one
-        thread, which then keeps one maximum for it."""
+        """[rows, n, lanes, vector] of a block whose rows are folded n times, and whose vectors are folded too, so that
+        what lies on one another belongs to one thread, which then keeps one maximum for it."""
         r = next(g for g in self.tile.groups if g.name == "r")
         rows = math.prod(g.block for g in self.tile.outer)
-        least = min((d.nbytes for d in held_dtypes(self.space)), default=4)
-        vectors = 32 * self.tile.num_warps * 16 // least
-        n = max(r.block // vectors, 1) if rows == 1 else 1
-        return [rows, n, r.block // n]
+        if rows > 1:
+            return [rows, 1, r.block, 1]
+        vector = 16 // min((d.nbytes for d in held_dtypes(self.space, self.space.vars)), default=4)
+        n = max(r.block // (32 * self.tile.num_warps * vector), 1)
+        return [rows, n, r.block // (n * vector), vector]
 
     def _step(self, s: Reduce, begun: dict[str, tuple[str, ...]]) -> None:
         """One block of a reduction inside the loop."""
@@ -268,7 +300,7 @@ class Writer:
             if with_it := [n for n, first in self.passes.rescaled.items() if first is s]:
                 block = self._define(f"tl.reshape({block}, {self._folds()})", True)
                 fn = combiner(s.kind, s.value.dtype)
-                new = self._define(f"{fn}({names[0]}, tl.reduce({block}, 1, {fn}))", True)
+                new = self._define(f"{fn}({names[0]}, tl.reduce(tl.reduce({block}, 3, {fn}), 1, {fn}))", True)
             for n in with_it:
                 self.loop_lines.append(f"{begun[n][0]} = p_exp_sum({begun[n][0]}, {names[0]}, {block}, {new})")
             for n, first in self.passes.spread.items():

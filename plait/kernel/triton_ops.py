@@ -216,7 +216,7 @@ _FUNCTIONS: dict[str, str] = dict((
     return libdevice.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
 """),
     ("p_exp_sum", """def p_exp_sum(total, old, x, peak):
-    return total * p_exp_below(old, peak) + tl.sum(p_exp_below(x, peak[:, None, :]), 1)
+    return total * p_exp_below(old, peak) + tl.sum(tl.sum(p_exp_below(x, peak[:, None, :, None]), 3), 1)
 """),
     ("p_argmax", """def p_argmax(a, i, b, j):
     better = (a > b) | ((a != a) & (b == b))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, product
-from plait.kernel.space import Space, coefficient, extent, offset_of, stmt_nodes, trip_count
+from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, product
+from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store
 
@@ -113,24 +113,28 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     along = sum(votes.get(r, 0) for r in inner)
     beside = sum(votes.get(v, 0) for v in outer)
     known = isinstance(trip_count(inner), int)
-    held = held_dtypes(space)
     column = beside > along and rows >= 16
     programs = None
     if column and len(outer) > 1 and isinstance(size := extent(outer[-1]), int) and size >= TILE:
         # What is the same for neighbouring results is then one value for a program, or one a row.
         programs, outer = Group("y", outer[:-1], 1), outer[-1:]
     again = _reads_again(space)
+    held = held_dtypes(space, outer)
     longest = PERSISTENT_POINTS // max(len(held), 1) if again else ONE_PASS_POINTS
     narrow = bool(held) and max(d.nbytes for d in held) <= 2
-    longest = (128 if narrow else 1024) if column else max(longest, ONE_PASS_POINTS)
-    if known and length <= longest:
+    width = _column_width(rows, TILE if narrow else TILE // 2, held)
+    longest = (PERSISTENT_POINTS // (4 if narrow else 1) // width) if column else max(longest, ONE_PASS_POINTS)
+    if known and length <= longest and not (column and narrow and _is_wasteful(length, _power(length))):
         r = _power(length)
-        x = _block_rows(rows, r, (TILE if narrow else 32) if column else 1)
+        x = _block_rows(rows, r, width if column else 1)
         warps = _row_warps(x * r, rows // x, narrow, column)
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
-        x = min(_power(rows), TILE)
+        x = min(_power(rows), _column_width(rows, TILE, held))
         r = max(1, REDUCE_POINTS // x)
+        # Rows that are not there cost arithmetic, and time where programs wait for one another.
+        if known and rows // x >= 4 * BUSY and _is_wasteful(length, r) and not _is_wasteful(length, r // 2):
+            r //= 2
         warps = _warps(x * r, 16 if narrow else 8)
     else:
         r, x = min(_power(length), AGAIN_POINTS if again else REDUCE_POINTS), 1
@@ -138,11 +142,29 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
 
 
+def _column_width(rows: int, most: int, held: list[DType]) -> int:
+    """Neighbouring results of a block that reduces columns: fewer, down to what memory gives at once, where there would
+    be too few programs."""
+    nbytes = max((d.nbytes for d in held), default=4)
+    while rows // most < BUSY // 2 and most * nbytes > 32:
+        most //= 2
+    return most
+
+
+def _is_wasteful(length: int, block: int) -> bool:
+    """Whether blocks along a row reach beyond its end by more than a seventh of it."""
+    return 7 * (-(-length // block) * block) > 8 * length
+
+
 def _reads_again(space: Space) -> bool:
     """Whether a block that walks along rows reads some of them twice."""
     seen: set[Node] = set()
     for p in plan_passes(space, True).loops:
-        found = {n for n in walk([n for s in p for n in stmt_nodes(s)]) if n.op == "load" and _along_rows(space, n)}
+        found = {
+            n
+            for n in walk([n for s in p for n in stmt_nodes(s)])
+            if n.op == "load" and _along_rows(space, space.vars, n)
+        }
         if found & seen:
             return True
         seen |= found
@@ -153,7 +175,7 @@ def _row_warps(points: int, programs: int, narrow: bool, column: bool) -> int:
     """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight; fewer where the block is
     small or the device hardly filled."""
     if column or programs < BUSY:
-        return _warps(points, 8 if column else 4)
+        return _warps(points, (16 if narrow else 8) if column else 4)
     return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))
 
 
@@ -175,14 +197,15 @@ def _accesses(space: Space) -> Iterator[tuple[Size, DType]]:
             yield s.index[0], space.buffers[s.buf].dtype
 
 
-def held_dtypes(space: Space) -> list[DType]:
-    """The dtypes of what is loaded at every point, and not only once a row or once a column."""
-    return [n.dtype for n in walk(space.roots()) if n.op == "load" and _along_rows(space, n)]
+def held_dtypes(space: Space, outer: tuple[Atom, ...]) -> list[DType]:
+    """The dtypes of what a block loads at every point, and not only once a row or once a column. outer: the axes of
+    its rows."""
+    return [n.dtype for n in walk(space.roots()) if n.op == "load" and _along_rows(space, outer, n)]
 
 
-def _along_rows(space: Space, n: Node) -> bool:
+def _along_rows(space: Space, outer: tuple[Atom, ...], n: Node) -> bool:
     used = free_symbols(offset_of(n))
-    return not used.isdisjoint(space.rvars) and not (space.vars and used.isdisjoint(space.vars))
+    return not used.isdisjoint(space.rvars) and not (outer and used.isdisjoint(outer))
 
 
 def _indirect(n: Node) -> bool:
@@ -197,7 +220,7 @@ def _unit_strides(space: Space) -> dict[Atom, int]:
         used = free_symbols(offset)
         nbytes = dtype.nbytes * math.prod(_known(extent(a)) for a in axes if a in used)
         for a in axes:
-            if coefficient(offset, a) == 1 and _known(extent(a)) > 1:
+            if is_contiguous(offset, a) and _known(extent(a)) > 1:
                 votes[a] = votes.get(a, 0) + nbytes
     return votes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from plait.lower.symbols import to_size
 Index = Sequence[Size]
 Body = Callable[[Recorder, tuple[Expr, ...]], Node]
 ReduceBody = Callable[[Recorder, tuple[Expr, ...], tuple[Expr, ...]], Node]
+_MAX_ORDERED = 4  # dimensions whose orders are tried to find a copy that holds the same
 _OF_NOTHING = {"sum": 0, "prod": 1, "any": 0, "all": 1, "xor": 0}  # what reductions of no elements give
 
 
@@ -124,6 +126,7 @@ class Lowering:
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
         self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
         self.mutations: list[tuple[str, View]] = []
+        self.copies: dict[str, list[tuple[View, View, int]]] = {}  # buffer -> [(copied, copy, ops before)]
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
         self.origin: tuple[str, ...] = ()
@@ -281,20 +284,77 @@ class Lowering:
         self.fix_layout(x.buf)
         return TensorArg(x.buf, x.shape, tuple(strides), rest)
 
-    def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None) -> TensorArg:
+    def tensor_arg(self, x: View, strides: tuple[Size, ...] | None = None, shared: bool = False) -> TensorArg:
         """x as an extern operand: its own memory where strides describe it (and equal `strides` if given), else a
-        copy."""
-        found = self.strided(x)
-        if found is not None:
-            if strides is None:
-                return found
-            if _same_layout(x.shape, found.strides, strides):
-                return replace(found, strides=strides)
+        copy. shared: which may be one that other operands read too, of the same elements in any order of dimensions."""
+        self._lay_out(x, strides)
+        for y in (x, *(self._copies_of(x) if shared else ())):
+            found = self.strided(y)
+            if found is not None:
+                if strides is None:
+                    return found
+                if _same_layout(x.shape, found.strides, strides):
+                    return replace(found, strides=strides)
         if strides is not None and 0 in strides:
             return self._expanded_copy(x, strides)
-        made = self.strided(self.copy(x, strides, fixed=True))
+        copied = self.copy(x, strides or self._natural(x), fixed=True)
+        if shared:
+            self.copies.setdefault(x.buf, []).append((x, copied, len(self.ops)))
+        made = self.strided(copied)
         assert made is not None
         return made if strides is None else replace(made, strides=strides)
+
+    def _lay_out(self, x: View, strides: tuple[Size, ...] | None) -> None:
+        """Gives x's buffer, if its layout is still free and x is all of it, the strides with which x is memory as it
+        stands, so that nothing needs a copy. Neighbours stay neighbours. Kernels of a GPU do not mind the rest."""
+        b = self.buffers[x.buf]
+        if b.device == "cpu" or b.fixed or x.dtype not in LOOP_DTYPES or b.strides != sz.contiguous_strides(b.shape):
+            return
+        target = strides or self._natural(x)
+        if not isinstance(n := sz.numel(x.shape), int) or n != sz.numel(b.shape) or not _is_dense(x.shape, target):
+            return
+        new = [_stride_of(e, x.vars, target) if size != 1 else 1 for e, size in zip(x.index, b.shape, strict=True)]
+        flat = sz.total(sz.mul(v, t) for v, t in zip(x.vars, target, strict=True))
+        laid = sz.total(sz.mul(e, s) for e, s in zip(x.index, new, strict=True))
+        kept = all(t == 1 for s, t, size in zip(b.strides, new, b.shape, strict=True) if s == 1 and size != 1)
+        if laid == flat and kept:
+            self.buffers[x.buf] = replace(b, strides=tuple(new))
+
+    def _natural(self, x: View) -> tuple[Size, ...]:
+        """Strides for x's elements side by side: row-major, or column-major where neighbours in memory are those along
+        the last dimension but one."""
+        rows = sz.contiguous_strides(x.shape)
+        if len(x.shape) < 2:
+            return rows
+        strides = self.buffers[x.buf].strides
+        flat = sz.total(sz.mul(e, s) for e, s in zip(x.index, strides, strict=True))
+        across, along = (v.symbol for v in x.vars[-2:])
+        assert across is not None and along is not None
+        turned = sz.is_contiguous(flat, across) and not sz.is_contiguous(flat, along)
+        return (*rows[:-2], 1, x.shape[-2]) if turned else rows
+
+    def copied_once(self, x: View, strides: tuple[Size, ...]) -> View:
+        """A copy of x with these strides, which later operands share."""
+        for y in self._copies_of(x):
+            if self.is_whole(y) and self.buffers[y.buf].strides == strides:
+                return y
+        made = self.copy(x, strides, fixed=True)
+        self.copies.setdefault(x.buf, []).append((x, made, len(self.ops)))
+        return made
+
+    def _copies_of(self, x: View) -> list[View]:
+        """Views of copies made for operands that hold what x holds, and still do."""
+        out: list[View] = []
+        for seen, made, n in self.copies.get(x.buf, ()):
+            if any(isinstance(op, Extern) and op.mutates for op in self.ops[n:]):
+                continue
+            if len(x.shape) != len(seen.shape) or len(x.shape) > _MAX_ORDERED:
+                continue
+            for order in permutations(range(len(x.shape))):
+                point = tuple(x.vars[d] for d in order)
+                if tuple(x.shape[d] for d in order) == seen.shape and seen.at(point) == x.index:
+                    out.append(View(made.buf, x.dtype, x.shape, x.vars, made.at(point)))
+        return out
 
     def _expanded_copy(self, x: View, strides: tuple[Size, ...]) -> TensorArg:
         """A copy of x whose dimensions of stride 0 are stored once."""
@@ -376,6 +436,28 @@ class Lowering:
         del self.ops[n_ops:]
         for name in list(self.buffers)[n_buffers:]:
             del self.buffers[name]
+        for name, made in self.copies.items():
+            self.copies[name] = [c for c in made if c[1].buf in self.buffers]
+
+
+def _is_dense(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
+    """Whether strides place the elements side by side, in any order of dimensions."""
+    end: Size = 1
+    for stride, n in sorted((t, n) for t, n in zip(strides, shape, strict=True) if isinstance(t, int) and n != 1):
+        if stride != end:
+            return False
+        end = sz.mul(end, n)
+    return end == sz.numel(shape)
+
+
+def _stride_of(e: Size, vars_: tuple[Expr, ...], strides: tuple[Size, ...]) -> Size:
+    """The address, in strides of vars_, of where e first is 1; 0 if no single variable takes it there."""
+    zero: dict[sz.Atom, Size] = dict.fromkeys(sz.free_symbols(e), 0)
+    for v, stride in zip(vars_, strides, strict=True):
+        for at in (1, *sz.divisors(e)):
+            if v.symbol in zero and sz.substitute(e, {**zero, v.symbol: at}) == 1:
+                return sz.mul(stride, at)
+    return 0
 
 
 def _scalar_reader(x: View) -> Callable[[Recorder], Node]:

@@ -188,7 +188,12 @@ def call_op(
         if formal.has_default_value() and _is_default(value, formal.default_value):
             continue
         operands[formal.name] = operand(
-            ctx, value, fake, is_float=_is_float(formal.type), in_place=formal.name in facts.mutates
+            ctx,
+            value,
+            fake,
+            is_float=_is_float(formal.type),
+            in_place=formal.name in facts.mutates,
+            shared=not facts.may_keep,
         )
     positional, named = _split_operands(op, operands)
     outs, symbols, result = results(ctx, val, used)

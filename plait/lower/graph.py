@@ -432,9 +432,9 @@ class _Walk:
             return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
         strides = tuple(to_size(s) for s in val.stride())
         storage = _storage(val)
-        if x.buf in self.ctx.constants or owners.get(x.buf, storage) != storage:
-            x = self.ctx.copy(x)
-        out = self.ctx.tensor_arg(x, strides)
+        out = self.ctx.tensor_arg(x, strides, shared=True)
+        if out.buf in self.ctx.constants or owners.get(out.buf, storage) != storage:
+            out = self.ctx.tensor_arg(self.ctx.copy(x), strides)
         owners.setdefault(out.buf, storage)
         return out
 

@@ -47,36 +47,45 @@ def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
 
 def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
-    for x in args:
-        if isinstance(x, View):
-            _align_rows(ctx, x.buf, flops, ours=True)
+    args = tuple(_aligned(ctx, x, flops) if isinstance(x, View) else x for x in args)
     out = call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
     _align_rows(ctx, out.buf, flops, ours=False)
     return out
 
 
-def _align_rows(ctx: Lowering, buf: str, flops: Size, ours: bool) -> None:
+def _aligned(ctx: Lowering, x: View, flops: Size) -> View:
+    """An operand with aligned rows where that pays: what lies fixed is copied, once for all who read it."""
+    strides = _align_rows(ctx, x.buf, flops, ours=True)
+    if strides is None or not ctx.cfg.kernels:
+        return x
+    made = ctx.copied_once(ctx.whole(x.buf), strides)
+    return replace(x, buf=made.buf)
+
+
+def _align_rows(ctx: Lowering, buf: str, flops: Size, ours: bool) -> tuple[Size, ...] | None:
     """On a GPU, starts every row of a large matrix of half precision at a multiple of 16 bytes, without which tensor
     cores get their operands, and give back their result, at a fraction of their speed. What leaves the graph is copied
     to the strides that eager gives it, so there the product must be long. ours: it is no result of the call, so its
-    layout may be settled already."""
+    layout may be settled already: then returns the strides of a copy, if the product is as long."""
     assert ctx.node is not None
     b = ctx.buffers[buf]
     each = _ROW_NBYTES // b.dtype.nbytes
     n = sz.numel(b.shape)
-    if b.device == "cpu" or b.dtype not in (f16, bf16) or len(b.shape) < 2 or (ours and b.fixed):
-        return
+    if b.device == "cpu" or b.dtype not in (f16, bf16) or len(b.shape) < 2:
+        return None
     if not isinstance(n, int) or n < _MANY or b.strides != sz.contiguous_strides(b.shape):
-        return
+        return None
     length = b.shape[-1]
     if not isinstance(length, int) or length < _LONG or length % each == 0:
-        return
-    copied = isinstance(flops, int) and flops >= _FLOPS * n and (ours or not _fits_in_parts(ctx.node))
-    if not copied and _leaves(ctx, buf, ours):
-        return
+        return None
     row = -(-length // each) * each
     strides = (*(sz.mul(s, row) for s in sz.contiguous_strides(b.shape[:-1])), 1)
-    ctx.buffers[buf] = replace(b, strides=strides)
+    pays = isinstance(flops, int) and flops >= _FLOPS * n
+    if ours and b.fixed:
+        return strides if pays else None
+    if (pays and (ours or not _fits_in_parts(ctx.node))) or not _leaves(ctx, buf, ours):
+        ctx.buffers[buf] = replace(b, strides=strides)
+    return None
 
 
 def _fits_in_parts(node: torch.fx.Node) -> bool:

@@ -35,17 +35,18 @@ def is_plain(values: Any) -> bool:
 
 
 def operand(
-    ctx: Lowering, value: Any, fake: Any = None, *, is_float: bool = False, in_place: bool = False
+    ctx: Lowering, value: Any, fake: Any = None, *, is_float: bool = False, in_place: bool = False, shared: bool = False
 ) -> ExternArg:
     """A rule's value as an operand. fake: the FX argument whose fake strides it must have (None: any strides will do).
+    shared: a copy of it may be one that others read too.
 
     Raises Unsupported for a value that no instruction can carry, such as a generator."""
     if isinstance(value, View):
-        return _tensor_operand(ctx, value, None if in_place else _fake_strides(fake), in_place)
+        return _tensor_operand(ctx, value, None if in_place else _fake_strides(fake), in_place, shared)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         fakes = fake if isinstance(fake, (list, tuple)) and len(fake) == len(value) else [None] * len(value)
         items = zip(value, fakes, strict=True)
-        return ListArg(tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place) for v, f in items))
+        return ListArg(tuple(operand(ctx, v, f, is_float=is_float, in_place=in_place, shared=shared) for v, f in items))
     if isinstance(value, torch.Size):
         return ListArg(tuple(int(v) for v in value))
     return _scalar_operand(value, is_float)
@@ -84,7 +85,9 @@ def _fake_strides(fake: Any) -> tuple[Size, ...] | None:
     return tuple(to_size(s) for s in val.stride())
 
 
-def _tensor_operand(ctx: Lowering, x: View, strides: tuple[Size, ...] | None, in_place: bool) -> ExternArg:
+def _tensor_operand(
+    ctx: Lowering, x: View, strides: tuple[Size, ...] | None, in_place: bool, shared: bool
+) -> ExternArg:
     if x.dtype == opaque or ctx.buffers[x.buf].dtype == opaque:
         return TensorArg(x.buf, x.shape, ctx.buffers[x.buf].strides, 0)
     if in_place or x.dtype not in LOOP_DTYPES:
@@ -92,7 +95,7 @@ def _tensor_operand(ctx: Lowering, x: View, strides: tuple[Size, ...] | None, in
         if found is None:
             raise Unsupported(f"an operator needs the memory of a view of {x.buf} that no strides describe")
         return found
-    return ctx.tensor_arg(x, strides)
+    return ctx.tensor_arg(x, strides, shared)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """CUDA graphs as torch makes them: recording with torch's memory pools and random numbers; the executor does the rest.
 
-Each recording has a pool of memory of its own; those of a device are made on one stream.
+Each recording has a pool of memory of its own; those of a device are made on one stream. What is not recorded, and why,
+is said once a program and kept for `plait.explain`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,23 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from plait.log import logger
+
+SHARE = 2
+"""The recordings of a device may hold one part in so many of its memory."""
+SPARE_NBYTES = 256 << 20
+"""Unused memory of torch's allocator from which on it is given back before recording, for a pool takes none of it."""
+
+refusals: dict[str, dict[int, str]] = {}
+"""Program -> number of a part -> why it, or some call of it, is not recorded though it was to be."""
+
+
+def refused(program: str, part: int, why: str) -> None:
+    """Notes a refusal; the first one of a program is a warning."""
+    if program not in refusals:
+        logger.warning("%s: part %d runs without a CUDA graph: %s", program, part, why)
+    refusals.setdefault(program, {}).setdefault(part, why)
 
 
 @cache
@@ -28,6 +46,9 @@ class Capture:
         # A workspace that cuBLAS keeps must not lie in the pool of a recording that may go.
         torch._C._cuda_clearCublasWorkspaces()
         self._outer = torch.cuda.current_stream(device)
+        if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > SPARE_NBYTES:
+            torch.cuda.empty_cache()
+        self._reserved = torch.cuda.memory_reserved(device)
         self._collects = gc.isenabled()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes the executor patches
         torch.cuda.set_stream(_stream(device))
@@ -45,12 +66,14 @@ class Capture:
         if self._collects:
             gc.enable()
 
-    def end(self) -> int:
-        """Ends the recording and returns its cudaGraphExec_t. Raises RuntimeError where something in it could not be
-        recorded."""
+    def end(self) -> tuple[int, int, int]:
+        """Ends the recording and returns its cudaGraphExec_t, the bytes of its pool, and how many all recordings of the
+        device may hold. Raises RuntimeError where something in it could not be recorded."""
         self._end()
         self._graph.instantiate()
-        return self._graph.raw_cuda_graph_exec()
+        nbytes = max(torch.cuda.memory_reserved(self._device) - self._reserved, 0)
+        limit = torch.cuda.get_device_properties(self._device).total_memory // SHARE
+        return self._graph.raw_cuda_graph_exec(), nbytes, limit
 
     def abort(self) -> None:
         """Ends a recording that failed, in `end` or before; nothing of it remains."""
@@ -66,6 +89,8 @@ class Capture:
             # torch stops at the first thing that a broken recording refuses; the rest is undone here.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device, self._pool)
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(self._device, self._pool)
             generator = torch.cuda.default_generators[self._device]
             generator.graphsafe_set_state(generator.clone_state())  # the old state waits for an end that never came
             raise

@@ -16,6 +16,7 @@ from plait.schedule.finish import finish
 from plait.schedule.form import form
 from plait.schedule.fuse import fuse
 from plait.schedule.inline import inline_loops
+from plait.schedule.layout import settle_layouts
 from plait.schedule.memory import plan_memory
 from plait.schedule.normal import normalise
 from plait.schedule.order import order
@@ -48,6 +49,7 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     loops = log("normal form", normalise, loops, bodies)
     loops = log("inline", inline_loops, loops, cfg, bodies)
     loops = log("drop inlined loops", drop_dead, loops, bodies)
+    loops = log("settle layouts", settle_layouts, loops, bodies)  # before splitting, which asks what is contiguous
     loops = log("split reductions", split_reductions, loops, bodies)
     draft = log("form kernels", form, loops, bodies)
     draft = log("fuse", fuse, draft, cfg)

@@ -18,8 +18,9 @@ class DeviceKind:
 
     A unit of work is what runs without the others: a result, or `neighbours` results that lie side by side. A
     reduction of split_nbytes or more, and of unit_nbytes or more a unit, to fewer than min_units of them is cut in two
-    stages, with `units` to aim at. A partial result is worth min_along points that lie side by side in memory, or
-    min_across that do not, and begins at a multiple of `aligned` points where it can.
+    stages, with `units` to aim at; where points do not lie side by side, to fewer than min_units_across and with up to
+    units_across. A partial result is worth min_along points that lie side by side in memory, or min_across that do not,
+    and begins at a multiple of align_along or align_across points where it can.
 
     min_outer: outer points from which on a large loop joins a reduction. tiny_nbytes: groups near each other that move
     no more are joined if only their shapes agree.
@@ -34,10 +35,13 @@ class DeviceKind:
     unit_nbytes: int
     min_units: int
     units: int
+    min_units_across: int
+    units_across: int
     neighbours: int
     min_along: int
     min_across: int
-    aligned: int
+    align_along: int
+    align_across: int
     min_outer: int
     tiny_nbytes: int
 
@@ -59,10 +63,13 @@ KINDS: dict[str, DeviceKind] = {
         unit_nbytes=0,
         min_units=8,
         units=16,
+        min_units_across=8,
+        units_across=16,
         neighbours=64,
         min_along=1024,
         min_across=1024,
-        aligned=1,
+        align_along=1,
+        align_across=1,
         min_outer=4,
         tiny_nbytes=4096,
     ),
@@ -77,10 +84,13 @@ KINDS: dict[str, DeviceKind] = {
         unit_nbytes=1 << 18,
         min_units=256,
         units=1024,
+        min_units_across=1024,
+        units_across=4096,
         neighbours=64,
         min_along=4096,
-        min_across=256,
-        aligned=64,
+        min_across=64,
+        align_along=64,
+        align_across=32,
         min_outer=128,
         tiny_nbytes=1 << 20,
     ),

@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.ir.loops import Buffer, Loop, LoopProgram, Mutate, Pointwise, Scan, Scatter, index_exprs
-from plait.ir.sizes import Size
+from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
 from plait.schedule.axes import Access, choose_axes
 from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers, roots
 from plait.schedule.form import Draft, Pack, Unit
-from plait.schedule.group import Group, is_ordered, moved, statements, store_index
+from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words, packed
-from plait.schedule.layout import flat_index, follow
+from plait.schedule.layout import flat_index, stored
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
 
 
 def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     """The plan, with every buffer in memory of its own."""
     program = draft.program
-    buffers = dict(program.buffers)
-    _follow_targets(draft, buffers)
     names = Names()
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
     needed.update(i for i in program.inputs if isinstance(i, str))
     ordered = [_without_unneeded(u, needed) for u in ordered]
-    settled: set[str] = set()
     steps: list[Step] = []
     for unit in ordered:
         if isinstance(unit.item, Group):
-            steps.append(_Finisher(unit, draft, buffers, settled).kernel(names))
+            steps.append(_Finisher(unit, draft).kernel(names))
         elif isinstance(unit.item, Pack):
-            parts = [_Finisher(u, draft, buffers, settled).kernel(names) for u in unit.item.units]
+            parts = [_Finisher(u, draft).kernel(names) for u in unit.item.units]
             steps.append(packed(parts, names))
         else:
             step = unit.item
@@ -40,7 +36,7 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     access = [(u.reads, u.writes) for u in ordered]
     frees = last_uses(program, access)
     alive = _alive(program, access)
-    kept = {name: b for name, b in buffers.items() if name in alive}
+    kept = {name: b for name, b in program.buffers.items() if name in alive}
     return Plan(program, tuple(steps), frees, kept, MemoryPlan(), draft.refusals)
 
 
@@ -52,23 +48,13 @@ def _without_unneeded(unit: Unit, needed: set[str]) -> Unit:
     return replace(unit, item=item, writes=tuple(w for w in unit.writes if w in needed))
 
 
-def _follow_targets(draft: Draft, buffers: dict[str, Buffer]) -> None:
-    """What an input is overwritten with gets the layout of the input, so that it can be computed there."""
-    for op in draft.program.ops:
-        if isinstance(op, Mutate):
-            new, old = buffers[op.source], buffers[op.target]
-            if not new.fixed and new.shape == old.shape:
-                buffers[op.source] = replace(new, strides=old.strides, fixed=True)
-
-
 class _Finisher:
-    """Turns one group into a kernel. buffers: layouts chosen so far; those of the group's own free
-    buffers are chosen here, but for the settled: an earlier kernel stores a piece of them."""
+    """Turns one group into a kernel."""
 
-    def __init__(self, unit: Unit, draft: Draft, buffers: dict[str, Buffer], settled: set[str]) -> None:
+    def __init__(self, unit: Unit, draft: Draft) -> None:
         assert isinstance(unit.item, Group)
-        self.unit, self.group, self.buffers = unit, unit.item, buffers
-        self.settled, self.hints = settled, draft.program.hints
+        self.unit, self.group = unit, unit.item
+        self.buffers, self.hints = draft.program.buffers, draft.program.hints
         self.facts = [draft.bodies.of(roots(m.loop)) for m in self.group.members]
         made = {o for m in self.group.members for o in loop_outs(m.loop)}
         self.loads = [
@@ -78,14 +64,13 @@ class _Finisher:
             if load_of(n).buf not in made or isinstance(m.loop, Scatter)
         ]
         self.stores = [
-            (o, m.at(index)) for m in self.group.members for o, index in _stored(m.loop)
+            (o, m.at(index)) for m in self.group.members for o, index in stored(m.loop)
             if o in unit.writes
         ]  # fmt: skip
 
     def kernel(self, names: Names) -> Kernel:
         """The kernel, on the best axes."""
         g = self.group
-        self._choose_layouts()
         axes = choose_axes(g.vars, g.rvars, self._accesses(), any(map(is_ordered, g.members)), self.hints)
         members = [moved(m, axes.env, False) for m in g.members]
         final = Group(g.name, axes.vars, axes.rvars, members)
@@ -96,13 +81,6 @@ class _Finisher:
         words = origin_words(origins) or _kinds(draft)
         content = content_text(final.vars, final.rvars, stmts, draft.args)
         return replace(draft, name=names.new(words, content))
-
-    def _choose_layouts(self) -> None:
-        sources = [(self.buffers[name], index) for name, index in self.loads]
-        for name, index in self.stores:
-            if name not in self.settled:
-                self.settled.add(name)
-                self.buffers[name] = follow(self.buffers[name], index, sources, self.hints)
 
     def _accesses(self) -> list[Access]:
         out = []
@@ -116,13 +94,6 @@ class _Finisher:
             if isinstance(m.loop, Scan):
                 out.append(Access(m.at(m.loop.vars)[m.loop.axis], 0))
         return out
-
-
-def _stored(loop: Loop) -> list[tuple[str, tuple[Size, ...]]]:
-    """The buffers that a loop stores to, and where."""
-    if isinstance(loop, (Pointwise, Scatter)):
-        return [(loop.out, store_index(loop))]
-    return [(o, loop.vars) for o in loop_outs(loop)]
 
 
 def _kinds(kernel: Kernel) -> list[str]:

@@ -3,8 +3,8 @@
 Always where it is evaluated no more often than before (one reader, no broadcast); otherwise only where recomputing is
 cheaper than writing the result to memory and reading it back, within Config.max_recompute, and where no reader has more
 memory to keep alive than before. A buffer that must exist anyway (output, operand of an extern) may still be read
-around, where its loop hardly does more than move data. Interning makes common subexpressions of what meets in one body
-the same node.
+around, where its loop hardly does more than move data. What is stored after all, and ends in a cast that keeps the
+value, is stored before the cast. Interning makes common subexpressions of what meets in one body the same node.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from plait.config import Config
-from plait.ir.loops import Loop, LoopProgram, Node, Op, Pointwise, Scatter
+from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter, cast, node
 from plait.ir.record import inline
-from plait.ir.rules import Simplifier
+from plait.ir.rules import Simplifier, preserves
 from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
 from plait.schedule.deps import (
     Bodies,
@@ -54,6 +54,7 @@ class _Inliner:
     def __init__(self, program: LoopProgram, cfg: Config, bodies: Bodies) -> None:
         self.program, self.cfg, self.bodies = program, cfg, bodies
         self.ops: list[Op] = list(program.ops)
+        self.buffers = dict(program.buffers)
         self.readers: dict[str, list[_Reader]] = {}
         self.n_writers: dict[str, int] = {}
         # Inputs and constants are in memory all the time.
@@ -92,9 +93,25 @@ class _Inliner:
                 continue
             loop = self.ops[k] = self._finished(loop, self.splice.pop(k, {}))
             if isinstance(loop, Pointwise) and loop.index is None and self._keeps_value(loop.out):
-                for reader in self._choose(k, loop):
+                chosen = self._choose(k, loop)
+                if not chosen and loop.out not in self.pinned and _widens(loop.body):
+                    loop = self._narrowed(k, loop)
+                    chosen = [r.op for r in self.readers.get(loop.out, [])]
+                for reader in chosen:
                     self.splice.setdefault(reader, {})[loop.out] = loop
-        return replace(self.program, ops=tuple(self.ops))
+        return replace(self.program, ops=tuple(self.ops), buffers=self.buffers)
+
+    def _narrowed(self, k: int, loop: Pointwise) -> Pointwise:
+        """What makes the cast that a loop ends in, for all readers: of the value, which is stored without it, or of
+        where it is read."""
+        (value,) = loop.body.args
+        facts = self.bodies.of((loop.body,))
+        if value.op == "load" and all(self._may(k, facts, r) for r in self.readers.get(loop.out, [])):
+            return loop
+        self.ops[k] = replace(loop, body=value)
+        self.buffers[loop.out] = replace(self.buffers[loop.out], dtype=value.dtype)
+        load = node("load", (), Load(loop.out, loop.vars), value.dtype)
+        return replace(loop, body=cast(load, loop.body.dtype))
 
     def _keeps_value(self, buf: str) -> bool:
         """Whether one loop alone defines a buffer and nothing updates it in place."""
@@ -154,7 +171,7 @@ class _Inliner:
         return sum(map(self._nbytes, names))
 
     def _nbytes(self, name: str) -> int:
-        return buffer_nbytes(self.program.buffers[name], self.program.hints)
+        return buffer_nbytes(self.buffers[name], self.program.hints)
 
     def _pays(self, k: int, loop: Pointwise, facts: Facts, readers: list[_Reader]) -> bool:
         """Whether a loop that nobody needs in memory is better off inside all of its readers."""
@@ -180,7 +197,7 @@ class _Inliner:
                 return False
             more += new
         cycles = facts.cost + 0.5 * max(len(facts.loads) - 1, 0)
-        kind = kind_of(self.program.buffers[loop.out])
+        kind = kind_of(self.buffers[loop.out])
         saved = kind.moved_ns(nbytes) * (1 + len(readers)) + kind.moved_ns(self._read_nbytes(facts)) + kind.launch_ns
         return kind.moved_ns(more) + repeated * cycles / kind.cycles_a_ns <= saved
 
@@ -188,6 +205,11 @@ class _Inliner:
         loop = as_loop(self.ops[reader.op])
         assert loop is not None
         return sum(evaluations(space(loop), n, self.program.hints) for n in reader.sites)
+
+
+def _widens(n: Node) -> bool:
+    """Whether a value is a cast of one that takes less memory and is equal to it."""
+    return n.op == "cast" and n.args[0].dtype.nbytes < n.dtype.nbytes and preserves(n.args[0].dtype, n.dtype)
 
 
 def inline_loops(program: LoopProgram, cfg: Config, bodies: Bodies) -> LoopProgram:

@@ -2,7 +2,7 @@
 computed from.
 
 So a chain on a channels-last tensor stays channels-last. Buffers that leave the program or go to extern calls are fixed
-before.
+before. Chosen before anything is decided that depends on which axis is contiguous.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from plait.ir.loops import Alias, Buffer
+from plait.ir.loops import Alias, Buffer, Loop, LoopProgram, Mutate, Pointwise, Scatter
 from plait.ir.sizes import Atom, Expr, Size, coefficient, mod, mul, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
+from plait.schedule.deps import Bodies, load_of, loop_outs, roots
+from plait.schedule.form import as_loop
+from plait.schedule.group import store_index
 from plait.schedule.plan import Plan
 
 Index = tuple[Size, ...]
@@ -31,6 +34,34 @@ def dense_strides(shape: Sequence[Size], order: Iterable[int]) -> tuple[Size, ..
         strides[d] = step
         step = mul(step, smax(shape[d], 1))
     return tuple(strides)
+
+
+def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
+    """The program with the layouts of all its buffers chosen, producers before consumers."""
+    buffers = dict(program.buffers)
+    for op in program.ops:  # what an input is overwritten with is computed in its layout, so that it can be there
+        if isinstance(op, Mutate):
+            new, old = buffers[op.source], buffers[op.target]
+            if not new.fixed and new.shape == old.shape:
+                buffers[op.source] = replace(new, strides=old.strides, fixed=True)
+    settled: set[str] = set()  # by the first piece of them
+    for op in program.ops:
+        loop = as_loop(op)
+        if loop is None:
+            continue
+        sources = [(buffers[load_of(n).buf], load_of(n).index) for n in bodies.of(roots(loop)).loads]
+        for out, index in stored(loop):
+            if out not in settled:
+                settled.add(out)
+                buffers[out] = follow(buffers[out], index, sources, program.hints)
+    return replace(program, buffers=buffers)
+
+
+def stored(loop: Loop) -> list[tuple[str, Index]]:
+    """The buffers that a loop stores to, and where."""
+    if isinstance(loop, (Pointwise, Scatter)):
+        return [(loop.out, store_index(loop))]
+    return [(o, loop.vars) for o in loop_outs(loop)]
 
 
 def follow(out: Buffer, index: Index, sources: Sequence[tuple[Buffer, Index]], hints: Hints) -> Buffer:

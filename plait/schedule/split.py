@@ -29,11 +29,23 @@ from plait.ir.loops import (
     walk,
 )
 from plait.ir.record import inline
-from plait.ir.sizes import Atom, Size, add, coefficient, contiguous_strides, floordiv, free_symbols, mod, mul, numel
+from plait.ir.sizes import (
+    Atom,
+    Size,
+    add,
+    coefficient,
+    contiguous_strides,
+    floordiv,
+    free_symbols,
+    is_contiguous,
+    mod,
+    mul,
+    numel,
+)
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, roots
 from plait.schedule.device import kind_of
-from plait.schedule.layout import flat_index
+from plait.schedule.layout import flat_index, follow
 
 MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a partial result of any length serves
 
@@ -57,7 +69,7 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
         if found is None:
             ops.append(op)
         else:
-            ops += _Split(*found, buffers).ops()
+            ops += _Split(*found, buffers, program.hints).ops()
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
@@ -74,16 +86,20 @@ def _chunks(
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
     units = outer if along else outer // kind.neighbours
-    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
+    busy = kind.min_units if along else kind.min_units_across
+    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= busy:
         return None
-    least = kind.min_along if along else kind.min_across
-    want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
+    least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
+    length = points // max(outer, 1)
+    want = min(kind.units // max(units, 1), length // least)
+    if not along:  # twice as long ones may be more, so that the last to end are a small part of all
+        want = max(want, min(kind.units_across // max(units, 1), length // (2 * least)))
     if want < 2:
         return None
     inner = extent(op.rvars[-1])
-    if along and isinstance(inner, int) and inner % kind.aligned:  # parts of rows would begin anywhere
+    if along and isinstance(inner, int) and inner % aligned:  # parts of rows would begin anywhere
         op = _flattened(op, buffers, found)
-    parts = _cut(op, want, kind.aligned if along else 1, hints)
+    parts = _cut(op, want, aligned, along, hints)
     return None if parts is None else (op, parts)
 
 
@@ -111,8 +127,9 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     return replace(op, rvars=(whole,), body=substitute_vars(op.body, env))
 
 
-def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:
-    """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points."""
+def _cut(op: Reduction, want: int, aligned: int, along: bool, hints: Hints) -> Parts | None:
+    """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points. Across
+    memory, where what is summed may be stored on the way, equal parts matter more."""
     sizes = [extent(v) for v in op.rvars]
     whole = 0
     position = op.kind in ("argmax", "argmin")  # is counted in one axis of chunks
@@ -127,9 +144,13 @@ def _cut(op: Reduction, want: int, aligned: int, hints: Hints) -> Parts | None:
         return kept
     last = whole == len(sizes) - 1
     exact = [d for d in range(want, min(4 * want, size - 1) + 1) if size % d == 0]
-    even = [d for d in exact if not last or size // d % aligned == 0]
+    if not along and aligned > 1:
+        exact += [d for d in range(want - 1, max(want // 4, 1), -1) if size % d == 0]
+    even = [d for d in exact if not last or size // d % aligned == 0] or ([] if along else exact)
     if even:
         return Parts(whole, even[0], size // even[0])
+    if not along and kept is not None and want <= 4:
+        return kept
     if op.kind in MERGED and size > want:
         rest = -(-size // want)
         rest = -(-rest // aligned) * aligned if last else rest
@@ -145,8 +166,7 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
         flat = flat_index(buffers[load_of(n).buf], load_of(n).index)
         if not n.args and all(r is not None and coefficient(flat, r) == 0 for r in inner):
             continue
-        strides = [coefficient(flat, v.symbol) for v in op.vars if v.symbol is not None]
-        if 1 in strides:
+        if any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in op.vars):
             return False
     return True
 
@@ -154,7 +174,7 @@ def _along_memory(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Nod
 class _Split:
     """One reduction in two stages. Partial results have the axes of chunks first."""
 
-    def __init__(self, op: Reduction, parts: Parts, buffers: dict[str, Buffer]) -> None:
+    def __init__(self, op: Reduction, parts: Parts, buffers: dict[str, Buffer], hints: Hints) -> None:
         self.op, self.parts, self.buffers = op, parts, buffers
         sizes = tuple(extent(v) for v in op.rvars)
         self.chunks, inner = sizes[: parts.whole], sizes[parts.whole :]
@@ -165,6 +185,9 @@ class _Split:
         self.first_vars, self.first_rvars = loop_vars("i", self.shape), loop_vars("r", inner)
         self.vars = loop_vars("i", outer)
         self.value = self._first_value()
+        loads = [load_of(n) for n in walk((self.value,)) if n.op == "load"]
+        free = Buffer("", self.value.dtype, self.shape, contiguous_strides(self.shape))
+        self.strides = follow(free, self.first_vars, [(buffers[x.buf], x.index) for x in loads], hints).strides
 
     def _first_value(self) -> Node:
         """The body over the first stage's variables."""
@@ -185,7 +208,8 @@ class _Split:
     def buffer(self, suffix: str, dtype: DType, shape: tuple[Size, ...]) -> str:
         stem = next(o for o in self.op.outs if o is not None)
         name = f"{stem}_{suffix}"
-        self.buffers[name] = Buffer(name, dtype, shape, contiguous_strides(shape), self.buffers[stem].device)
+        strides = self.strides if shape == self.shape else contiguous_strides(shape)
+        self.buffers[name] = Buffer(name, dtype, shape, strides, self.buffers[stem].device)
         return name
 
     def first(self, kind: str, outs: tuple[str | None, ...]) -> Reduction:

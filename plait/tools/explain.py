@@ -19,6 +19,7 @@ from plait import compat
 from plait.capture.backend import plait_backend
 from plait.capture.export import check_callable, record_of
 from plait.config import Config
+from plait.runtime.graphs import refusals
 from plait.tools.report import Report
 from plait.wrapper.program import CompileRecord, observers
 
@@ -43,7 +44,7 @@ def explain(
     Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.explain")
     if record := record_of(fn):
-        return _shown(Report((record,), (), "compiled by plait.compile before, not run again"), details, quiet)
+        return _shown([record], [], "compiled by plait.compile before, not run again", details, quiet)
     records: list[CompileRecord] = []
     breaks: list[str] = []
 
@@ -63,14 +64,16 @@ def explain(
     except Exception as error:
         if records:
             note = f"{type(error).__name__} after these graphs were compiled"
-            _shown(Report(tuple(records), tuple(breaks), note), details, quiet)
+            _shown(records, breaks, note, details, quiet)
         raise
     why = ", ".join(compat.dynamo_refusals() - refused) or "there are no operations on tensors"
     note = "" if records else f"Dynamo captured no graph: {why}"
-    return _shown(Report(tuple(records), tuple(breaks), note), details, quiet)
+    return _shown(records, breaks, note, details, quiet)
 
 
-def _shown(report: Report, details: bool, quiet: bool) -> Report:
+def _shown(records: Sequence[CompileRecord], breaks: Sequence[str], note: str, details: bool, quiet: bool) -> Report:
+    given_up = [f"{name}, part {k}: {why}" for name, parts in refusals.items() for k, why in sorted(parts.items())]
+    report = Report(tuple(records), tuple(breaks), note, tuple(given_up))
     if not quiet:
         print("\n".join([report.text, report.details] if details else [report.text]))
     return report

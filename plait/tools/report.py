@@ -18,7 +18,7 @@ from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
 from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput
-from plait.wrapper.partition import fixed_inputs
+from plait.wrapper.partition import fixed_inputs, recorded_results
 from plait.wrapper.program import CompileRecord
 
 MANY = 30  # lines of one list in the summary
@@ -28,11 +28,13 @@ MANY = 30  # lines of one list in the summary
 class Report:
     """The graphs that one call compiled, in order. `print(report)` shows `text`.
 
-    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there is to say, or ""."""
+    breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there is to say, or "".
+    given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were none, and why."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
     note: str = ""
+    given_up: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> int:
@@ -61,6 +63,7 @@ class Report:
         lines = [*filter(None, [self.note]), self._head(), ""]
         lines += [line for g in self.graphs for line in _graph_head(g)]
         lines += _section("graph breaks", self.breaks)
+        lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
         lines += _section("kernels", _kernels(self.graphs))
         lines += _section("tuned", [line for g in self.graphs for line in g.tuned])
         chosen = Counter(self.extern_calls) - Counter(self.fallbacks)
@@ -155,9 +158,11 @@ def _recorded(g: CompileRecord) -> list[str]:
     if not parts:
         return []
     free, fixed = fixed_inputs(g.wrapper)
+    direct, copied = recorded_results(g.wrapper)
     lines = [
         f"  CUDA graphs: {_count(sum(p.recorded for p in parts), 'part')} recorded; "
-        f"{_count(len(free), 'input')} patched if moved, {len(fixed)} copied or recorded again, for operators see them"
+        f"{_count(len(free), 'input')} patched if moved, {len(fixed)} that operators see copied or recorded again; "
+        f"{_count(len(direct), 'result')} written where it belongs, {len(copied)} copied inside the graph"
     ]
     return lines + [f"    at every call: {p.reason}" for p in parts if p.reason]
 

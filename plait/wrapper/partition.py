@@ -8,7 +8,7 @@ alone write are allocated before the recorded work and patched into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse, takewhile
 from typing import Any
@@ -94,6 +94,8 @@ def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
             recorded = parts[-1].recorded
         else:
             recorded = not why
+        if recorded and isinstance(i, ins.Symbol) and not {*used(i)} <= {n for j in parts[-1].body for n in defined(j)}:
+            recorded, why = False, f"a size of {used(i)[0]} is read"  # a replay would not see another one
         if recorded != parts[-1].recorded:
             parts.append(_Part(recorded))
         parts[-1].body += [*waiting, i]
@@ -223,13 +225,13 @@ def _outputs_of_kernels(
     """Allocations that the caller gets and that nothing but kernels touches, with sizes known before anything runs."""
     last = rest[-1]
     assert isinstance(last, ins.Return)
-    bases = {i.name: i.base for i in rest if isinstance(i, ins.View)}
+    bases = _bases(rest)
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
     returned = {_root(n, bases) for v in last.values[:n_results] for n in refs(v)}
     touched = {
         _root(n, bases)
         for i in rest
-        if not isinstance(i, (ins.Launch, ins.View, ins.Return, ins.AssertAlignment))
+        if not isinstance(i, (ins.Launch, ins.View, ins.Reuse, ins.Return, ins.AssertAlignment))
         for n in used(i)
     }
     return [
@@ -237,6 +239,11 @@ def _outputs_of_kernels(
         for i in rest
         if isinstance(i, ins.Alloc) and i.name in returned - touched and i.device != "cpu" and symbols(i) <= known
     ]
+
+
+def _bases(body: Iterable[ins.Instr]) -> dict[str, str]:
+    """Names on the memory of another -> that one."""
+    return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}
 
 
 def _root(name: str, bases: Mapping[str, str]) -> str:
@@ -248,7 +255,7 @@ def _root(name: str, bases: Mapping[str, str]) -> str:
 def _arena_partition(parts: list[_Part]) -> int | None:
     """The only part whose tensors lie in the arena, if it is recorded: the arena is then recorded memory too."""
     places = {i.name for p in parts for i in p.body if isinstance(i, ins.Place)}
-    bases = {i.name: i.base for p in parts for i in p.body if isinstance(i, ins.View)}
+    bases = _bases(i for p in parts for i in p.body)
     at = {
         k
         for k, p in enumerate(parts)
@@ -263,7 +270,7 @@ def _arena_partition(parts: list[_Part]) -> int | None:
 def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
     """Inputs that recorded parts may find anywhere, for kernels alone read and write them, and those that have to stay
     where they are, be copied or be recorded again, because operators see them too."""
-    bases = {i.name: i.base for i in program.body if isinstance(i, ins.View)}
+    bases = _bases(program.body)
     inputs = [i.name for i in program.inputs if isinstance(i, ins.TensorInput)]
     kernels: set[str] = set()
     others: set[str] = set()
@@ -271,6 +278,29 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
     for i in program.body:
         if isinstance(i, ins.Partition):
             recorded = i.recorded
-        elif recorded and not isinstance(i, (ins.View, ins.Return)):
+        elif recorded and not isinstance(i, (ins.View, ins.Reuse, ins.Return)):
             (kernels if isinstance(i, ins.Launch) else others).update(_root(n, bases) for n in used(i))
     return [n for n in inputs if n in kernels - others], [n for n in inputs if n in others]
+
+
+def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
+    """Memory of the caller's results that recorded parts write where it belongs, for kernels alone touch it, and memory
+    that they make for themselves and copy from."""
+    bases = _bases(program.body)
+    last = program.body[-1]
+    assert isinstance(last, ins.Return)
+    returned = {_root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}
+    made: set[str] = set()
+    direct: dict[str, None] = {}
+    copied: dict[str, None] = {}
+    recorded = False
+    for i in program.body:
+        if isinstance(i, ins.Partition):
+            recorded = i.recorded
+        elif not recorded and isinstance(i, ins.Alloc):
+            made.add(i.name)
+        elif recorded and isinstance(i, (ins.Alloc, ins.CallExtern)):
+            copied.update(dict.fromkeys(n for n in defined(i) if n in returned))
+        elif recorded and isinstance(i, ins.Launch):
+            direct.update(dict.fromkeys(n for o in i.outs if (n := _root(o, bases)) in returned & made))
+    return list(direct), list(copied)

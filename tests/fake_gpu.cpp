@@ -1,0 +1,247 @@
+// tests/fake_gpu.cpp: a GPU on the host, for what records and replays CUDA graphs.
+//
+// Loaded before plait's extension it is libcuda.so.1: kernels run at once or, while something is
+// recorded, become nodes of a graph. With torch's headers it also gives torch memory and a few
+// operators for CUDA tensors. An image is text: "symbol parameters static".
+// Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i].
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/cuda.h"
+
+namespace {
+using plait::cuda::CopyParams;
+using Words = std::vector<uint64_t>;
+
+struct Image {
+  std::string symbol;
+  size_t parameters;
+};
+struct Node {
+  const Image* image = nullptr;  // a kernel
+  Words words;
+  CopyParams copy{};
+  std::function<void()> call;  // an operator's
+};
+struct Graph {
+  std::vector<std::unique_ptr<Node>> nodes;
+};
+struct Exec {
+  std::vector<std::pair<const Node*, Node>> nodes;
+};
+
+Graph* recorded = nullptr;
+int64_t pools = 0, pool_nbytes = 0, limit = int64_t{1} << 40;
+bool refuses_copies = false;
+
+void run(const Node& n) {
+  if (n.call) return n.call();
+  if (!n.image) {
+    std::memcpy(n.copy.to.device, n.copy.from.device, n.copy.nbytes);
+    return;
+  }
+  const auto at = [&](size_t k) { return reinterpret_cast<float*>(n.words[k]); };
+  if (n.image->symbol == "k")
+    for (uint64_t i = 0; i < n.words[2]; ++i) at(1)[i] = 2 * at(0)[i] + 1;
+  else
+    for (uint64_t i = 0; i < n.words[3]; ++i) at(2)[i] = at(0)[i] + at(1)[i];
+}
+void put(Node n) {
+  if (!recorded) return run(n);
+  recorded->nodes.push_back(std::make_unique<Node>(std::move(n)));
+}
+Words words_of(const Image& image, void** parameters) {
+  Words words(image.parameters);
+  for (size_t k = 0; k < words.size(); ++k) std::memcpy(&words[k], parameters[k], sizeof words[k]);
+  return words;
+}
+
+// Blocks of a pool serve that pool again; of ordinary memory nothing that was freed keeps its values.
+struct Block {
+  int64_t pool;
+  size_t nbytes;
+  void* data;
+};
+std::multimap<std::pair<int64_t, size_t>, Block*> unused;
+struct Allocator : c10::Allocator {
+  static void release(void* context) {
+    auto* b = static_cast<Block*>(context);
+    if (b->pool == 0) std::memset(b->data, 0xff, b->nbytes);
+    unused.emplace(std::pair{b->pool, b->nbytes}, b);
+  }
+  c10::DataPtr allocate(size_t n) override {
+    const c10::Device device(c10::kCUDA, 0);
+    if (n == 0) return {nullptr, device};
+    const int64_t pool = recorded ? pools : 0;
+    Block* b = nullptr;
+    if (auto found = unused.find({pool, n}); found != unused.end()) {
+      b = found->second;
+      unused.erase(found);
+    } else {
+      if (pool && pool_nbytes + static_cast<int64_t>(n) > limit)
+        throw std::runtime_error("CUDA out of memory");
+      b = new Block{pool, n, std::aligned_alloc(256, (n + 255) / 256 * 256)};
+      if (pool) pool_nbytes += static_cast<int64_t>(n);
+    }
+    return {b->data, b, release, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+} allocator;
+REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &allocator)
+C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+
+at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                         std::optional<c10::ScalarType> type, std::optional<c10::Layout>,
+                         std::optional<c10::Device>, std::optional<bool>) {
+  return at::Tensor(at::detail::empty_strided_generic(
+      sizes, strides, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), type.value_or(c10::kFloat)));
+}
+at::Tensor& neg_out(const at::Tensor& x, at::Tensor& y) {
+  const auto *from = static_cast<const float*>(x.unsafeGetTensorImpl()->data());
+  auto* to = static_cast<float*>(y.unsafeGetTensorImpl()->mutable_data());
+  Node n;
+  n.call = [from, to, k = x.numel()] {
+    for (int64_t i = 0; i < k; ++i) to[i] = -from[i];
+  };
+  put(std::move(n));
+  return y;
+}
+at::Tensor neg(const at::Tensor& x) {
+  at::Tensor y = empty_strided(x.sizes(), x.strides(), c10::kFloat, {}, {}, {});
+  return neg_out(x, y);
+}
+at::Tensor to_gpu(const at::Tensor& x) {
+  at::Tensor y = empty_strided(x.sizes(), x.strides(), c10::kFloat, {}, {}, {});
+  std::memcpy(y.unsafeGetTensorImpl()->mutable_data(), x.const_data_ptr(), x.nbytes());
+  return y;
+}
+at::Tensor to_host(const at::Tensor& x) {
+  at::Tensor y = at::Tensor(at::detail::empty_strided_cpu(x.sizes(), x.strides(), c10::kFloat));
+  std::memcpy(y.mutable_data_ptr(), x.unsafeGetTensorImpl()->data(), x.nbytes());
+  return y;
+}
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty_strided", empty_strided);
+  m.impl("neg", neg);
+  m.impl("neg.out", neg_out);
+}
+TORCH_LIBRARY(fake_gpu, m) {
+  m.def("to_gpu(Tensor x) -> Tensor", to_gpu);
+  m.def("to_host(Tensor x) -> Tensor", to_host);
+}
+}  // namespace
+
+extern "C" {
+// The test's own.
+void fake_begin() {
+  ++pools;
+  pool_nbytes = 0;
+  recorded = new Graph;
+}
+Exec* fake_end() {
+  auto* made = new Exec;
+  for (const auto& n : recorded->nodes) made->nodes.emplace_back(n.get(), *n);
+  recorded = nullptr;
+  return made;
+}
+int64_t fake_pool_nbytes() { return pool_nbytes; }
+void fake_limit(int64_t nbytes) { limit = nbytes; }
+void fake_refuse_copies(int yes) { refuses_copies = yes != 0; }
+
+int cuInit(unsigned) { return 0; }
+int cuGetErrorString(int, const char** text) {
+  *text = "out of luck";
+  return 0;
+}
+int cuCtxGetDevice(int* device) { return *device = 0; }
+int cuCtxGetCurrent(void** context) {
+  *context = &pools;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void**, int) { return 0; }
+int cuCtxSetCurrent(void*) { return 0; }
+int cuDeviceGetAttribute(int* value, int, int) {
+  *value = 232448;
+  return 0;
+}
+int cuModuleLoadData(void** module, const void* image) {
+  char symbol[64];
+  size_t parameters = 0;
+  if (std::sscanf(static_cast<const char*>(image), "%63s %zu", symbol, &parameters) != 2) return 200;
+  *module = new Image{symbol, parameters};
+  return 0;
+}
+int cuModuleUnload(void*) { return 0; }
+int cuModuleGetFunction(void** function, void* module, const char*) {
+  *function = module;
+  return 0;
+}
+int cuFuncGetAttribute(int* value, int, void*) { return *value = 0; }
+int cuFuncSetAttribute(void*, int, int) { return 0; }
+int cuLaunchKernelEx(const plait::cuda::Config*, void* function, void** parameters, void**) {
+  const auto& image = *static_cast<Image*>(function);
+  Node n;
+  n.image = &image;
+  n.words = words_of(image, parameters);
+  put(std::move(n));
+  return 0;
+}
+int cuCtxSynchronize() { return 0; }
+int cuStreamIsCapturing(void*, int* status) { return *status = 0; }
+int cuStreamGetCaptureInfo_v2(void*, int*, uint64_t*, void**, const void*** nodes, size_t* n) {
+  static const void* last;
+  last = recorded->nodes.back().get();
+  *nodes = &last;
+  *n = 1;
+  return 0;
+}
+static Node& node_of(void* exec, void* node) {
+  for (auto& [key, n] : static_cast<Exec*>(exec)->nodes)
+    if (key == node) return n;
+  std::abort();
+}
+int cuGraphExecKernelNodeSetParams_v2(void* exec, void* node, const plait::cuda::NodeParams* p) {
+  Node& n = node_of(exec, node);
+  n.words = words_of(*n.image, p->parameters);
+  return 0;
+}
+int cuGraphMemcpyNodeGetParams(void* node, CopyParams* p) {
+  *p = static_cast<Node*>(node)->copy;
+  return 0;
+}
+int cuGraphExecMemcpyNodeSetParams(void* exec, void* node, const CopyParams* p, void*) {
+  if (refuses_copies) return 1;
+  node_of(exec, node).copy = *p;
+  return 0;
+}
+int cuGraphLaunch(void* exec, void*) {
+  for (const auto& [key, n] : static_cast<Exec*>(exec)->nodes) run(n);
+  return 0;
+}
+int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t nbytes, void*) {
+  Node n;
+  n.copy.from.device = const_cast<void*>(from);
+  n.copy.to.device = to;
+  n.copy.nbytes = nbytes;
+  put(std::move(n));
+  return 0;
+}
+int cuEventCreate(void**, unsigned) { return 0; }
+int cuEventRecord(void*, void*) { return 0; }
+int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+
+int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = &pools;
+  return 0;
+}
+}

@@ -1,0 +1,317 @@
+"""Recording and replaying programs on the GPU that tests/fake_gpu.cpp plays: run by tests/test_recordings.py."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+FOLDER = Path(os.environ["FAKE_GPU"])
+gpu = ctypes.CDLL(str(FOLDER / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+ctypes.CDLL(str(FOLDER / "libtorch_cuda.so"), mode=ctypes.RTLD_GLOBAL)
+gpu.fake_end.restype = ctypes.c_void_p
+gpu.fake_pool_nbytes.restype = ctypes.c_int64
+
+import plait.runtime.graphs as module  # noqa: E402
+from plait.runtime.cubin import Cubin, pack  # noqa: E402
+from plait.runtime.load import load  # noqa: E402
+from plait.tools.explain import explain  # noqa: E402
+from plait.wrapper.native import encode  # noqa: E402
+from plait.wrapper.partition import partition  # noqa: E402
+from plait.wrapper.text import read  # noqa: E402
+
+HEAD = """\
+program('p')
+s0 = symbol()
+s1 = symbol()
+
+s0 = int_input()
+s1 = int_input()
+x = tensor_input(f32[s0] @ (1,), device='cuda:0')
+y = tensor_input(f32[s1] @ (1,), device='cuda:0')
+
+kernel('k', 2, 1, device='cuda:0')
+kernel('both', 3, 1, device='cuda:0')
+"""
+N = 64
+SHAPE = "f32[s0] @ (1,), device='cuda:0'"
+
+
+class Capture:
+    """In the place of torch's graphs."""
+
+    def __init__(self, device: int) -> None:
+        gpu.fake_begin()
+        self.records = True
+
+    limit = 1 << 40
+
+    def end(self) -> tuple[int, int, int]:
+        self.records = False
+        return int(gpu.fake_end()), gpu.fake_pool_nbytes(), self.limit
+
+    def abort(self) -> None:
+        if self.records:
+            gpu.fake_end()
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
+    """From a body, its constants and the number of results that are the caller's, a program."""
+    monkeypatch.setattr(module, "Capture", Capture)
+    facts = {"num_warps": 4, "num_ctas": 1, "shared": 0, "cooperative": False, "pdl": False}
+    path = tmp_path / "kernels"
+    path.write_bytes(
+        pack({
+            name: Cubin(f"{name} {n} 0".encode(), name, global_scratch=(0, 1), profile_scratch=(0, 1), **facts)
+            for name, n in (("k", 5), ("both", 6))
+        })
+    )  # fmt: skip
+    yield lambda body, n_results=None: load(encode(partition(read(HEAD + body), [], n_results)), {"cuda": str(path)})
+    gpu.fake_limit(ctypes.c_int64(1 << 40))
+
+
+def here(x: Tensor) -> Tensor:
+    return torch.ops.fake_gpu.to_gpu(x)
+
+
+def there(x: Tensor) -> Tensor:
+    return torch.ops.fake_gpu.to_host(x)
+
+
+def ramp(n: int, k: int = 0) -> Tensor:
+    return torch.arange(n, dtype=torch.float32) + k
+
+
+def stats(program: Any) -> dict[str, Any]:
+    return dict(program.stats()["graphs"])
+
+
+CHAIN = """\
+a = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('k', (x, a), (s0,), (a,), 1)
+b, = call('aten::neg')(a)
+c = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('k', (b, c), (s0,), (c,), 1)
+d, = call('aten::neg')(c)
+"""
+
+
+def chain(x: Tensor) -> tuple[Tensor, Tensor]:
+    b = -(2 * x + 1)
+    return b, -(2 * b + 1)
+
+
+def test_results_of_operators_are_copied_and_their_memory_is_used_again(make: Make) -> None:
+    program = make(CHAIN + "return (b, d)\n")
+    held = []
+    for k in range(6):
+        x = ramp(N, k)
+        got = program(N, N, here(x), here(x))
+        held.append((x, got))
+    for x, got in held:
+        for g, want in zip(got, chain(x), strict=True):
+            assert torch.equal(there(g), want)
+    assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 4
+    assert stats(program)["results_copied"] == 2 and stats(program)["results_direct"] == 0
+    assert stats(program)["refused"] == {}
+    assert gpu.fake_pool_nbytes() == 2 * 4 * N  # a and c, b and d
+
+
+def test_a_view_made_late_does_not_keep_memory(make: Make) -> None:
+    program = make(CHAIN + "v = view(b, f32[3] @ (1,), s1)\nreturn (d, v)\n")
+    for k in range(5):
+        x = ramp(N, k)
+        d, v = program(N, 7, here(x), here(x[:7]))
+        b, want = chain(x)
+        assert torch.equal(there(d), want) and torch.equal(there(v), b[7:10])
+    assert gpu.fake_pool_nbytes() == 2 * 4 * N
+    assert stats(program)["recorded"] == 1 and stats(program)["results_copied"] == 2
+
+
+def test_results_of_kernels_are_written_where_they_belong(make: Make) -> None:
+    program = make(
+        CHAIN + "e = alloc(f32[s0] @ (1,), device='cuda:0')\nlaunch('both', (b, d, e), (s0,), (e,), 1)\nreturn (e,)\n"
+    )
+    held = []
+    for k in range(5):
+        x = ramp(N, k)
+        held.append((x, program(N, N, here(x), here(x))[0]))
+    for x, got in held:
+        assert torch.equal(there(got), sum(chain(x)))
+    assert stats(program)["results_copied"] == 0 and stats(program)["results_direct"] == 1
+
+
+def test_what_is_saved_stays_and_views_and_shared_memory_are_kept(make: Make) -> None:
+    body = CHAIN + "v = view(b, f32[3] @ (1,), 2)\nw, = call('aten::alias')(d)\nreturn (v, b, w, d, c)\n"
+    program = make(body, 4)
+    held = []
+    for k in range(6):
+        x = ramp(N, k)
+        *mine, c = program(N, N, here(x), here(x))
+        assert torch.equal(there(c), 2 * chain(x)[0] + 1)
+        held.append((x, mine))
+        del c  # while it is held, its recording waits
+    for x, (v, b, w, d) in held:
+        want_b, want_d = chain(x)
+        assert torch.equal(there(b), want_b) and torch.equal(there(w), want_d) and torch.equal(there(d), want_d)
+        assert torch.equal(there(v), want_b[2:5]) and v.data_ptr() == b.data_ptr() + 8
+        assert w.data_ptr() == d.data_ptr()
+    assert stats(program)["results_copied"] == 2
+
+
+def test_a_recording_serves_all_sizes_that_it_does_not_read(make: Make) -> None:
+    program = make(CHAIN + "return (b, s1, 3*s1)\n")
+    for n, m in ((N, 5), (N, 6), (N, 7), (N, 8), (9, 8), (9, 7), (9, 6), (N, 5)):
+        x = ramp(n)
+        b, *sizes = program(n, m, here(x), here(ramp(m)))
+        assert torch.equal(there(b), chain(x)[0]) and sizes == [m, 3 * m]
+    assert stats(program)["recorded"] == 2 and stats(program)["replayed"] == 4
+
+
+def test_recordings_know_the_sizes_of_what_they_are_given(make: Make) -> None:
+    """a is made by a part that is not recorded; the recorded one meets its size only in its shape."""
+    program = make(
+        "a = alloc(f32[s1] @ (1,), device='cuda:0')\nlaunch('k', (y, a), (s1,), (a,), 1)\n"
+        "s2 = read(x, 'offset', 0)\n"
+        "b, = call('aten::neg')(a)\nc, = call('aten::neg')(b)\nreturn (c,)\n"
+    )
+    for m in (5, 6, 5, 6, 5, 6):
+        y = ramp(m)
+        assert torch.equal(there(program(m, m, here(y), here(y))[0]), 2 * y + 1)
+    assert stats(program)["recorded"] >= 2
+
+
+def test_recordings_that_do_not_fit_give_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make(CHAIN + "return (d,)\n"), make(CHAIN + "return (b, d)\n")
+    x = ramp(N)
+    monkeypatch.setattr(Capture, "limit", 4 * 4 * N)  # of two recordings, two blocks each
+    for _ in range(3):
+        for n in (N, 2 * N):
+            assert torch.equal(there(first(n, n, here(ramp(n)), here(x))[0]), chain(ramp(n))[1])
+        assert torch.equal(there(second(N, N, here(x), here(x))[1]), chain(x)[1])
+    assert stats(first)["recorded"] == 4 and stats(first)["replayed"] == 0 and stats(first)["refused"] == {}
+    assert stats(second)["recorded"] == 2
+
+
+def test_a_recording_larger_than_all_may_be_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = make(CHAIN + "return (b, d)\n")
+    monkeypatch.setattr(Capture, "limit", 4 * N)
+    refuses(program, "it would hold 0 MiB, all recordings 0 MiB, and those of a device may hold 0 MiB", caplog)
+
+
+def refuses(program: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    module.refusals.clear()
+    held = []
+    for k in range(4):
+        x = ramp(N, k)
+        held.append((x, program(N, N, here(x), here(x))))
+    for x, got in held:
+        for g, want in zip(got, chain(x), strict=True):
+            assert torch.equal(there(g), want)
+    assert stats(program)["recorded"] == 0 and stats(program)["refused"] == {"1": why}
+    assert module.refusals == {"p": {1: why}}
+    said = [r.getMessage() for r in caplog.records if r.name == "plait"]
+    assert said == [f"p: part 1 runs without a CUDA graph: {why}"]
+    assert explain(torch.neg, x, quiet=True).given_up == (f"p, part 1: {why}",)
+
+
+def test_running_out_of_memory_while_recording(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    gpu.fake_limit(ctypes.c_int64(4 * N))
+    refuses(make(CHAIN + "return (b, d)\n"), "CUDA out of memory", caplog)
+
+
+def test_too_many_sizes(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    program = make(CHAIN + "return (b, d)\n")
+    module.refusals.clear()
+    for n in (*range(2, 22), 2, 2):
+        x = ramp(n)
+        assert torch.equal(there(program(n, n, here(x), here(x))[1]), chain(x)[1])
+    assert stats(program)["refused"] == {"1": "it was met with more than 16 sizes"} == {"1": module.refusals["p"][1]}
+    assert len(caplog.records) == 1 and stats(program)["replayed"] == 1
+
+
+def test_results_of_many_recordings_in_use(make: Make) -> None:
+    program = make(CHAIN + "return (d, c)\n", 1)
+    held = []
+    for k in range(8):
+        x = ramp(N, k)
+        held.append((x, program(N, N, here(x), here(x))))
+    for x, (d, c) in held:
+        assert torch.equal(there(d), chain(x)[1]) and torch.equal(there(c), 2 * chain(x)[0] + 1)
+    assert stats(program)["refused"] == {"1": "the results of 4 recordings are in use at once"}
+
+
+def test_a_recording_that_cannot_be_changed_is_given_up(make: Make) -> None:
+    program = make(CHAIN + "return (b, d)\n")
+    gpu.fake_refuse_copies(1)
+    try:
+        held = []
+        for k in range(4):
+            x = ramp(N, k)
+            held.append((x, program(N, N, here(x), here(x))))
+    finally:
+        gpu.fake_refuse_copies(0)
+    for x, got in held:
+        for g, want in zip(got, chain(x), strict=True):
+            assert torch.equal(there(g), want)
+    assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 0
+    assert stats(program)["refused"] == {"1": "cuGraphExecMemcpyNodeSetParams: out of luck (1)"}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs(make: Make, seed: int) -> None:
+    """Operators, kernels, views and names of one memory in any order; some results saved, some held."""
+    rng = random.Random(seed)
+    names, lines, code = ["x"], [], []
+    for k in range(rng.randint(3, 12)):
+        a, b, made = rng.choice(names), rng.choice(names), f"v{k}"
+        names.append(made)
+        match rng.choice(["k", "both", "neg", "neg", "out", "alias"]):
+            case "k":
+                lines += [f"{made} = alloc({SHAPE})", f"launch('k', ({a}, {made}), (s0,), ({made},), 1)"]
+                code.append(f"{made} = 2 * {a} + 1")
+            case "both":
+                lines += [f"{made} = alloc({SHAPE})", f"launch('both', ({a}, {b}, {made}), (s0,), ({made},), 1)"]
+                code.append(f"{made} = {a} + {b}")
+            case "neg":
+                lines.append(f"{made}, = call('aten::neg')({a})")
+                code.append(f"{made} = -{a}")
+            case "out":
+                out = f"call('aten::neg.out', into=({made},), may_keep=False)({a}, out={made})"
+                lines += [f"{made} = alloc({SHAPE})", out]
+                code.append(f"{made} = -{a}")
+            case _:
+                lines.append(f"{made}, = call('aten::alias')({a})")
+                code.append(f"{made} = {a}")
+    lines.append(f"v = view({names[-1]}, f32[2] @ (1,), 1)")
+    code.append(f"v = {names[-1]}[1:3]")
+    wanted = [*rng.sample(names[1:], rng.randint(1, len(names) - 1)), "v"]
+    lines.append(f"return ({', '.join(wanted)},)\n")
+    program = make("\n".join(lines), rng.choice([None, rng.randint(0, len(wanted))]))
+    held = []
+    for k in range(14):
+        n = rng.choice([5, 9])
+        x = ramp(n, k)
+        got = program(n, 4, here(x), here(x))
+        held.append((x, list(zip(wanted, got, strict=True))))
+        if rng.random() < 0.5:
+            held.pop(rng.randrange(len(held)))
+        for given, results in held:
+            known = {"x": given}
+            exec("\n".join(code), known)
+            for name, result in results:
+                assert torch.equal(there(result), known[name]), (name, lines)
+    assert set(stats(program)["refused"].values()) <= {"the results of 4 recordings are in use at once"}

@@ -19,8 +19,8 @@ struct RunningCall : plait_call {
 static_assert(sizeof(plait_task) == sizeof(Task) && offsetof(plait_task, split) == offsetof(Task, split) &&
               offsetof(plait_task, barrier) == offsetof(Task, barrier) &&
               offsetof(plait_task, kernel) == offsetof(Task, kernel));
-static_assert(static_cast<int>(Symbol::Source::size) == PLAIT_SIZE + 1 &&
-              static_cast<int>(Symbol::Source::item) == PLAIT_ITEM + 1);
+static_assert(static_cast<int>(Symbol::Source::size) == plait_size + 1 &&
+              static_cast<int>(Symbol::Source::item) == plait_item + 1);
 
 template <class F>
 int guarded(plait_call* c, F&& body) noexcept {
@@ -50,8 +50,8 @@ bool is_contiguous(const Extents& e) {
 
 Operand number(int kind, int64_t integer, double real, double imaginary) {
   Operand o;
-  o.kind = kind == PLAIT_BOOL   ? Operand::Kind::boolean
-           : kind == PLAIT_REAL ? Operand::Kind::real
+  o.kind = kind == plait_bool   ? Operand::Kind::boolean
+           : kind == plait_real ? Operand::Kind::real
                                 : Operand::Kind::complex;
   o.id = static_cast<int32_t>(integer);
   o.re = real;
@@ -154,7 +154,7 @@ struct Table {
   static int fill(plait_call* c, int32_t s, int kind, int64_t integer, double real,
                   double imaginary) {
     return guarded(c, [&](const Program& p, Frame& f, auto&) {
-      if (kind == PLAIT_INTEGER)
+      if (kind == plait_integer)
         f.refs[static_cast<size_t>(s)]->fill_(integer);
       else
         p.fill(f, {s, number(kind, integer, real, imaginary)});

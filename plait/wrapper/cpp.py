@@ -37,7 +37,8 @@ _RESERVED = frozenset(
     requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
     true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq linux unix
     call kernel plait wrapper div mod min max eq ne lt le require op python run give symbol launch main
-    Call Int Slot Tensor Operand Launch Arguments TRY SIZE NULL""".split()
+    Call Int Slot Tensor Operand Launch Arguments TRY SIZE NULL
+    plait_size plait_stride plait_offset plait_item plait_integer plait_bool plait_real plait_complex""".split()
 )
 _MEMORY = (ins.Launch, ins.Place, ins.Reuse, ins.View, ins.AssertAlignment, ins.Free)  # need no more than a pointer
 _SMALL = 1 << 20  # memory that dies in a region and is not worth ending it for before an allocation
@@ -94,15 +95,19 @@ class _Names:
         self.taken: set[str] = set(_RESERVED)
 
     def __getitem__(self, name: str) -> str:
-        found = self.variables.get(name)
-        if found is None:
-            stem = re.sub(r"_+", "_", re.sub(r"\W", "_", name, flags=re.ASCII)).strip("_")
-            stem = stem if stem and not stem[0].isdigit() else f"v_{stem}"
-            found, k = stem, 2
-            while found in self.taken:
-                found, k = f"{stem}_{k}", k + 1
-            self.taken.update((found, f"{found}_checked"))
-            self.variables[name] = found
+        """The variable of a name, always the same."""
+        if name not in self.variables:
+            self.variables[name] = self.fresh(name)
+        return self.variables[name]
+
+    def fresh(self, name: str) -> str:
+        """A variable that nothing else has, like this name."""
+        stem = re.sub(r"_+", "_", re.sub(r"\W", "_", name, flags=re.ASCII)).strip("_")
+        stem = stem if stem and not stem[0].isdigit() else f"v_{stem}"
+        found, k = stem, 2
+        while found in self.taken:
+            found, k = f"{stem}_{k}", k + 1
+        self.taken.update((found, f"{found}_checked"))
         return found
 
 
@@ -231,7 +236,7 @@ class _Source:
         if (atom := e.symbol) is not None:
             return self.names[atom.name]
         if e not in self.sizes:
-            name = self.names[f"size {len(self.sizes)}"]
+            name = self.names.fresh("size")
             self._add(f"SIZE({name}, {self._expression(e)});")
             self.sizes[e] = name
         return self.sizes[e]
@@ -385,9 +390,9 @@ class _Source:
         if isinstance(value, (ins.SizeOf, ins.ItemOf)):
             if isinstance(value, ins.ItemOf):
                 self._begin()
-                what = "PLAIT_ITEM, 0"
+                what = "plait_item, 0"
             else:
-                what = f"PLAIT_{value.kind.upper()}, {value.dim}"
+                what = f"plait_{value.kind}, {value.dim}"
             self._add(f"int64_t {self.names[name]};")
             self._add(f"TRY({self.names[value.tensor]}.read({what}, {self.names[name]}));")
         elif isinstance(value, Expr) and value.symbol is None:
@@ -405,7 +410,7 @@ class _Source:
 
     def _storage(self, name: str) -> str:
         """Where the storage of a tensor starts."""
-        first = self.names[f"{name} storage {len(self.lines)}"]
+        first = self.names.fresh(f"{name}_storage")
         self._add(f"char* {first};")
         self._add(f"TRY(Slot(call, {self.numbers.slots[name]}).storage({first}));")
         return first
@@ -445,13 +450,13 @@ class _Source:
     def _number(self, o: ins.Operand) -> str:
         match o:
             case ins.Literal("bool", text):
-                return f"PLAIT_BOOL, {int(text == 'True')}"
+                return f"plait_bool, {int(text == 'True')}"
             case ins.Literal("float", text):
-                return f"PLAIT_REAL, 0, {_real(text)}"
+                return f"plait_real, 0, {_real(text)}"
             case ins.Literal("complex", text):
-                return f"PLAIT_COMPLEX, 0, {', '.join(map(_real, text.split()))}"
+                return f"plait_complex, 0, {', '.join(map(_real, text.split()))}"
             case int() | Expr():
-                return f"PLAIT_INTEGER, {self.size(o)}"
+                return f"plait_integer, {self.size(o)}"
             case _:
                 raise ValueError(f"a tensor cannot be filled with {o!r}")
 

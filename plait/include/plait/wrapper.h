@@ -30,8 +30,8 @@ struct plait_operand {
   int64_t value;
 };
 
-enum plait_size { PLAIT_SIZE, PLAIT_STRIDE, PLAIT_OFFSET, PLAIT_ITEM };
-enum plait_number { PLAIT_INTEGER, PLAIT_BOOL, PLAIT_REAL, PLAIT_COMPLEX };
+enum plait_what { plait_size, plait_stride, plait_offset, plait_item };
+enum plait_number { plait_integer, plait_bool, plait_real, plait_complex };
 
 // Slots, kernels, operators and Python objects go by their numbers in the program's plan.
 struct plait_table {

@@ -236,7 +236,7 @@ struct Launch {
 
 // Kernels that follow each other run as one region.
 template <class... L>
-int run(Call call, const L&... launches) {
+__attribute__((always_inline)) inline int run(Call call, const L&... launches) {
   const plait_task tasks[] = {launches.task(call)...};
   return call->table->run(call, tasks, sizeof...(L), (launches.split_ns() + ...));
 }

@@ -26,7 +26,7 @@ from plait.ir.sizes import symbol
 from plait.runtime.load import Bound, Program
 from plait.wrapper.cpp import build_cpp, load_cpp, make_cpp
 from plait.wrapper.instructions import Arena, CallExtern, Place, Ref, SizeOf, Symbol, View, WrapperProgram
-from plait.wrapper.program import CompileRecord, observers
+from plait.wrapper.program import CompileRecord, Parts, observers
 from tests.native_tools import alloc, build, extern, launch, library, program, ret, tensor
 
 ROUNDS, CALLS = 400, 500
@@ -55,7 +55,7 @@ Build = Callable[[WrapperProgram], Program]
 
 def build_in_cpp(p: WrapperProgram) -> Program:
     """The C++ target."""
-    return load_cpp(p, {"cpu": library()}, [], [], Config.from_env())
+    return load_cpp(p, Parts({"cpu": library()}))
 
 
 def add_sum(build: Build = build) -> Program:

@@ -1,7 +1,8 @@
 """plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
 
 The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `explain`,
-`plait_backend` (what torch.compile calls), `list_modes`, `list_options`, `Config` and the errors.
+`plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers out of tree), `list_modes`,
+`list_options`, `Config` and the errors.
 Importing this package alone loads nothing but itself.
 """
 
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from plait.capture.backend import plait_backend as plait_backend
     from plait.capture.export import compile as compile
+    from plait.capture.fx import FxCompiler as FxCompiler
     from plait.config import Config as Config
     from plait.config import list_modes as list_modes
     from plait.config import list_options as list_options
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "plait_backend": "plait.capture.backend",
     "compile": "plait.capture.export",
+    "FxCompiler": "plait.capture.fx",
     "Config": "plait.config",
     "list_modes": "plait.config",
     "list_options": "plait.config",

@@ -33,8 +33,8 @@ from torch._subclasses import fake_tensor
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
@@ -178,6 +178,37 @@ def size_hints(shape_env: Any) -> dict[str, int]:
     named = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # the older name
     known = {**getattr(shape_env, named), **getattr(shape_env, "var_to_hint_override", {})}
     return {s.name: int(v) for s, v in known.items() if isinstance(v, int | sympy.Integer)}
+
+
+class Fakes:
+    """Fake tensors whose sizes are symbols of our own names. What is found out about them binds nobody."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self.mode = fake_tensor.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def symbol(self, name: str, lo: float, hi: float, hint: int | None) -> Any:
+        """A SymInt with lo <= value <= hi; hint: what it was in the example, None if nobody knows."""
+        symbol = sympy.Symbol(name, integer=True, positive=lo > 0 or None, nonnegative=lo >= 0 or None)
+        lower, upper = (x if math.isfinite(x) else (int_oo if x > 0 else -int_oo) for x in (lo, hi))
+        self.env.var_to_range[symbol] = ValueRanges(lower, upper)
+        if hint is not None:
+            named = "backed_var_to_val" if hasattr(self.env, "backed_var_to_val") else "var_to_val"
+            getattr(self.env, named)[symbol] = sympy.Integer(hint)
+        return self.env.create_symintnode(symbol, hint=hint)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Operators inside work on fake tensors."""
+        with _disable_current_modes(), self.mode, self.env.suppress_guards():
+            yield
+
+
+def triton_operator() -> tuple[Any, Any]:
+    """PyTorch's operator that launches a Triton kernel, and the table that has kernels and constant arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+
+    return triton_kernel_wrapper_mutation, kernel_side_table
 
 
 # ---------------------------------------------------------------------------------------------- metadata

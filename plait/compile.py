@@ -34,7 +34,7 @@ from plait.wrapper.checks import check_finite
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
 from plait.wrapper.passes import run_passes
-from plait.wrapper.program import CompileRecord, Program, observe
+from plait.wrapper.program import CompileRecord, Parts, Program, Target, observe
 from plait.wrapper.targets import TARGETS as WRAPPERS
 
 __all__ = ["Program", "compile_graph"]
@@ -42,8 +42,8 @@ __all__ = ["Program", "compile_graph"]
 load_rules()  # now, not while the first graph waits
 
 
-def compile_graph(captured: Captured, cfg: Config) -> Program:
-    """Compiles one graph.
+def compile_graph(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
+    """Compiles one graph. target: what makes the program run, in place of that of cfg.wrapper.
 
     Raises Unsupported, with the user's line, for what plait cannot compile, ToolchainMissing where the machine cannot
     build its kernels, and InternalError where a stage broke a rule of its IR.
@@ -74,7 +74,8 @@ def compile_graph(captured: Captured, cfg: Config) -> Program:
         built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
-    loaded = log("load", WRAPPERS[cfg.wrapper], wrapper, libraries, lowered.constants, lowered.callables, cfg)
+    parts = Parts(libraries, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg)
+    loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, parts)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
 
     record = CompileRecord(
@@ -110,7 +111,9 @@ def _emit(plan: Plan, cfg: Config) -> dict[str, Source]:
 
 
 def _build(sources: Mapping[str, Source], cfg: Config) -> dict[str, Built]:
-    return {kind: KERNELS[kind].build(source, cfg) for kind, source in sources.items()}
+    # An FX graph holds a GPU's kernels as text.
+    kinds = sources if cfg.wrapper != "fx" else sources.keys() & {"cpu"}
+    return {kind: KERNELS[kind].build(sources[kind], cfg) for kind in kinds}
 
 
 def _name_kernels(plan: Plan, sources: Mapping[str, Source]) -> Plan:

@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,13 @@ class Interpreted:
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
     ) -> None:
         """Runs all programs, one after the other."""
-        from plait.runtime.generated import _without_lazy_bits
+        from plait.runtime.generated import without_lazy_bits
         from tests.triton_tools import launch
 
         if grid > MOST_PROGRAMS:
             pytest.skip(f"{grid} programs of a kernel take too long here")
         # A load that no point uses may be without a mask; the compiler drops it, the interpreter would read address 0.
-        used = [_without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
+        used = [without_lazy_bits(t) if t.numel() else torch.zeros(1).to(t.dtype) for t in tensors]
         try:
             failed = launch(self.function, used, sizes, grid)
         except NotImplementedError as error:
@@ -78,7 +78,7 @@ def on_gpu(graph: torch.fx.GraphModule) -> Iterator[None]:
 
 def pytest_configure() -> None:
     """From here on, whoever compiles a graph compiles it for a GPU."""
-    os.environ["PLAIT_WRAPPER"] = "python"
+    os.environ.setdefault("PLAIT_WRAPPER", "python")
     channels: Any = importlib.import_module("plait.graph.channels")
     channels.DEVICES = ()  # results of the CPU's convolutions have layouts of their own
     pipeline: Any = importlib.import_module("plait.compile")
@@ -95,14 +95,16 @@ def _interpret(pipeline: Any) -> None:
     from plait.kernel.targets import TARGETS
     from plait.runtime import generated
     from plait.runtime.store import Built
+    from plait.wrapper.fx import load_fx
     from plait.wrapper.python import load_python, make_python
+    from plait.wrapper.text import read, text
     from tests.triton_tools import interpreted
 
     compile_graph = pipeline.compile_graph
 
-    def compile_for_gpu(captured: Any, cfg: Any) -> Any:
+    def compile_for_gpu(captured: Any, cfg: Any, target: Any = None) -> Any:
         with on_gpu(captured.graph):
-            return compile_graph(captured, cfg)
+            return compile_graph(captured, cfg, target)
 
     def build(sources: Mapping[str, Any], cfg: Any) -> dict[str, Built]:
         built = {}
@@ -117,13 +119,39 @@ def _interpret(pipeline: Any) -> None:
             built[kind] = Built(Path(pack), False)
         return built
 
-    def python(program: Any, libraries: Any, constants: Any, callables: Any) -> Any:
-        source = make_python(program, libraries).replace("cuda:0", "cpu")
-        return load_python(source, libraries, constants, callables)
+    def python(program: Any, parts: Any) -> Any:
+        source = make_python(program, parts.libraries).replace("cuda:0", "cpu")
+        return load_python(source, parts.libraries, parts.constants, parts.callables)
+
+    def fx(program: Any, parts: Any) -> Any:
+        lines = text(program).splitlines()  # kernels stay those of a GPU
+        lines = [s if s.startswith("kernel(") else s.replace("cuda:0", "cpu") for s in lines]
+        return load_fx(read("\n".join(lines)), parts)
 
     os.environ["PLAIT_GPU_ARCH"] = "sm_90"
     generated.GpuKernel = Interpreted  # type: ignore[misc,assignment]
-    pipeline._build, pipeline.compile_graph, pipeline.WRAPPERS = build, compile_for_gpu, {"python": python}
+    importlib.import_module("plait.wrapper.fx").triton_function = _triton_function  # type: ignore[attr-defined]
+    torch.cuda.current_device, torch.cuda.set_device = _current_gpu, _choose_gpu
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment,misc]
+    pipeline._build, pipeline.compile_graph = build, compile_for_gpu
+    pipeline.WRAPPERS = {"python": python, "fx": fx}
+
+
+def _triton_function(name: str, source: str) -> Any:
+    """For FX graphs, in place of runtime.fxops.triton_function."""
+    from tests.triton_tools import interpreted
+
+    folder = Path(_folder.name) / f"fx{len(list(Path(_folder.name).iterdir()))}"
+    folder.mkdir()
+    return interpreted(name, source, folder)
+
+
+def _current_gpu() -> int:
+    return 0
+
+
+def _choose_gpu(device: torch.device | int) -> None:
+    assert device in (GPU, 0)
 
 
 class _NotLoaded:
@@ -135,10 +163,10 @@ def _only_build(pipeline: Any) -> None:
 
     compile_graph = pipeline.compile_graph
 
-    def compile_for_gpu(captured: Any, cfg: Any) -> Any:
+    def compile_for_gpu(captured: Any, cfg: Any, target: Any = None) -> Any:
         forward = type(captured.graph).forward  # of the graph as it is now
         with on_gpu(captured.graph):
-            made = compile_graph(captured, cfg)
+            made = compile_graph(captured, cfg, target)
 
         def boxed(args: list[Any]) -> tuple[Any, ...]:
             given = list(args)

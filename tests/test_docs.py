@@ -48,6 +48,18 @@ def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"2 graphs: \d+ ATen ops -> \d+ kernels", printed)  # explain
 
 
+def test_the_compiler_of_the_fx_page_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    (block,) = blocks("docs/fx.md")
+    model, x = nn.Linear(6, 3), torch.randn(2, 6)
+    scope: dict[str, Any] = {"model": model, "x": x}
+    exec(compile(block, "docs/fx.md", "exec"), scope)
+    torch.testing.assert_close(scope["y"], model(x))
+    scope["y"].sum().backward()
+    printed = capsys.readouterr().out
+    assert "class forward_" in printed and "class backward_" in printed
+
+
 def test_the_rule_of_the_lowering_page_is_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = blocks("docs/lowering.md")
     scope: dict[str, Any] = {"aten": torch.ops.aten, "View": core.View, "Lowering": core.Lowering}

@@ -33,7 +33,7 @@ def moved(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     return model.to(CUDA), exact.to(CUDA), x.to(CUDA)
 
 
-@pytest.mark.parametrize("wrapper", ["native", "python"])
+@pytest.mark.parametrize("wrapper", ["native", "python", "fx"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_inference(name: str, wrapper: str) -> None:
     model, exact, x = moved(name)

@@ -61,6 +61,12 @@ def f(x):
     return checkpoint(lambda x: F.dropout(x.sin(), 0.5), x, use_reentrant=False).sum()
 torch.compile(f, backend="plait")(torch.randn(8, requires_grad=True)).backward()
 """,
+    "an FX graph": """
+fn = torch.compile(model, backend="plait", dynamic=True, options={"wrapper": "fx"})
+for n in (3, 4):
+    fn(torch.randint(0, 20, (n, 7))).backward()
+assert "triton" not in sys.modules
+""",
     "plait.compile": """
 import plait
 plait.compile(model.eval(), (tokens,))(tokens)

@@ -293,8 +293,6 @@ def test_random_programs_with_every_reduction_split(
         "min_across": 1,
         "units": units,
         "min_units": 50,
-        "units_across": units,
-        "min_units_across": 50,
         "align_along": aligned,
         "align_across": aligned,
     }

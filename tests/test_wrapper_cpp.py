@@ -40,6 +40,7 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 from plait.wrapper.native import encode
+from plait.wrapper.program import Parts
 from plait.wrapper.text import read
 from tests.against_eager import same
 from tests.models import MODELS
@@ -54,7 +55,7 @@ def compiled(fn: Callable[..., Any], wrapper: str = "cpp", dynamic: bool | None 
 
 
 def build(p: WrapperProgram, callables: tuple[Any, ...] = ()) -> Any:
-    return load_cpp(p, {"cpu": library()}, [], callables, Config.from_env())
+    return load_cpp(p, Parts({"cpu": library()}, callables=callables))
 
 
 FAST = ("gpt2", "unet")

@@ -1,4 +1,4 @@
-"""Every instruction × every target: native, Python and C++ do what a slow reference interpreter does, bit by bit."""
+"""Every instruction × every target: all do what a slow reference interpreter does, bit by bit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from plait.ir.sizes import Size
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
 from plait.wrapper.cpp import build_cpp, make_cpp
+from plait.wrapper.fx import load_fx
 from plait.wrapper.instructions import (
     Alloc,
     Arena,
@@ -56,6 +57,7 @@ from plait.wrapper.instructions import (
 )
 from plait.wrapper.native import encode
 from plait.wrapper.passes import run_passes
+from plait.wrapper.program import Parts
 from plait.wrapper.python import load_python, make_python
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
@@ -609,7 +611,11 @@ def cpp(case: Case, program: WrapperProgram, library: str) -> Any:
     return load(encode(program), {"cpu": library}, case.constants, case.callables, path, entries[text(program)])
 
 
-TARGETS = {"native": native, "python": python, "cpp": cpp}
+def fx(case: Case, program: WrapperProgram, library: str) -> Any:
+    return load_fx(program, Parts({"cpu": library}, case.constants, case.callables))
+
+
+TARGETS = {"native": native, "python": python, "cpp": cpp, "fx": fx}
 
 
 def test_every_instruction_is_in_a_case() -> None:

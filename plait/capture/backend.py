@@ -26,38 +26,48 @@ from plait.errors import InternalError, PlaitError
 from plait.graph.captured import Captured, GraphKind
 from plait.graph.partition import partition
 from plait.log import KERNELS, PassLog
+from plait.wrapper.program import Target
 
 _serial = itertools.count()  # makes graph names unique within the process
 
 
 def plait_backend(
-    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    target: Target | None = None,
 ) -> Callable[..., Any]:
     """Compiles one graph for torch.compile(backend="plait", mode=..., options=...).
 
+    target: what makes programs run, in place of that of the option 'wrapper'.
     Raises UserError for an unknown mode or option; every error of plait reaches the user unwrapped.
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
         if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):  # compiled autograd's graphs
-            return compat.flatten_inputs(gm, example_inputs, partial(_compile, cfg))
-        return _compile(cfg, gm, example_inputs)
+            return compat.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))
+        return _compile(cfg, target, gm, example_inputs)
     except PlaitError as error:
         raise compat.through_dynamo(error) from error.__cause__
     except _native.LoadError as error:  # from a callable around a program
         raise compat.through_dynamo(InternalError(str(error))) from error
 
 
-def _compile(cfg: Config, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compile(
+    cfg: Config, target: Target | None, gm: compat.DynamoGraph, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
     with collector_paused():
-        return _OneGraph(cfg, len(example_inputs)).compile(gm, example_inputs)
+        return _OneGraph(cfg, target, len(example_inputs)).compile(gm, example_inputs)
 
 
 class _OneGraph:
     """The compilation of one Dynamo graph: the three compilers that AOTAutograd calls, and what they found out."""
 
-    def __init__(self, cfg: Config, n_inputs: int) -> None:
+    def __init__(self, cfg: Config, target: Target | None, n_inputs: int) -> None:
         self.cfg = cfg
+        self.target = target
         self.n_inputs = n_inputs
         # A program that is timed kernel by kernel is Python too.
         self.native = cfg.wrapper in ("native", "cpp") and not PassLog(cfg, "").shows(KERNELS)
@@ -140,4 +150,4 @@ class _OneGraph:
             n_results=n_results,
             wrapper_reason=wrapper_reason,
         )
-        return compile_captured(captured, self.cfg)
+        return compile_captured(captured, self.cfg, self.target)

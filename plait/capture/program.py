@@ -17,6 +17,7 @@ from plait.config import Config
 from plait.errors import InternalError, PlaitError, warn_once
 from plait.graph.captured import Captured
 from plait.runtime.toolchain import ToolchainMissing
+from plait.wrapper.program import Target
 
 
 @contextmanager
@@ -33,15 +34,15 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def compile_captured(captured: Captured, cfg: Config) -> Program:
+def compile_captured(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
     """`compile_graph`, without kernels if it turns out that the machine cannot build them; an unexpected exception
     becomes the cause of an InternalError that names the graph."""
     try:
         try:
-            return compile_graph(captured, cfg)
+            return compile_graph(captured, cfg, target)
         except ToolchainMissing as missing:
             warn_once(f"plait runs every op as a call of ATen: {missing.line}")
-            return compile_graph(captured, replace(cfg, kernels=False))
+            return compile_graph(captured, replace(cfg, kernels=False), target)
     except PlaitError:
         raise
     except Exception as error:

@@ -169,8 +169,8 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
     wide = _is_wide(space, tile)
     writer = Writer(space, tile, wide, names)
     lines = writer.write()
-    if not wide:
-        lines = [f"{s} = {s}.to(tl.int32)" for s in names.values()] + lines
+    # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
+    lines = [f"{s} = {s}.to({'tl.int64' if wide else 'tl.int32'})" for s in names.values()] + lines
     pointers = [f"p{k}" for k in range(len(kernel.args))]
     body = "".join(f"    {line}\n" for line in lines)
     # Through Triton's own launcher a size of 1 would become a constant without a type.

@@ -114,9 +114,13 @@ class _Walk:
                 raise Unsupported(f"a graph node of kind {node.op}", where=_where(node))
         donated = tuple(name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str))
         given = (n.meta.get("val") for n in self.module.graph.nodes if n.op == "placeholder")
+        hints = size_hints(given, ctx.symbols)
+        for e, source in self.facts:
+            if isinstance(source, str) and all(a.name in hints for a in sz.free_symbols(e)):
+                hints[source] = sz.evaluate(e, hints)
         program = LoopProgram(
             tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated,
-            size_hints(given, ctx.symbols),
+            hints,
         )  # fmt: skip
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)

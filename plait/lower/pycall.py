@@ -20,6 +20,7 @@ from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, View
 from plait.lower.operands import operand, results
 from plait.lower.symbols import to_scalar_node
+from plait.runtime.generated import flat, settled
 
 
 class PythonCall:
@@ -47,21 +48,10 @@ class PythonCall:
         for k, value in zip(self.holes, operands, strict=True):
             leaves[k] = value.item() if k in self.items else value
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return tuple(map(_with_strides, _flat(self.op(*args, **kwargs)), self.strides))
+        return tuple(settled(self.op(*args, **kwargs), self.strides))
 
     def __repr__(self) -> str:
         return f"PythonCall({getattr(self.op, '__name__', self.op)})"
-
-
-def _flat(value: Any) -> list[Any]:
-    return [x for v in value for x in _flat(v)] if isinstance(value, (tuple, list)) else [value]
-
-
-def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:
-    if strides is None or not isinstance(value, torch.Tensor) or value.stride() == strides:
-        return value
-    out = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return out.copy_(value)
 
 
 def _static_strides(val: Any) -> tuple[int, ...] | None:
@@ -97,7 +87,7 @@ def call_python(
     operands = tuple(operand(ctx, leaves[k], None if k in items else fakes[k]) for k in holes)
     kept = [None if k in holes else v for k, v in enumerate(leaves)]
     outs, symbols, result = results(ctx, val)
-    ctx.callables.append(PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in _flat(val)]))
+    ctx.callables.append(PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in flat(val)]))
     given = tuple(dict.fromkeys(leaves[k].buf for k in holes if isinstance(leaves[k], View)))
     if fallback:
         ctx.fallback_reasons.setdefault(name, "runs as Python")

@@ -61,7 +61,7 @@ class Kernel:
         self, tensors: Sequence[Tensor], sizes: Sequence[int], work_ns: int, parallel: bool, writes: Sequence[int]
     ) -> None:
         """The same, unseen by a profiler."""
-        plain = [_without_lazy_bits(t) for t in tensors]
+        plain = [without_lazy_bits(t) for t in tensors]
         bufs = (ctypes.c_void_p * len(plain))(*(t.data_ptr() for t in plain))
         syms = (ctypes.c_int64 * len(sizes))(*sizes)
         n = torch.get_num_threads() if parallel and work_ns >= _MIN_SPLIT_NS else 1
@@ -106,11 +106,11 @@ class GpuKernel:
 
 
 def _for_gpu(t: Tensor) -> Tensor:
-    plain = _without_lazy_bits(t)
+    plain = without_lazy_bits(t)
     return plain if plain.data_ptr() % 16 == 0 else plain.clone(memory_format=torch.preserve_format)
 
 
-def _without_lazy_bits(t: Tensor) -> Tensor:
+def without_lazy_bits(t: Tensor) -> Tensor:
     """t, or its values in memory with its strides if a bit of t says conjugate or negate: kernels know no such bits."""
     if not (t.is_neg() or t.is_conj()):
         return t
@@ -184,6 +184,18 @@ def flat(result: object) -> list[object]:
     if isinstance(result, (tuple, list)):
         return [x for item in result for x in flat(item)]
     return [result]
+
+
+def settled(result: object, strides: Sequence[Sequence[int] | None]) -> list[object]:
+    """`flat`, with a copy of each tensor that has other strides than promised (None: any)."""
+    return [_with_strides(x, s) for x, s in zip(flat(result), strides, strict=False)]
+
+
+def _with_strides(value: object, strides: Sequence[int] | None) -> object:
+    if strides is None or not isinstance(value, Tensor) or value.stride() == tuple(strides):
+        return value
+    made = torch.empty_strided(value.shape, tuple(strides), dtype=value.dtype, device=value.device)
+    return made.copy_(value)
 
 
 def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str] | None]) -> None:

@@ -18,9 +18,8 @@ class DeviceKind:
 
     A unit of work is what runs without the others: a result, or `neighbours` results that lie side by side. A
     reduction of split_nbytes or more, and of unit_nbytes or more a unit, to fewer than min_units of them is cut in two
-    stages, with `units` to aim at; where points do not lie side by side, to fewer than min_units_across and with up to
-    units_across. A partial result is worth min_along points that lie side by side in memory, or min_across that do not,
-    and begins at a multiple of align_along or align_across points where it can.
+    stages, with `units` to aim at. A partial result is worth min_along points that lie side by side in memory, or
+    min_across that do not, and begins at a multiple of align_along or align_across points where it can.
 
     min_outer: outer points from which on a large loop joins a reduction. tiny_nbytes: groups near each other that move
     no more are joined if only their shapes agree.
@@ -35,8 +34,6 @@ class DeviceKind:
     unit_nbytes: int
     min_units: int
     units: int
-    min_units_across: int
-    units_across: int
     neighbours: int
     min_along: int
     min_across: int
@@ -63,8 +60,6 @@ KINDS: dict[str, DeviceKind] = {
         unit_nbytes=0,
         min_units=8,
         units=16,
-        min_units_across=8,
-        units_across=16,
         neighbours=64,
         min_along=1024,
         min_across=1024,
@@ -84,8 +79,6 @@ KINDS: dict[str, DeviceKind] = {
         unit_nbytes=1 << 18,
         min_units=256,
         units=1024,
-        min_units_across=1024,
-        units_across=4096,
         neighbours=64,
         min_along=4096,
         min_across=64,

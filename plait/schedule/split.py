@@ -86,14 +86,10 @@ def _chunks(
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
     units = outer if along else outer // kind.neighbours
-    busy = kind.min_units if along else kind.min_units_across
-    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= busy:
+    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
         return None
     least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
-    length = points // max(outer, 1)
-    want = min(kind.units // max(units, 1), length // least)
-    if not along:  # twice as long ones may be more, so that the last to end are a small part of all
-        want = max(want, min(kind.units_across // max(units, 1), length // (2 * least)))
+    want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
     if want < 2:
         return None
     inner = extent(op.rvars[-1])
@@ -144,8 +140,6 @@ def _cut(op: Reduction, want: int, aligned: int, along: bool, hints: Hints) -> P
         return kept
     last = whole == len(sizes) - 1
     exact = [d for d in range(want, min(4 * want, size - 1) + 1) if size % d == 0]
-    if not along and aligned > 1:
-        exact += [d for d in range(want - 1, max(want // 4, 1), -1) if size % d == 0]
     even = [d for d in exact if not last or size // d % aligned == 0] or ([] if along else exact)
     if even:
         return Parts(whole, even[0], size // even[0])

@@ -12,19 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, assert_never
-
-import torch
+from typing import assert_never
 
 from plait.config import Config
 from plait.errors import warn_once
 from plait.ir.dtypes import DTYPES, opaque
 from plait.ir.sizes import Atom, Expr, Size
 from plait.runtime.cache import get_or_build
-from plait.runtime.load import ENTRY, Libraries, Program, load
+from plait.runtime.load import ENTRY, Program, load
 from plait.runtime.toolchain import ToolchainMissing, find_toolchain
 from plait.wrapper import instructions as ins
-from plait.wrapper.native import encode_numbered
+from plait.wrapper.native import encode, encode_numbered
+from plait.wrapper.program import Parts
 from plait.wrapper.text import line
 from plait.wrapper.walk import operands, symbols, used
 
@@ -44,20 +43,14 @@ _MEMORY = (ins.Launch, ins.Place, ins.Reuse, ins.View, ins.AssertAlignment, ins.
 _SMALL = 1 << 20  # memory that dies in a region and is not worth ending it for before an allocation
 
 
-def load_cpp(
-    program: ins.WrapperProgram,
-    libraries: Libraries,
-    constants: Sequence[torch.Tensor],
-    callables: Sequence[Any],
-    cfg: Config,
-) -> Program:
+def load_cpp(program: ins.WrapperProgram, parts: Parts) -> Program:
     """The program, built or found in the cache. Where no compiler works, the executor runs its plan, with a warning."""
     built = None
     try:
-        built = str(build_cpp(make_cpp(program), cfg))
+        built = str(build_cpp(make_cpp(program), parts.cfg))
     except ToolchainMissing as missing:
         warn_once(f"plait runs programs without making C++ of them: {missing.line}")
-    return load(encode_numbered(program).plan, libraries, constants, callables, generated=built)
+    return load(encode(program), parts.libraries, parts.constants, parts.callables, built)
 
 
 def build_cpp(source: str, cfg: Config) -> Path:

@@ -16,8 +16,8 @@ from plait.log import KERNELS, PassLog
 from plait.runtime.load import Libraries
 from plait.runtime.timing import Boxed, table, time_kernels
 from plait.wrapper.instructions import DefineKernel, Launch, WrapperProgram
+from plait.wrapper.program import Loaded
 from plait.wrapper.python import load_python, make_python
-from plait.wrapper.targets import Loaded
 
 
 class MeasuredProgram:

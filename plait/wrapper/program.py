@@ -6,10 +6,16 @@ listens by setting `observers` around a compile. Nothing on the path of a call r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import torch
+
+from plait.config import Config
+from plait.kernel.target import Source
+from plait.runtime.load import Libraries
 from plait.schedule.plan import Plan
 from plait.wrapper.instructions import WrapperProgram
 
@@ -18,7 +24,7 @@ from plait.wrapper.instructions import WrapperProgram
 class CompileRecord:
     """How one graph was compiled.
 
-    kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python').
+    kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python', 'fx').
     aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline -> milliseconds.
     kernel_source: the text that the toolchain saw. cache_hit: the kernel library was found on disk (None: no kernels).
     tuned: a line a kernel that was to be tuned. fallback_reasons: op without a lowering rule, or whose rule declined
@@ -38,6 +44,33 @@ class CompileRecord:
     tuned: tuple[str, ...] = ()
     fallback_reasons: Mapping[str, str] = field(default_factory=dict)
     wrapper_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What stands beside a program's instructions. libraries: files of built kernels; sources: their text, by kind of
+    device. constants, callables: the tables that the program numbers. hints: what symbols were in the example.
+    cfg: what else is built is built by."""
+
+    libraries: Libraries
+    constants: Sequence[torch.Tensor] = ()
+    callables: Sequence[Any] = ()
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    hints: Mapping[str, int] = field(default_factory=dict)
+    cfg: Config = field(default_factory=Config.from_env)
+
+
+class Loaded(Protocol):
+    """A program that runs: called as loaded(*inputs) -> tuple and as loaded.boxed(list) -> tuple."""
+
+    def __call__(self, *args: Any) -> tuple[object, ...]: ...
+
+    @property
+    def boxed(self) -> Callable[[list[object]], tuple[object, ...]]: ...
+
+
+Target = Callable[[WrapperProgram, Parts], Loaded]
+"""Turns a verified program into something that runs."""
 
 
 @dataclass(frozen=True)

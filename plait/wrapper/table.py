@@ -10,9 +10,13 @@ import inspect
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 from plait.wrapper import instructions as ins
 from plait.wrapper.cpp import cpp_lines
+from plait.wrapper.fx import fx_lines
 from plait.wrapper.native import encode
+from plait.wrapper.program import Parts
 from plait.wrapper.python import python_lines
 from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
@@ -63,7 +67,13 @@ _NATIVE: dict[type, str] = {
     ins.Note: "left out",
     ins.Alloc: "one step",
 }
-
+_FX: dict[type, str] = {
+    ins.Arena: "none: every Place is a tensor of its own",
+    ins.Free: "none: a value is dropped after its last use",
+    ins.DefineKernel: "none: launches name library, kernel and checks",
+    ins.Partition: "an annotation of the nodes that follow",
+    ins.Note: "an annotation of the nodes that follow, and their stack trace",
+}
 _CPP: dict[type, str] = {
     ins.DefineKernel: "a number in the struct `kernel`",
     ins.Free: "`.drop();` after the last use, of kernels' views too",
@@ -81,16 +91,17 @@ def markdown() -> str:
     p = example()
     verify(p, after="example")
     encode(p)  # the native target takes all of it
-    shown: dict[type, tuple[ins.Instr, list[str], list[str]]] = {}
-    for (i, python), (_, cpp) in zip(python_lines(p), cpp_lines(p), strict=True):
-        shown.setdefault(type(i), (i, python, cpp))
+    beside = Parts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print])
+    shown: dict[type, tuple[ins.Instr, list[str], list[str], list[str]]] = {}
+    for (i, python), (_, cpp), (_, fx) in zip(python_lines(p), cpp_lines(p), fx_lines(p, beside), strict=True):
+        shown.setdefault(type(i), (i, python, cpp, fx))
     parts = [
         "# Wrapper instructions",
         "",
         "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py instead. -->",
         "",
         "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), printed and read back",
-        "(`wrapper/text.py`), run by the native executor and written as Python or C++ (`wrapper/cpp.py`).",
+        "(`wrapper/text.py`), run by the native executor, and written as Python, C++ or an FX graph.",
         "",
         "## Meanings",
         "",
@@ -100,8 +111,8 @@ def markdown() -> str:
         "",
         "## Targets",
         "",
-        "| instruction | text | python | cpp | native |",
-        "| --- | --- | --- | --- | --- |",
+        "| instruction | text | python | cpp | fx | native |",
+        "| --- | --- | --- | --- | --- | --- |",
         *(_row(cls, *shown[cls]) for cls in ins.INSTRUCTIONS),
         "",
         "## A program with all of them",
@@ -119,15 +130,11 @@ def _meaning(cls: type) -> str:
     return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
 
 
-def _row(cls: type, i: ins.Instr, python: list[str], cpp: list[str]) -> str:
-    made = _code(python)
-    in_cpp = _CPP.get(cls) or _code(cpp)
+def _row(cls: type, i: ins.Instr, python: list[str], cpp: list[str], fx: list[str]) -> str:
+    made, in_cpp, nodes = ("<br>".join(f"`{_cell(s)}`" for s in lines) for lines in (python, cpp, fx))
     native = _NATIVE.get(cls, "ends the call" if cls is ins.Return else "one step")
-    return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {in_cpp} | {native} |"
-
-
-def _code(lines: list[str]) -> str:
-    return "<br>".join(f"`{_cell(s)}`" for s in lines)
+    cells = (f"`{cls.__name__}`", f"`{_cell(line(i))}`", made, _CPP.get(cls, in_cpp), nodes or _FX[cls], native)
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(words: str) -> str:

@@ -1,26 +1,33 @@
 """Nanoseconds a call of the native executor on hand-written programs, beside eager and the bare costs of Python.
 
-Usage: python benchmarks/native_call.py. Each figure is the best of many short rounds; kernels do next to nothing, so
-what is left is the executor: argument checks, output allocation, dispatch.
+Usage: python benchmarks/native_call.py [--cpp]. Each figure is the best of many short rounds; kernels do next to
+nothing, so what is left is the executor: argument checks, output allocation, dispatch. --cpp: instead, native beside
+the C++ target, and milliseconds to build the program of GPT-2.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.models import gpt2
 from plait._native import Training
+from plait.config import Config
 from plait.ir.dtypes import f32
 from plait.ir.sizes import symbol
 from plait.runtime.load import Bound, Program
-from plait.wrapper.instructions import Arena, CallExtern, Place, Ref, SizeOf, Symbol, View
-from tests.native_tools import alloc, build, extern, launch, program, ret, tensor
+from plait.wrapper.cpp import build_cpp, load_cpp, make_cpp
+from plait.wrapper.instructions import Arena, CallExtern, Place, Ref, SizeOf, Symbol, View, WrapperProgram
+from plait.wrapper.program import CompileRecord, Parts, observers
+from tests.native_tools import alloc, build, extern, launch, library, program, ret, tensor
 
 ROUNDS, CALLS = 400, 500
 
@@ -43,13 +50,21 @@ def spec(arg: int, *shape: int) -> tuple[object, ...]:
     return ("tensor", arg, "f32", shape, "contiguous", "cpu")
 
 
-def add_sum() -> Program:
+Build = Callable[[WrapperProgram], Program]
+
+
+def build_in_cpp(p: WrapperProgram) -> Program:
+    """The C++ target."""
+    return load_cpp(p, Parts({"cpu": library()}))
+
+
+def add_sum(build: Build = build) -> Program:
     """(x + y).sum() on 8x8 as one launch."""
     body = (alloc("o"), launch("k_sum", "x", "o", n=64), ret("o"))
     return build(program((tensor("x", 8, 8), tensor("y", 8, 8)), *body))
 
 
-def chain(n: int) -> Program:
+def chain(n: int, build: Build = build) -> Program:
     """n kernels through an arena."""
     body = [Arena("m", 4096)]
     name = "x"
@@ -73,7 +88,7 @@ def tiny_mlp() -> Program:
     return build(program(inputs, *body))
 
 
-def linear(op: str) -> Program:
+def linear(op: str, build: Build = build) -> Program:
     """x @ w.t() (+ b) into an output."""
     inputs = (tensor("x", 4, 16), tensor("w", 8, 16), tensor("b", 8))
     view = View("t", "w", f32, (16, 8), (1, 16), 0)
@@ -86,7 +101,7 @@ def linear(op: str) -> Program:
     return build(program(inputs, view, alloc("o", 4, 8), call, ret("o")))
 
 
-def dynamic() -> Program:
+def dynamic(build: Build = build) -> Program:
     """x + 1 with a symbolic size."""
     s0 = symbol("s0")
     body = (Symbol("s0", SizeOf("x", "size", 0)), alloc("o", s0, 8), launch("k_inc", "x", "o", n=8 * s0), ret("o"))
@@ -99,11 +114,36 @@ def trained() -> Training:
     inputs = (tensor("x", 4), tensor("t", 4))
     backward = build(program(inputs, alloc("g", 4), launch("k_inc", "t", "g", n=4), ret("g")))
     layout = ((4,), (1,))
-    return Training(forward, forward, lambda _: backward, (True,), 1, 0, (layout,), (0,), False, (), (), False)
+    return Training(forward, forward, lambda _: backward, (True,), 1, 0, (layout,), ((0, (0,)),), False, (), (), False)
+
+
+def compare_cpp() -> None:
+    """The same programs in native and in C++."""
+    x, v, a, w, b = torch.randn(8, 8), torch.randn(4), torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
+    print(f"{'':44s}   native      cpp")
+    both = (build, build_in_cpp)
+    few, many = ([measure(partial(chain(n, how), v)) for how in both] for n in (1, 31))
+    rows = {
+        "(x + y).sum() 8x8": [measure(partial(add_sum(how), x, x)) for how in both],
+        "chain of 2 kernels in an arena": few,
+        "each further kernel": [(m - f) / 30 for f, m in zip(few, many, strict=True)],
+        "dynamic x + 1": [measure(partial(dynamic(how), x)) for how in both],
+        **{f"{op} 4x16x8": [measure(partial(linear(op, how), a, w, b)) for how in both] for op in ("mm", "addmm")},
+    }
+    for name, ns in rows.items():
+        print(f"{name:44s} {ns[0]:8.1f} {ns[1]:8.1f}")
+    records: list[CompileRecord] = []
+    token = observers.set((records.append,))
+    torch.compile(gpt2().eval(), backend="plait")(torch.randint(0, 50257, (1, 64)))
+    observers.reset(token)
+    source = make_cpp(records[0].wrapper)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        build_cpp(source, Config(cache_dir=folder))
+        print(f"GPT-2: {source.count(chr(10))} lines, {(time.perf_counter() - start) * 1e3:.0f} ms to build")
 
 
 def main() -> None:
-    torch.set_grad_enabled(False)
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     prog = add_sum()
     single = Bound(prog, [spec(0, 8, 8), spec(1, 8, 8)], ["x", "y"], True)
@@ -115,7 +155,7 @@ def main() -> None:
     print(f"{'(x + y).sum() 8x8, boxed':44s} {measure(lambda: boxed([x, y])):8.0f}")
     row = torch.randn(1, 16)
     parameters = [torch.randn(32, 16), torch.randn(32), torch.randn(4, 32), torch.randn(4)]
-    mlp = Bound(tiny_mlp(), [*parameters, spec(0, 1, 16)], ["x"], True)
+    mlp = Bound(tiny_mlp(), [*(("bound", "p", p) for p in parameters), spec(0, 1, 16)], ["x"], True)
     print(f"{'tiny-mlp in two kernels, Bound':44s} {measure(lambda: mlp(row)):8.0f}")
     v = torch.randn(4)
     few, many = chain(1), chain(31)
@@ -143,4 +183,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_grad_enabled(False)
+    (compare_cpp if "--cpp" in sys.argv[1:] else main)()

@@ -31,6 +31,8 @@ class Program:
         constants: Sequence[torch.Tensor],
         callables: Sequence[object],
         cubins: str | None = None,
+        generated: str | None = None,
+        entry: str = "plait_run",
     ) -> Program: ...
     def __call__(self, *args: Any) -> tuple[Any, ...]: ...
     @property

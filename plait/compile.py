@@ -74,7 +74,7 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
-    parts = Parts(libraries, lowered.constants, lowered.callables, sources, lowered.program.hints)
+    parts = Parts(libraries, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg)
     loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, parts)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
 

@@ -39,8 +39,8 @@ class Config:
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
     wrapper: str = flag(
-        "native", doc="what runs the program: the native executor, generated Python, or an FX graph",
-        choices=("native", "python", "fx"),
+        "native", doc="what runs the program: the native executor, generated Python or C++, or an FX graph",
+        choices=("native", "python", "cpp", "fx"),
     )  # fmt: skip
     isa: str = flag("auto", doc="vector instructions of CPU kernels", choices=("auto", "avx512", "avx2", "portable"))
     gpu_arch: str = flag(

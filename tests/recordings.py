@@ -23,8 +23,10 @@ import plait.runtime.graphs as module  # noqa: E402
 from plait.runtime.cubin import Cubin, pack  # noqa: E402
 from plait.runtime.load import load  # noqa: E402
 from plait.tools.explain import explain  # noqa: E402
+from plait.wrapper.cpp import load_cpp  # noqa: E402
 from plait.wrapper.native import encode  # noqa: E402
 from plait.wrapper.partition import partition  # noqa: E402
+from plait.wrapper.program import Parts  # noqa: E402
 from plait.wrapper.text import read  # noqa: E402
 
 HEAD = """\
@@ -91,6 +93,16 @@ def there(x: Tensor) -> Tensor:
 
 def ramp(n: int, k: int = 0) -> Tensor:
     return torch.arange(n, dtype=torch.float32) + k
+
+
+def test_the_cpp_target_launches_what_native_does(make: Make, tmp_path: Path) -> None:
+    body = CHAIN + "return (c, d)\n"
+    kernels = {"cuda": str(tmp_path / "kernels")}
+    native, cpp = make(body), load_cpp(read(HEAD + body), Parts(kernels))
+    for n in (5, 9, 5):
+        given = (n, 2, here(ramp(n)), here(ramp(2)))
+        for a, b in zip(cpp(*given), native(*given), strict=True):
+            assert torch.equal(there(a), there(b))
 
 
 def stats(program: Any) -> dict[str, Any]:

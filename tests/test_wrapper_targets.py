@@ -1,7 +1,8 @@
-"""Every instruction × every target: native, Python and FX do what a slow reference interpreter does, bit by bit."""
+"""Every instruction × every target: all do what a slow reference interpreter does, bit by bit."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from plait.config import Config
 from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, ZERO_DIVISION
 from plait.ir.dtypes import b1, f32, i32, i64, opaque
 from plait.ir.sizes import Size
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
+from plait.wrapper.cpp import build_cpp, make_cpp
 from plait.wrapper.fx import load_fx
 from plait.wrapper.instructions import (
     Alloc,
@@ -592,11 +595,27 @@ def python(case: Case, program: WrapperProgram, library: str) -> Any:
     return load_python(make_python(program, {}), {"cpu": library}, case.constants, case.callables)
 
 
+@functools.cache
+def in_cpp() -> tuple[str, dict[str, str]]:
+    """All programs in one library, which takes the time of a few: its path, and the entry of each program's text."""
+    programs = {text(p): p for c in CASES.values() for p in (c.program, run_passes(c.program))}
+    entries = {t: f"plait_run_{k}" for k, t in enumerate(programs)}
+    sources = [make_cpp(p, entries[t]) for t, p in programs.items()]
+    include = '#include "plait/wrapper.h"'
+    source = "".join([sources[0], *(t.replace(include, "") for t in sources[1:])])
+    return str(build_cpp(source, Config.from_env())), entries
+
+
+def cpp(case: Case, program: WrapperProgram, library: str) -> Any:
+    path, entries = in_cpp()
+    return load(encode(program), {"cpu": library}, case.constants, case.callables, path, entries[text(program)])
+
+
 def fx(case: Case, program: WrapperProgram, library: str) -> Any:
     return load_fx(program, Parts({"cpu": library}, case.constants, case.callables))
 
 
-TARGETS = {"native": native, "python": python, "fx": fx}
+TARGETS = {"native": native, "python": python, "cpp": cpp, "fx": fx}
 
 
 def test_every_instruction_is_in_a_case() -> None:

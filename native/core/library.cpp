@@ -22,8 +22,10 @@ Library::~Library() {
   if (handle_) dlclose(handle_);
 }
 
+void* Library::find(const char* symbol) const { return dlsym(handle_, symbol); }
+
 KernelFn Library::kernel(const std::string& name) const {
-  void* symbol = dlsym(handle_, name.c_str());
+  void* symbol = find(name.c_str());
   if (!symbol) throw LoadError("kernel '" + name + "' is not in " + path_);
   return reinterpret_cast<KernelFn>(symbol);
 }

@@ -21,6 +21,7 @@ class Library {
   Library& operator=(const Library&) = delete;
 
   KernelFn kernel(const std::string& name) const;  // throws LoadError
+  void* find(const char* symbol) const;            // null: there is none
   const std::string& path() const { return path_; }
 
  private:

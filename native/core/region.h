@@ -15,6 +15,7 @@ struct Task {
   const int64_t* syms;
   bool split;    // divided over the threads; else thread 0 runs it whole
   bool barrier;  // starts after every earlier task has ended on every thread
+  int32_t kernel = 0;  // its number, for messages
 };
 
 // A pool: calls body(begin, end, context) with disjoint chunks that cover [begin, end), possibly

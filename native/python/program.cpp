@@ -104,13 +104,14 @@ c10::IValue to_ivalue(void* object) {
 // torch module.
 class PythonOperands {
  public:
-  PythonOperands(const Program& p, Frame& f) : p_(p), f_(f) {}
+  PythonOperands(const Program& p, Frame& f, const plait::Operands& given)
+      : p_(p), f_(f), given_(given) {}
 
   Ref convert(const Operand& o) {
     switch (o.kind) {
-      case Operand::Kind::ref: return slot(o.id);
+      case Operand::Kind::ref: return slot(given_.slot(o.id));
       case Operand::Kind::size:
-        return Ref::check(PyLong_FromLongLong(f_.values[static_cast<size_t>(o.id)]));
+        return Ref::check(PyLong_FromLongLong(given_.value(o.id)));
       case Operand::Kind::none: return Ref::borrow(Py_None);
       case Operand::Kind::boolean: return Ref::borrow(o.id ? Py_True : Py_False);
       case Operand::Kind::real: return Ref::check(PyFloat_FromDouble(o.re));
@@ -145,11 +146,12 @@ class PythonOperands {
 
   const Program& p_;
   Frame& f_;
+  const plait::Operands& given_;
 };
 
-void call_python(const Program& p, Frame& f, const PythonCall& c) {
+void call_python(const Program& p, Frame& f, const PythonCall& c, const plait::Operands& given) {
   ProgramState& s = *static_cast<ProgramState*>(p.owner());
-  PythonOperands operands(p, f);
+  PythonOperands operands(p, f, given);
   const Ref args = Ref::check(PyTuple_New(static_cast<Py_ssize_t>(c.args.size())));
   for (size_t i = 0; i < c.args.size(); ++i)
     PyTuple_SET_ITEM(args.get(), static_cast<Py_ssize_t>(i), operands.convert(c.args[i]).release());
@@ -269,8 +271,9 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     Py_buffer bytes;
     PyObject *library = nullptr, *constants = nullptr, *callables = nullptr;
-    const char* cubins_path = nullptr;
-    if (!PyArg_ParseTuple(args, "y*OOO|z", &bytes, &library, &constants, &callables, &cubins_path))
+    const char *cubins_path = nullptr, *generated_path = nullptr, *entry = "plait_run";
+    if (!PyArg_ParseTuple(args, "y*OOO|zzs", &bytes, &library, &constants, &callables, &cubins_path,
+                          &generated_path, &entry))
       return nullptr;
     const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> release(&bytes, PyBuffer_Release);
     Plan plan =
@@ -283,6 +286,8 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
     }
     std::shared_ptr<Cubins> cubins;
     if (cubins_path) cubins = std::make_shared<Cubins>(cubins_path);
+    std::optional<Generated> generated;
+    if (generated_path) generated.emplace(generated_path, entry);
     std::vector<at::Tensor> tensors;
     const Items given(constants, "constants must be a sequence of tensors");
     for (Py_ssize_t i = 0; i < given.n; ++i) {
@@ -296,7 +301,8 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
       throw LoadError("the program wants " + std::to_string(plan.n_callables) +
                       " callables and got " + std::to_string(calls.n));
     state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(cubins),
-                                               std::move(tensors), kHost, state.get());
+                                               std::move(tensors), kHost, state.get(),
+                                               std::move(generated));
     state->outputs = plan_outputs(*state->program);
     Ref self = Ref::check(type->tp_alloc(type, 0));
     reinterpret_cast<PyProgram*>(self.get())->call = program_call;
@@ -437,8 +443,10 @@ PyMemberDef program_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(PyProgram, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot program_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables, cubins=None): a compiled "
-                                  "program, called with its inputs, returns a tuple.")},
+    {Py_tp_doc, const_cast<char*>("Program(plan, library, constants, callables, cubins=None, generated=None, "
+                                  "entry='plait_run'): a compiled program, called with its inputs, returns a tuple. "
+                                  "generated: a library that wrapper/cpp.py made; its function `entry`, which is the "
+                                  "same program, runs instead.")},
     {Py_tp_new, reinterpret_cast<void*>(program_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(program_traverse)},

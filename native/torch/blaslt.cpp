@@ -155,10 +155,10 @@ class Products {
 }  // namespace
 
 // False where the general path has to be taken.
-bool Program::call_blaslt(Frame& f, const ExternCall& c) const {
+bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) const {
   const size_t first = c.tensors.size() - 3;  // an addend may stand before the factors
   const auto impl = [&](size_t i) -> const c10::TensorImpl& {
-    return *f.refs[static_cast<size_t>(c.tensors[i])]->unsafeGetTensorImpl();
+    return *o.tensor(c.tensors[i]).unsafeGetTensorImpl();
   };
   const c10::TensorImpl &a = impl(first), &b = impl(first + 1);
   const c10::ScalarType scalar = a.dtype().toScalarType();

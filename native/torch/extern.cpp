@@ -371,13 +371,15 @@ struct Program::Gemm {
 };
 
 // False where the strides, sizes or precision settings of this call want the general path.
-bool Program::plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const {
+bool Program::plan_gemm(const Frame& f, const ExternCall& c, const Operands& o, Gemm& g) const {
   const bool add = c.road == ExternCall::Road::addmm;
   const size_t first = add ? 1 : 0;
-  const auto meta = [&](size_t i) -> const Meta& {
-    return slots_[static_cast<size_t>(c.tensors[i])].meta;
+  const auto extents = [&](size_t i) {
+    if (!o.is_given()) return Extents(slot(c.tensors[i]).meta, f.values);
+    const at::Tensor& t = o.tensor(c.tensors[i]);
+    return Extents(t.sizes(), t.strides());
   };
-  const Extents a(meta(first), f.values), b(meta(first + 1), f.values);
+  const Extents a = extents(first), b = extents(first + 1);
   if (a.sizes.size() != 2 || b.sizes.size() != 2) return false;
   g.m = a.sizes[0], g.k = a.sizes[1], g.n = b.sizes[1];
   if (g.m <= 0 || g.n <= 0 || g.k <= 0 || g.m > INT_MAX || g.n > INT_MAX || g.k > INT_MAX ||
@@ -387,16 +389,16 @@ bool Program::plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const {
   g.b = row_major(g.k, g.n, b.strides[0], b.strides[1]);
   g.c = {'N', g.n, true};
   if (!c.makes_result) {
-    const Extents o(meta(first + 2), f.values);
-    if (o.sizes.size() != 2 || o.sizes[0] != g.m || o.sizes[1] != g.n) return false;
-    g.c = row_major(g.m, g.n, o.strides[0], o.strides[1]);
+    const Extents out = extents(first + 2);
+    if (out.sizes.size() != 2 || out.sizes[0] != g.m || out.sizes[1] != g.n) return false;
+    g.c = row_major(g.m, g.n, out.strides[0], out.strides[1]);
   }
   if (!g.a.usable || !g.b.usable || !g.c.usable || g.c.trans != 'N' ||
       std::max({g.a.ld, g.b.ld, g.c.ld}) > INT_MAX)
     return false;
   if (c.single ? !blas().sgemm || !full_precision_ : !blas().dgemm) return false;
   if (!add || c.beta == 0) return true;
-  const Extents s(meta(0), f.values);
+  const Extents s = extents(0);
   const size_t rank = s.sizes.size();
   if (c.beta != 1 || rank == 0 || rank > 2) return false;
   const int64_t rows = rank == 2 ? s.sizes[0] : 1;
@@ -408,21 +410,27 @@ bool Program::plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const {
   return true;
 }
 
-bool Program::call_gemm(Frame& f, const ExternCall& c) const {
+bool Program::call_gemm(Frame& f, const ExternCall& c, const Operands& o) const {
   Gemm g;
-  if (!plan_gemm(f, c, g)) return false;
+  if (!plan_gemm(f, c, o, g)) return false;
   if (c.makes_result) define(f, c.tensors.back(), empty_matrix(g.m, g.n, c.single));
-  void* const* bufs = f.bufs.data() + c.bufs;
+  const auto data = [&](size_t i) -> void* {
+    if (!o.is_given()) return f.bufs[static_cast<size_t>(c.bufs) + i];
+    const bool made = c.makes_result && i + 1 == c.tensors.size();
+    const at::Tensor& t =
+        made ? f.tensors[static_cast<size_t>(c.tensors[i])] : o.tensor(c.tensors[i]);
+    return t.unsafeGetTensorImpl()->mutable_data();
+  };
   const size_t first = c.road == ExternCall::Road::addmm ? 1 : 0;
   if (g.beta != 0) {
-    g.addend.from = static_cast<const char*>(bufs[0]);
-    g.addend.to = static_cast<char*>(bufs[3]);
+    g.addend.from = static_cast<const char*>(data(0));
+    g.addend.to = static_cast<char*>(data(3));
     const int64_t rows = std::max<int64_t>(1, (kParallelAddendBytes >> 2) / g.addend.row_bytes);
     if (g.m * g.addend.row_bytes < kParallelAddendBytes ||
         torch_parallel_for(0, g.m, rows, copy_rows, &g.addend) != 0)
       copy_rows(0, g.m, &g.addend);
   }
-  void *a = bufs[first], *b = bufs[first + 1], *out = bufs[first + 2];
+  void *a = data(first), *b = data(first + 1), *out = data(first + 2);
   if (c.single)
     gemm(blas().sgemm, g.a, g.b, g.c, g.m, g.n, g.k, c.alpha, a, b, g.beta, out);
   else
@@ -430,18 +438,23 @@ bool Program::call_gemm(Frame& f, const ExternCall& c) const {
   return true;
 }
 
-void Program::call_extern(Frame& f, const ExternCall& c) const {
+void Program::call_operator(Frame& f, const ExternCall& c, const Operands& o, bool profiled) const {
+  if (!profiled || c.road == ExternCall::Road::boxed) return call_extern(f, c, o);
+  // The fast roads pass by the dispatcher, which records the others.
+  RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
+  call_extern(f, c, o);
+}
+
+void Program::call_extern(Frame& f, const ExternCall& c, const Operands& o) const {
   using Road = ExternCall::Road;
-  if (c.bufs != kNone && call_gemm(f, c)) return;
-  if (gpu_ && c.by_blaslt && call_blaslt(f, c)) return;
-  if (c.road == Road::boxed || c.makes_result) return call_boxed(f, c);
-  const auto tensor = [&](size_t i) -> const at::Tensor& {
-    return *f.refs[static_cast<size_t>(c.tensors[i])];
-  };
-  at::Tensor& out = f.tensors[static_cast<size_t>(c.tensors.back())];
+  if (c.bufs != kNone && call_gemm(f, c, o)) return;
+  if (gpu_ && c.by_blaslt && call_blaslt(f, c, o)) return;
+  if (c.road == Road::boxed || c.makes_result) return call_boxed(f, c, o);
+  const auto tensor = [&](size_t i) -> const at::Tensor& { return o.tensor(c.tensors[i]); };
+  at::Tensor& out = f.tensors[static_cast<size_t>(o.slot(c.tensors.back()))];
   // An output that is the caller's tensor (an input or constant) is not ours to hand out as a
   // mutable reference.
-  if (!out.defined()) return call_boxed(f, c);
+  if (!out.defined()) return call_boxed(f, c, o);
   try {
     switch (c.road) {
       case Road::mm: at::cpu::mm_out(out, tensor(0), tensor(1)); return;
@@ -460,41 +473,38 @@ void Program::call_extern(Frame& f, const ExternCall& c) const {
   }
 }
 
-void Program::push_operands(Frame& f, const ExternCall& c) const {
+void Program::push_operands(Frame& f, const ExternCall& c, const Operands& o) const {
   using Kind = ExternCall::Fill::Kind;
-  const auto tensor = [&](int32_t s) -> const at::Tensor& {
-    return *f.refs[static_cast<size_t>(s)];
-  };
   f.stack.assign(c.stack.begin(), c.stack.end());
   for (const ExternCall::Fill& fill : c.fills) {
     IValue& at = f.stack[static_cast<size_t>(fill.pos)];
     switch (fill.kind) {
-      case Kind::tensor: at = IValue(tensor(fill.id)); break;
-      case Kind::opaque: at = opaque(f, fill.id); break;
-      case Kind::integer: at = IValue(value(f, fill.id)); break;
-      case Kind::real: at = IValue(static_cast<double>(value(f, fill.id))); break;
+      case Kind::tensor: at = IValue(o.tensor(fill.id)); break;
+      case Kind::opaque: at = opaque(f, o.slot(fill.id)); break;
+      case Kind::integer: at = IValue(o.value(fill.id)); break;
+      case Kind::real: at = IValue(static_cast<double>(o.value(fill.id))); break;
       case Kind::number_tensor: {
-        at::Tensor t = c10::scalar_to_tensor(value(f, fill.id));
+        at::Tensor t = c10::scalar_to_tensor(o.value(fill.id));
         t.unsafeGetTensorImpl()->set_wrapped_number(true);
         at = IValue(std::move(t));
         break;
       }
       case Kind::tensor_list: {
         c10::List<at::Tensor> values;
-        for (int32_t s : fill.ids) values.push_back(tensor(s));
+        for (int32_t s : fill.ids) values.push_back(o.tensor(s));
         at = IValue(std::move(values));
         break;
       }
       case Kind::optional_tensor_list: {
         c10::List<std::optional<at::Tensor>> values;
         for (int32_t s : fill.ids)
-          values.push_back(s == kNone ? std::nullopt : std::optional<at::Tensor>(tensor(s)));
+          values.push_back(s == kNone ? std::nullopt : std::optional<at::Tensor>(o.tensor(s)));
         at = IValue(std::move(values));
         break;
       }
       case Kind::int_list: {
         std::vector<int64_t> values;
-        for (int32_t e : fill.ids) values.push_back(value(f, e));
+        for (int32_t e : fill.ids) values.push_back(o.value(e));
         at = IValue(std::move(values));
         break;
       }
@@ -514,8 +524,8 @@ c10::IValue Program::opaque(Frame& f, SlotId s) const {
   return result;
 }
 
-void Program::call_boxed(Frame& f, const ExternCall& c) const {
-  push_operands(f, c);
+void Program::call_boxed(Frame& f, const ExternCall& c, const Operands& o) const {
+  push_operands(f, c, o);
   try {
     if (c.builtin) {
       c.op->callBoxed(&f.stack);

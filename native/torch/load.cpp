@@ -87,6 +87,7 @@ class Loader {
         (region_open() ? pending_drops_ : p_.steps_).push_back(drop);
     }
     flatten_patches();
+    if (p_.generated_) use_generated();
     if (!p_.partitions_.empty()) {
       p_.partitions_.back().last = static_cast<int32_t>(p_.steps_.size());
       PartitionLearner(p_, patches_, writes_).run();
@@ -495,8 +496,8 @@ class Loader {
     return loaded;
   }
   KernelFn kernel(int32_t k) {
-    kernels_.resize(plan_.kernels.size());
-    KernelFn& fn = kernels_[static_cast<size_t>(k)];
+    p_.functions_.resize(plan_.kernels.size());
+    KernelFn& fn = p_.functions_[static_cast<size_t>(k)];
     if (!p_.library_) throw LoadError("the program has kernels and no kernel library was given");
     if (!fn) fn = p_.library_->kernel(plan_.kernels[static_cast<size_t>(k)].name);
     return fn;
@@ -515,36 +516,71 @@ class Loader {
     close_region();
     for (SlotId s : i.into) write(s);
     need_operands(i);
-    ExternCall call = resolve_extern(i, constants_);
+    CallExtern renumbered = i;
+    const std::vector<SlotId> given = number_operands(renumbered);
+    ExternCall call = resolve_extern(renumbered, constants_);
+    call.n_given = static_cast<int32_t>(n_given_);
     if (p_.gpu_)
       call.road = ExternCall::Road::boxed;  // the other roads are those of the CPU
     else
-      bind_gemm(call);
+      bind_gemm(call, given);
     push(StepKind::call_extern, static_cast<int32_t>(p_.externs_.size()));
     p_.stack_size_ = std::max(p_.stack_size_, call.stack.size());
     p_.externs_.push_back(std::move(call));
   }
   // mm and addmm of float or double with shapes that the plan knows run on pointers alone, see
   // extern.cpp.
-  void bind_gemm(ExternCall& call) {
+  void bind_gemm(ExternCall& call, const std::vector<SlotId>& given) {
     if (call.road != ExternCall::Road::mm && call.road != ExternCall::Road::addmm) return;
     const size_t n = call.tensors.size() - (call.makes_result ? 1 : 0);
-    const DType dtype = info(call.tensors[0]).dtype;
+    const auto slot = [&](size_t k) {
+      return p_.generated_ ? given[static_cast<size_t>(call.tensors[k])] : call.tensors[k];
+    };
+    const DType dtype = info(slot(0)).dtype;
     if (dtype != DType::f32 && dtype != DType::f64) return;
     for (size_t k = 0; k < n; ++k) {
-      const SlotInfo& i = info(call.tensors[k]);
+      const SlotInfo& i = info(slot(k));
       if (i.kind == Kind::result || i.dtype != dtype) return;
       need(i.meta.ids);
     }
     call.single = dtype == DType::f32;
     call.bufs = static_cast<int32_t>(p_.n_bufs_);
-    for (SlotId s : call.tensors) add_buf(s);
+    if (!p_.generated_)
+      for (SlotId s : call.tensors) add_buf(s);
   }
   void emit(const CallPython& i) {
     close_region();
     need_operands(i);
+    CallPython renumbered = i;
+    number_operands(renumbered);
     push(StepKind::call_python, static_cast<int32_t>(p_.pythons_.size()));
-    p_.pythons_.push_back({i.index, i.label, i.args, i.kwargs, i.outs});
+    p_.pythons_.push_back({i.index, i.label, renumbered.args, renumbered.kwargs, i.outs,
+                           static_cast<int32_t>(n_given_)});
+  }
+
+  // A generated program hands operands over in a list, constants aside: they are numbered so, see
+  // Operands. The slots of the tensors among them, by number.
+  template <class Call>
+  std::vector<SlotId> number_operands(Call& call) {
+    std::vector<SlotId> slots;
+    n_given_ = 0;
+    if (!p_.generated_) return slots;
+    const auto number = [&](auto& self, Operand& o) -> void {
+      const bool tensor = o.kind == Operand::Kind::ref;
+      if (tensor || (o.kind == Operand::Kind::size && !is_literal(o.id))) {
+        slots.push_back(tensor ? o.id : kNone);
+        o.id = static_cast<int32_t>(tensor ? n_given_ : plan_.exprs.size() + n_given_);
+        ++n_given_;
+      }
+      for (Operand& item : o.items) self(self, item);
+    };
+    for (Operand& o : call.args) number(number, o);
+    for (KeywordOperand& o : call.kwargs) number(number, o.value);
+    constants_.resize(std::max(constants_.size(), plan_.exprs.size() + n_given_));
+    return slots;
+  }
+  bool is_literal(ExprId e) const {
+    return plan_.exprs[static_cast<size_t>(e)].op == ExprNode::Op::constant;
   }
   void emit(const Copy& i) {
     close_region();
@@ -554,7 +590,7 @@ class Loader {
   void emit(const BumpVersion& i) { push(StepKind::bump, i.tensor); }
   void emit(const Partition& i) {
     close_region();
-    if (!p_.gpu_) return;  // a CPU has nothing to record
+    if (!p_.gpu_ || p_.generated_) return;  // a CPU has nothing to record
     const bool first = p_.partitions_.empty();  // unused inputs are dropped before anything runs
     const auto at = first ? 0 : static_cast<int32_t>(p_.steps_.size());
     if (!first) p_.partitions_.back().last = at;
@@ -592,8 +628,17 @@ class Loader {
     }
   }
 
+  // The library runs instead of the steps: nothing here could.
+  void use_generated() {
+    p_.steps_.clear();
+    p_.patches_.clear();
+    for (SlotInfo& i : p_.slots_) i.patches = {};
+    p_.functions_.resize(plan_.kernels.size());
+  }
+
   Program& p_;
   const Plan& plan_;
+  size_t n_given_ = 0;
   std::vector<std::vector<Patch>> patches_;
   std::vector<int> last_use_;
   std::vector<std::vector<Step>> drops_;
@@ -601,16 +646,17 @@ class Loader {
   std::vector<bool> evaluated_;
   std::vector<LaunchInfo> region_;
   std::vector<Step> pending_drops_;
-  std::vector<KernelFn> kernels_;
   std::vector<std::pair<int32_t, SlotId>> writes_;  // partition, what it writes
   int at_ = -1;
 };
 
 Program::Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
-                 std::vector<at::Tensor> constants, const Host& host, void* owner)
+                 std::vector<at::Tensor> constants, const Host& host, void* owner,
+                 std::optional<Generated> generated)
     : plan_(std::move(plan)),
       library_(std::move(library)),
       cubins_(std::move(cubins)),
+      generated_(std::move(generated)),
       constants_(std::move(constants)),
       host_(host),
       owner_(owner) {

@@ -26,6 +26,7 @@
 #include "core/plan.h"
 #include "core/region.h"
 #include "graphs.h"
+#include "plait/wrapper.h"
 
 namespace plait {
 
@@ -33,9 +34,6 @@ class Program;
 
 inline constexpr int64_t kTicksPerUs =
     2500;  // of the time stamp counter, roughly: for thresholds only
-
-// A kernel of less estimated work is cheaper on one thread.
-inline constexpr int64_t kSplitTaskNs = 2'000;
 
 struct Patch {
   int32_t buf;    // index into Frame::bufs
@@ -59,6 +57,7 @@ struct Meta {
 class Extents {
  public:
   Extents(const Meta& m, const std::vector<int64_t>& values);
+  Extents(c10::IntArrayRef sizes, c10::IntArrayRef strides);
   Extents(const Extents&) = delete;
   Extents& operator=(const Extents&) = delete;
   int64_t nbytes(int64_t element) const;  // from first to past last element; throws on overflow
@@ -99,6 +98,7 @@ struct SlotInfo {
 };
 
 struct Frame;
+class Operands;
 
 // An operator call with everything resolved but tensors and dynamic sizes.
 struct ExternCall {
@@ -134,6 +134,7 @@ struct ExternCall {
   int32_t bufs = kNone;
   bool single = true;
   bool by_blaslt = false;  // a product, which on a GPU goes to cuBLASLt, see blaslt.cpp
+  int32_t n_given = 0;     // operands that a generated program hands over
 };
 
 struct PythonCall {
@@ -142,6 +143,7 @@ struct PythonCall {
   std::vector<Operand> args;
   std::vector<KeywordOperand> kwargs;
   std::vector<Result> outs;
+  int32_t n_given = 0;
 };
 
 struct RegionInfo {
@@ -207,7 +209,8 @@ struct Host {
   };
   void* (*release_gil)();
   void (*retake_gil)(void* state);
-  void (*call_python)(const Program&, Frame&, const PythonCall&);  // with the GIL held
+  void (*call_python)(const Program&, Frame&, const PythonCall&,
+                      const Operands&);            // with the GIL held
   c10::IValue (*to_ivalue)(void* object);                          // with the GIL held
   // Recording what is put on a stream, with the GIL held. begin() makes a stream current that is
   // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure.
@@ -242,11 +245,48 @@ struct Frame {
   void* gil = nullptr;
 };
 
+// What the ids in the operands of a call stand for: slots and expressions of the frame; in a
+// generated program, places in the list that it hands over. Sizes have those from n_exprs on.
+class Operands {
+ public:
+  explicit Operands(const Frame& f) : f_(f) {}
+  Operands(const Frame& f, const plait_operand* given, size_t n_exprs)
+      : f_(f), given_(given), n_exprs_(n_exprs), is_given_(true) {}
+  bool is_given() const { return is_given_; }
+  SlotId slot(int32_t id) const {
+    return is_given_ ? static_cast<SlotId>(given_[static_cast<size_t>(id)].value) : id;
+  }
+  int64_t value(ExprId id) const {
+    const auto i = static_cast<size_t>(id);
+    return is_given_ && i >= n_exprs_ ? given_[i - n_exprs_].value : f_.values[i];
+  }
+  const at::Tensor& tensor(int32_t id) const { return *f_.refs[static_cast<size_t>(slot(id))]; }
+
+ private:
+  const Frame& f_;
+  const plait_operand* given_ = nullptr;
+  size_t n_exprs_ = 0;
+  bool is_given_ = false;
+};
+
+// The same program as C++ that was built, see plait/wrapper/cpp.py. Throws LoadError.
+class Generated {
+ public:
+  Generated(const std::string& path, const std::string& entry);
+  int run(plait_call* call) const { return run_(call); }
+
+ private:
+  std::shared_ptr<Library> library_;
+  int (*run_)(plait_call*);
+};
+
 class Program {
  public:
-  // Throws PlanError, LoadError. callables are borrowed objects of the host.
+  // Throws PlanError, LoadError. callables are borrowed objects of the host. generated: runs
+  // instead of the plan's steps.
   Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
-          std::vector<at::Tensor> constants, const Host& host, void* owner);
+          std::vector<at::Tensor> constants, const Host& host, void* owner,
+          std::optional<Generated> generated);
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
@@ -279,39 +319,52 @@ class Program {
  private:
   friend class Loader;
   friend class PartitionLearner;
+  friend struct Table;  // what generated programs call, see table.cpp
 
   void patch(Frame& f, SlotId s, char* pointer) const;
-  void take_arena(Frame& f, const Step& step) const;
+  void take_arena(Frame& f, SlotId s, int64_t nbytes) const;
   void bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) const;
   const at::Storage& storage_of(Frame& f, SlotId s) const;
   void allocate(Frame& f, SlotId s) const;
+  void allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes, bool contiguous) const;
+  char* place(const Frame& f, SlotId s, int64_t offset, const Extents& e) const;
   void set_pointer(Frame& f, SlotId s) const;
+  char* pointer_of(const Frame& f, SlotId s) const;
   void bind_header(Frame& f, SlotId s) const;
+  void bind_header(Frame& f, SlotId s, const char* pointer, const Extents& e) const;
   caffe2::TypeMeta type_of(const Frame& f, const SlotInfo& i) const;
   void share_version(Frame& f, SlotId s) const;
   void run_steps(Frame& f) const;
+  void walk(Frame& f, bool profiled) const;
+  void run_generated(Frame& f, bool profiled) const;
   void run_region(Frame& f, const RegionInfo& r, bool profiled) const;
+  void run_tasks(const Task* tasks, int32_t n, int64_t split_ns, bool profiled) const;
   void run_launch(Frame& f, const GridLaunch& l, bool profiled) const;
+  void run_grid(Frame& f, int32_t kernel, int64_t grid, void** params, bool profiled) const;
   void copy(Frame& f, const Copy& c) const;
-  void call_extern(Frame& f, const ExternCall& c) const;
-  void call_boxed(Frame& f, const ExternCall& c) const;
-  void push_operands(Frame& f, const ExternCall& c) const;
+  void call_operator(Frame& f, const ExternCall& c, const Operands& o, bool profiled) const;
+  void call_extern(Frame& f, const ExternCall& c, const Operands& o) const;
+  void call_boxed(Frame& f, const ExternCall& c, const Operands& o) const;
+  void push_operands(Frame& f, const ExternCall& c, const Operands& o) const;
   c10::IValue opaque(Frame& f, SlotId s) const;
   c10::impl::LocalDispatchKeySet outer_keys(const Frame& f) const;
   struct Gemm;
-  bool plan_gemm(const Frame& f, const ExternCall& c, Gemm& g) const;
-  bool call_gemm(Frame& f, const ExternCall& c) const;
-  bool call_blaslt(Frame& f, const ExternCall& c) const;
+  bool plan_gemm(const Frame& f, const ExternCall& c, const Operands& o, Gemm& g) const;
+  bool call_gemm(Frame& f, const ExternCall& c, const Operands& o) const;
+  bool call_blaslt(Frame& f, const ExternCall& c, const Operands& o) const;
   void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const;
-  void check_finite(Frame& f, const CheckFinite& c) const;
-  [[noreturn]] void fail_check(int32_t launch, int64_t code) const;
-  void check_size_stride(Frame& f, const AssertSizeStride& a) const;
-  void check_alignment(Frame& f, const AssertAlignment& a) const;
-  void fill(Frame& f, const Fill& i) const;
-  void read_symbol(Frame& f, const Symbol& s) const;
+  void check_finite(const Frame& f, SlotId s, const char* origin, bool infinities) const;
+  [[noreturn]] void fail_check(int32_t kernel, int64_t code) const;
+  void check_size_stride(const Frame& f, const AssertSizeStride& a) const;
+  void check_size_stride(const Frame& f, SlotId s, DType dtype, c10::IntArrayRef sizes,
+                         c10::IntArrayRef strides) const;
+  void check_alignment(SlotId s, const char* pointer, int64_t nbytes) const;
+  void fill(const Frame& f, const Fill& i) const;
+  int64_t read(const Frame& f, SlotId s, Symbol::Source source, int64_t dim) const;
   void evaluate_range(Frame& f, int32_t first, int32_t n) const;
   void drop(Frame& f, SlotId s) const;
-  void run_python(Frame& f, const PythonCall& c) const;
+  void drop_input(Frame& f, SlotId s) const;
+  void run_python(Frame& f, const PythonCall& c, const Operands& o) const;
   void write_back(Frame& f) const;
   bool run_graphs(Frame& f) const;
   void run_below(Frame& f, const PartitionInfo& p) const;
@@ -345,7 +398,9 @@ class Program {
   std::shared_ptr<Library> library_;
   std::shared_ptr<Cubins> cubins_;
   std::optional<Accelerator> gpu_;
-  std::vector<const cuda::Kernel*> kernels_;  // of the GPU, by number in the plan
+  std::vector<KernelFn> functions_;           // of the CPU, by number in the plan
+  std::vector<const cuda::Kernel*> kernels_;  // of the GPU
+  std::optional<Generated> generated_;
   std::vector<at::Tensor> constants_;
   Host host_;
   void* owner_;
@@ -384,6 +439,7 @@ bool is_odd(const at::Tensor& t);
 at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single);  // row-major, float or double
 c10::ScalarType scalar_type(DType dtype);                          // throws LoadError for opaque
 const char* torch_name(DType dtype);                               // "float32"
+[[noreturn]] void fail_size();  // an expression overflowed
 DType from_scalar_type(c10::ScalarType type);
 ExternCall resolve_extern(const CallExtern& call,
                           const std::vector<std::optional<int64_t>>& constants);

@@ -97,6 +97,11 @@ at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type, const Accelerator* g
       c10::scalarTypeToTypeMeta(type)));
 }
 
+void refuse_negative(int64_t size, int64_t stride) {
+  if (size < 0 || stride < 0)
+    throw std::runtime_error("a tensor would have a negative size or stride");
+}
+
 // Its values in memory, with its strides.
 at::Tensor materialised(const at::Tensor& t) {
   const DispatchGuard guard;
@@ -131,11 +136,15 @@ Extents::Extents(const Meta& m, const std::vector<int64_t>& values) {
   for (size_t d = 0; d < rank; ++d) {
     at_[d] = values[static_cast<size_t>(m.ids.sizes[d])];
     at_[rank + d] = values[static_cast<size_t>(m.ids.strides[d])];
-    if (at_[d] < 0 || at_[rank + d] < 0)
-      throw std::runtime_error("a tensor would have a negative size or stride");
+    refuse_negative(at_[d], at_[rank + d]);
   }
   sizes = {at_, rank};
   strides = {at_ + rank, rank};
+}
+
+Extents::Extents(c10::IntArrayRef given_sizes, c10::IntArrayRef given_strides)
+    : sizes(given_sizes), strides(given_strides) {
+  for (size_t d = 0; d < sizes.size(); ++d) refuse_negative(sizes[d], strides[d]);
 }
 
 int64_t Extents::nbytes(int64_t element) const {
@@ -180,7 +189,7 @@ std::unique_ptr<Frame> Program::take_frame() {
       f->syms[static_cast<size_t>(l.sizes.first) + i] = values_[static_cast<size_t>(l.size_ids[i])];
     f->tasks.push_back({l.fn, f->bufs.data() + l.args.first, f->syms.data() + l.sizes.first,
                         l.parallel && values_[static_cast<size_t>(l.work_ns)] >= kSplitTaskNs,
-                        l.barrier});
+                        l.barrier, l.kernel});
   }
   for (const GridLaunch& l : grid_launches_) {
     void** param = f->params.data() + l.params.first;
@@ -277,6 +286,11 @@ void Program::set_symbol(Frame& f, int32_t symbol, int64_t value) const {
     f.values[static_cast<size_t>(e)] = value;
 }
 
+// An input of a boxed call; of another one the caller holds it.
+void Program::drop_input(Frame& f, SlotId s) const {
+  if (f.owns_inputs) f.tensors[static_cast<size_t>(s)].reset();
+}
+
 // A header that nobody else holds stays with the frame, without its storage: the next call saves
 // making it.
 void Program::drop(Frame& f, SlotId s) const {
@@ -306,13 +320,12 @@ void Program::reset(Frame& f) const noexcept {
 
 // ----------------------------------------------------------------------------------------------------
 // memory
-void Program::take_arena(Frame& f, const Step& step) const {
-  const int64_t nbytes = value(f, step.b);
+void Program::take_arena(Frame& f, SlotId s, int64_t nbytes) const {
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
-  if (!slots_[static_cast<size_t>(step.a)].device.is_cpu())
-    return bind_arena(f, step.a, gpu_->allocate(nbytes), nbytes);
+  if (!slots_[static_cast<size_t>(s)].device.is_cpu())
+    return bind_arena(f, s, gpu_->allocate(nbytes), nbytes);
   f.arena = ArenaBlock(nbytes);
-  bind_arena(f, step.a, at::DataPtr(f.arena.data(), c10::kCPU), f.arena.size());
+  bind_arena(f, s, at::DataPtr(f.arena.data(), c10::kCPU), f.arena.size());
 }
 
 void Program::bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) const {
@@ -328,13 +341,12 @@ void Program::bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) 
   storage->set_nbytes(size);
 }
 
-void Program::allocate(Frame& f, SlotId s) const {
+void Program::allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes,
+                       bool contiguous) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
-  const Extents e(i.meta, f.values);
-  const int64_t nbytes = i.meta.is_static ? i.meta.nbytes : e.nbytes(element_size(i.dtype));
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
   t = new_tensor(nbytes, i.scalar, i.device.is_cpu() ? nullptr : &*gpu_);
-  if (i.meta.contiguous)
+  if (contiguous)
     t.unsafeGetTensorImpl()->set_sizes_contiguous(e.sizes);
   else
     t.unsafeGetTensorImpl()->set_sizes_and_strides(e.sizes, e.strides);
@@ -344,6 +356,13 @@ void Program::allocate(Frame& f, SlotId s) const {
               t.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()->mutable_data()));
 }
 
+void Program::allocate(Frame& f, SlotId s) const {
+  const SlotInfo& i = slots_[static_cast<size_t>(s)];
+  const Extents e(i.meta, f.values);
+  const int64_t nbytes = i.meta.is_static ? i.meta.nbytes : e.nbytes(element_size(i.dtype));
+  allocate(f, s, e, nbytes, i.meta.contiguous);
+}
+
 const at::Storage& Program::storage_of(Frame& f, SlotId s) const {
   while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
     s = slots_[static_cast<size_t>(s)].base;
@@ -351,20 +370,28 @@ const at::Storage& Program::storage_of(Frame& f, SlotId s) const {
   return f.refs[static_cast<size_t>(s)]->storage();
 }
 
+// Where a Place at this byte of its arena lies.
+char* Program::place(const Frame& f, SlotId s, int64_t offset, const Extents& e) const {
+  const SlotInfo& i = slots_[static_cast<size_t>(s)];
+  const int64_t nbytes = e.nbytes(element_size(i.dtype));
+  const auto room = static_cast<int64_t>(f.arena_storage.nbytes());
+  if (offset < 0 || nbytes > room || offset > room - nbytes)
+    throw std::runtime_error("'" + i.name + "' reaches beyond its arena");
+  return f.pointers[static_cast<size_t>(i.base)] + offset;
+}
+
+char* Program::pointer_of(const Frame& f, SlotId s) const {
+  const SlotInfo& i = slots_[static_cast<size_t>(s)];
+  return f.pointers[static_cast<size_t>(i.root)] + i.delta;
+}
+
 // The pointer of a View or Place whose offset is known only now.
 void Program::set_pointer(Frame& f, SlotId s) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
-  if (i.kind == SlotInfo::Kind::place) {
-    const int64_t offset = value(f, i.offset),
-                  nbytes = Extents(i.meta, f.values).nbytes(element_size(i.dtype));
-    const auto room = static_cast<int64_t>(f.arena_storage.nbytes());
-    if (offset < 0 || nbytes > room || offset > room - nbytes)
-      throw std::runtime_error("'" + i.name + "' reaches beyond its arena");
-    return patch(f, s, f.pointers[static_cast<size_t>(i.base)] + offset);
-  }
-  const SlotInfo& base = slots_[static_cast<size_t>(i.base)];
+  if (i.kind == SlotInfo::Kind::place)
+    return patch(f, s, place(f, s, value(f, i.offset), Extents(i.meta, f.values)));
   char* from = i.relative
-                   ? f.pointers[static_cast<size_t>(base.root)] + base.delta
+                   ? pointer_of(f, i.base)
                    : static_cast<char*>(storage_of(f, s).unsafeGetStorageImpl()->mutable_data());
   patch(f, s, from + value(f, i.offset) * element_size(i.dtype));
 }
@@ -375,13 +402,12 @@ caffe2::TypeMeta Program::type_of(const Frame& f, const SlotInfo& i) const {
   return f.refs[static_cast<size_t>(i.base)]->dtype();
 }
 
-void Program::bind_header(Frame& f, SlotId s) const {
+void Program::bind_header(Frame& f, SlotId s, const char* pointer, const Extents& e) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
   const bool cached = t.defined() && t.use_count() == 1;
   if (cached && i.kind == SlotInfo::Kind::place && i.folded && i.meta.is_static) return;
   const at::Storage& storage = storage_of(f, s);
-  const char* pointer = f.pointers[static_cast<size_t>(i.root)] + i.delta;
   const char* start = static_cast<const char*>(storage.unsafeGetStorageImpl()->data());
   // The pointer of an empty tensor is null and says nothing of its offset.
   const int64_t offset = f.pointers[static_cast<size_t>(i.root)] && start
@@ -396,9 +422,12 @@ void Program::bind_header(Frame& f, SlotId s) const {
     t.unsafeGetTensorImpl()->set_storage_offset(offset);
     return;
   }
-  const Extents e(i.meta, f.values);
   t.unsafeGetTensorImpl()->set_sizes_and_strides(e.sizes, e.strides, offset);
   if (i.escapes && i.kind == SlotInfo::Kind::view) share_version(f, s);
+}
+
+void Program::bind_header(Frame& f, SlotId s) const {
+  bind_header(f, s, pointer_of(f, s), Extents(slot(s).meta, f.values));
 }
 
 // A view that leaves the program shares the version counter of what it views, as autograd expects
@@ -416,31 +445,31 @@ void Program::share_version(Frame& f, SlotId s) const {
 
 // ----------------------------------------------------------------------------------------------------
 // steps
+void fail_size() {
+  throw std::runtime_error(
+      "a size expression overflows or divides by a number that is not positive");
+}
+
 void Program::evaluate_range(Frame& f, int32_t first, int32_t n) const {
   for (int32_t k = first; k < first + n; ++k) {
     const size_t e = static_cast<size_t>(evals_[static_cast<size_t>(k)]);
     if (!evaluate(plan_.exprs[e], f.values.data(), f.values[e])) [[unlikely]]
-      throw std::runtime_error(
-          "a size expression overflows or divides by a number that is not positive");
+      fail_size();
   }
 }
 
-void Program::read_symbol(Frame& f, const Symbol& s) const {
-  const at::Tensor& t = *f.refs[static_cast<size_t>(s.tensor)];
-  int64_t result = 0;
-  if (s.source == Symbol::Source::offset) {
-    result = t.storage_offset();
-  } else if (s.source == Symbol::Source::item) {
-    TORCH_CHECK(t.numel() == 1, "'", slot(s.tensor).name, "' has ", t.numel(),
+int64_t Program::read(const Frame& f, SlotId s, Symbol::Source source, int64_t dim) const {
+  const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
+  if (source == Symbol::Source::offset) return t.storage_offset();
+  if (source == Symbol::Source::item) {
+    TORCH_CHECK(t.numel() == 1, "'", slot(s).name, "' has ", t.numel(),
                 " elements, one was expected");
-    result = t.item().to<int64_t>();
-  } else {
-    const c10::IntArrayRef dims = s.source == Symbol::Source::size ? t.sizes() : t.strides();
-    TORCH_CHECK(static_cast<size_t>(s.dim) < dims.size(), "'", slot(s.tensor).name,
-                "' has no dimension ", s.dim);
-    result = dims[static_cast<size_t>(s.dim)];
+    return t.item().to<int64_t>();
   }
-  set_symbol(f, s.symbol, result);
+  const c10::IntArrayRef dims = source == Symbol::Source::size ? t.sizes() : t.strides();
+  TORCH_CHECK(static_cast<size_t>(dim) < dims.size(), "'", slot(s).name, "' has no dimension ",
+              dim);
+  return dims[static_cast<size_t>(dim)];
 }
 
 void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
@@ -461,30 +490,34 @@ void Program::run_region(Frame& f, const RegionInfo& r, bool profiled) const {
     for (size_t i = 0; i < l.size_ids.size(); ++i)
       f.syms[static_cast<size_t>(l.sizes.first) + i] = value(f, l.size_ids[i]);
   }
-  const int32_t nthreads = region_threads(split_ns, r.n);
+  run_tasks(tasks, r.n, split_ns, profiled);
+}
+
+// split_ns: estimated work of the tasks that are divided over threads.
+void Program::run_tasks(const Task* tasks, int32_t n_tasks, int64_t split_ns, bool profiled) const {
+  const int32_t nthreads = region_threads(split_ns, n_tasks);
   Failure failure;
   const auto run = [&](int32_t first, int32_t n) {
     return nthreads == 1 ? run_serial(tasks + first, n)
                          : run_parallel(tasks + first, n, nthreads, aten_pool());
   };
   if (profiled) [[unlikely]] {
-    for (int32_t k = 0; k < r.n && failure.code == 0; ++k) {
-      const auto kernel = static_cast<size_t>(launches_[static_cast<size_t>(r.first + k)].kernel);
-      RECORD_FUNCTION(plan_.kernels[kernel].name, std::vector<c10::IValue>());
+    for (int32_t k = 0; k < n_tasks && failure.code == 0; ++k) {
+      RECORD_FUNCTION(plan_.kernels[static_cast<size_t>(tasks[k].kernel)].name,
+                      std::vector<c10::IValue>());
       failure = run(k, 1);
       failure.task = k;
     }
   } else {
-    failure = run(0, r.n);
+    failure = run(0, n_tasks);
   }
   if (split_ns > kWarmRegionNs) last_candidate.store(__rdtsc(), std::memory_order_relaxed);
   if (failure.code != 0) [[unlikely]]
-    fail_check(r.first + failure.task, failure.code);
+    fail_check(tasks[failure.task].kernel, failure.code);
 }
 
-void Program::fail_check(int32_t launch, int64_t code) const {
-  const Kernel& k =
-      plan_.kernels[static_cast<size_t>(launches_[static_cast<size_t>(launch)].kernel)];
+void Program::fail_check(int32_t kernel, int64_t code) const {
+  const Kernel& k = plan_.kernels[static_cast<size_t>(kernel)];
   const auto at = static_cast<size_t>(code - 1);
   TORCH_CHECK(at < k.checks.size(), "check ", code, " (in kernel ", k.name, ")");
   const Check& check = k.checks[at];
@@ -496,20 +529,23 @@ void Program::run_launch(Frame& f, const GridLaunch& l, bool profiled) const {
   if (l.dynamic_sizes)
     for (size_t i = 0; i < l.size_ids.size(); ++i)
       f.syms[static_cast<size_t>(l.sizes.first) + i] = value(f, l.size_ids[i]);
-  const int64_t grid = value(f, l.grid);
+  run_grid(f, l.kernel, value(f, l.grid), f.params.data() + l.params.first, profiled);
+}
+
+void Program::run_grid(Frame& f, int32_t kernel, int64_t grid, void** params, bool profiled) const {
   if (grid <= 0) return;
-  void** params = f.params.data() + l.params.first;
-  const cuda::KernelFacts& facts = l.loaded->facts();
+  const cuda::Kernel& loaded = *kernels_[static_cast<size_t>(kernel)];
+  const cuda::KernelFacts& facts = loaded.facts();
   if (facts.global_scratch == 0 && facts.profile_scratch == 0 && !profiled) [[likely]]
-    return l.loaded->launch(f.stream, static_cast<uint64_t>(grid), params);
-  RECORD_FUNCTION(plan_.kernels[static_cast<size_t>(l.kernel)].name, std::vector<c10::IValue>());
+    return loaded.launch(f.stream, static_cast<uint64_t>(grid), params);
+  RECORD_FUNCTION(plan_.kernels[static_cast<size_t>(kernel)].name, std::vector<c10::IValue>());
   // The allocator hands memory out in the order of the stream: it may go back at once.
   const int64_t programs = grid * facts.num_ctas;
   const c10::DataPtr global = gpu_->allocate(programs * facts.global_scratch),
                      profile = gpu_->allocate(programs * facts.profile_scratch);
   f.scratch[0] = global.get();
   f.scratch[1] = profile.get();
-  l.loaded->launch(f.stream, static_cast<uint64_t>(grid), params);
+  loaded.launch(f.stream, static_cast<uint64_t>(grid), params);
 }
 
 void Program::copy(Frame& f, const Copy& c) const {
@@ -527,7 +563,7 @@ void Program::copy(Frame& f, const Copy& c) const {
   if (c.bump) dst.unsafeGetTensorImpl()->bump_version();
 }
 
-void Program::fill(Frame& f, const Fill& i) const {
+void Program::fill(const Frame& f, const Fill& i) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(i.tensor)];
   switch (i.value.kind) {
     case Operand::Kind::size: t.fill_(value(f, i.value.id)); return;
@@ -539,45 +575,40 @@ void Program::fill(Frame& f, const Fill& i) const {
   }
 }
 
-void Program::check_finite(Frame& f, const CheckFinite& c) const {
-  const at::Tensor& t = *f.refs[static_cast<size_t>(c.tensor)];
+void Program::check_finite(const Frame& f, SlotId s, const char* origin, bool infinities) const {
+  const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
   if (!t.is_floating_point() && !t.is_complex()) return;
-  const bool fine = c.infinities ? at::isfinite(t).all().item<bool>()
-                                 : !at::isnan(t).any().item<bool>();
-  TORCH_CHECK(fine, "'", slot(c.tensor).name, "' holds a NaN", c.infinities ? " or an infinity" : "",
-              ", computed by ", c.origin);
+  const bool fine = infinities ? at::isfinite(t).all().item<bool>()
+                               : !at::isnan(t).any().item<bool>();
+  TORCH_CHECK(fine, "'", slot(s).name, "' holds a NaN", infinities ? " or an infinity" : "",
+              ", computed by ", origin);
 }
 
-void Program::check_size_stride(Frame& f, const AssertSizeStride& a) const {
-  const at::Tensor& t = *f.refs[static_cast<size_t>(a.tensor)];
-  TORCH_CHECK(a.dtype >= DType::opaque || t.scalar_type() == scalar_type(a.dtype), "'",
-              slot(a.tensor).name, "' has dtype ", torch_name(from_scalar_type(t.scalar_type())),
-              ", expected ", torch_name(a.dtype));
-  const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
-  const size_t rank = a.shape.sizes.size();
-  bool same = sizes.size() == rank, same_strides = true;
-  for (size_t d = 0; same && d < rank; ++d) {
-    same = sizes[d] == value(f, a.shape.sizes[d]);
-    same_strides &= sizes[d] == 1 || strides[d] == value(f, a.shape.strides[d]);
-  }
+void Program::check_size_stride(const Frame& f, SlotId s, DType dtype, c10::IntArrayRef sizes,
+                                c10::IntArrayRef strides) const {
+  const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
+  TORCH_CHECK(dtype >= DType::opaque || t.scalar_type() == scalar_type(dtype), "'", slot(s).name,
+              "' has dtype ", torch_name(from_scalar_type(t.scalar_type())), ", expected ",
+              torch_name(dtype));
+  bool same = t.sizes() == sizes, same_strides = true;
+  for (size_t d = 0; same && d < sizes.size(); ++d)
+    same_strides &= sizes[d] == 1 || t.stride(static_cast<int64_t>(d)) == strides[d];
   if (same && (same_strides || t.numel() == 0)) [[likely]]
     return;
-  const auto values = [&](const std::vector<ExprId>& ids) {
-    std::vector<int64_t> out;
-    for (ExprId e : ids) out.push_back(value(f, e));
-    return list(out);
-  };
-  TORCH_CHECK(false, "'", slot(a.tensor).name, "' has sizes ", list(sizes), " and strides ",
-              list(strides), ", expected ", values(a.shape.sizes), " and ",
-              values(a.shape.strides));
+  TORCH_CHECK(false, "'", slot(s).name, "' has sizes ", list(t.sizes()), " and strides ",
+              list(t.strides()), ", expected ", list(sizes), " and ", list(strides));
 }
 
-void Program::check_alignment(Frame& f, const AssertAlignment& a) const {
-  const SlotInfo& i = slot(a.tensor);
-  const auto address =
-      reinterpret_cast<uintptr_t>(f.pointers[static_cast<size_t>(i.root)] + i.delta);
-  TORCH_CHECK(address % static_cast<uintptr_t>(a.nbytes) == 0, "'", i.name, "' is not aligned to ",
-              a.nbytes, " bytes");
+void Program::check_size_stride(const Frame& f, const AssertSizeStride& a) const {
+  c10::SmallVector<int64_t, 16> sizes, strides;
+  for (ExprId e : a.shape.sizes) sizes.push_back(value(f, e));
+  for (ExprId e : a.shape.strides) strides.push_back(value(f, e));
+  check_size_stride(f, a.tensor, a.dtype, sizes, strides);
+}
+
+void Program::check_alignment(SlotId s, const char* pointer, int64_t nbytes) const {
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(nbytes) == 0, "'",
+              slot(s).name, "' is not aligned to ", nbytes, " bytes");
 }
 
 // Code that is not ATen's may use autograd of its own: it sees the caller's dispatch state, but
@@ -588,11 +619,11 @@ c10::impl::LocalDispatchKeySet Program::outer_keys(const Frame& f) const {
   return keys;
 }
 
-void Program::run_python(Frame& f, const PythonCall& c) const {
+void Program::run_python(Frame& f, const PythonCall& c, const Operands& o) const {
   const c10::impl::ForceDispatchKeyGuard guard(outer_keys(f));
   const bool released = f.gil != nullptr;
   if (released) host_.retake_gil(std::exchange(f.gil, nullptr));
-  host_.call_python(*this, f, c);
+  host_.call_python(*this, f, c, o);
   if (released) f.gil = host_.release_gil();
 }
 
@@ -600,38 +631,50 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
   switch (s.kind) {
     case StepKind::eval: return evaluate_range(f, s.a, s.b);
     case StepKind::define: return set_symbol(f, s.a, value(f, s.b));
-    case StepKind::read_symbol: return read_symbol(f, instr<Symbol>(s.a));
-    case StepKind::arena: return take_arena(f, s);
+    case StepKind::read_symbol: {
+      const Symbol& i = instr<Symbol>(s.a);
+      return set_symbol(f, i.symbol, read(f, i.tensor, i.source, i.dim));
+    }
+    case StepKind::arena: return take_arena(f, s.a, value(f, s.b));
     case StepKind::alloc: return allocate(f, s.a);
     case StepKind::pointer: return set_pointer(f, s.a);
     case StepKind::header: return bind_header(f, s.a);
     case StepKind::region: return run_region(f, regions_[static_cast<size_t>(s.a)], profiled);
     case StepKind::launch:
       return run_launch(f, grid_launches_[static_cast<size_t>(s.a)], profiled);
-    case StepKind::call_extern: {
-      const ExternCall& c = externs_[static_cast<size_t>(s.a)];
-      if (!profiled || c.road == ExternCall::Road::boxed) return call_extern(f, c);
-      // The fast roads pass by the dispatcher, which records the others.
-      RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
-      return call_extern(f, c);
-    }
-    case StepKind::call_python: return run_python(f, pythons_[static_cast<size_t>(s.a)]);
+    case StepKind::call_extern:
+      return call_operator(f, externs_[static_cast<size_t>(s.a)], Operands(f), profiled);
+    case StepKind::call_python:
+      return run_python(f, pythons_[static_cast<size_t>(s.a)], Operands(f));
     case StepKind::copy: return copy(f, instr<Copy>(s.a));
     case StepKind::bump:
       return f.refs[static_cast<size_t>(s.a)]->unsafeGetTensorImpl()->bump_version();
     case StepKind::fill: return fill(f, instr<Fill>(s.a));
     case StepKind::drop: return drop(f, s.a);
-    case StepKind::drop_input:
-      if (f.owns_inputs) f.tensors[static_cast<size_t>(s.a)].reset();
-      return;
+    case StepKind::drop_input: return drop_input(f, s.a);
     case StepKind::assert_scalar:
       if (value(f, instr<AssertScalar>(s.a).expr) == 0)
         throw std::runtime_error(instr<AssertScalar>(s.a).message);
       return;
     case StepKind::assert_size_stride: return check_size_stride(f, instr<AssertSizeStride>(s.a));
-    case StepKind::assert_alignment: return check_alignment(f, instr<AssertAlignment>(s.a));
-    case StepKind::check_finite: return check_finite(f, instr<CheckFinite>(s.a));
+    case StepKind::assert_alignment: {
+      const AssertAlignment& i = instr<AssertAlignment>(s.a);
+      return check_alignment(i.tensor, pointer_of(f, i.tensor), i.nbytes);
+    }
+    case StepKind::check_finite: {
+      const CheckFinite& i = instr<CheckFinite>(s.a);
+      return check_finite(f, i.tensor, i.origin.c_str(), i.infinities);
+    }
   }
+}
+
+void Program::walk(Frame& f, bool profiled) const {
+  if (generated_)
+    run_generated(f, profiled);
+  else
+    for (const Step& s : steps_) step(f, s, profiled);
+  if (!f.written_back.empty()) [[unlikely]]
+    write_back(f);
 }
 
 void Program::run_steps(Frame& f) const {
@@ -641,17 +684,10 @@ void Program::run_steps(Frame& f) const {
     on_gpu.emplace(gpu_->device());
     f.stream = gpu_->stream();
   }
-  if (!needs_guard_) {
-    for (const Step& s : steps_) step(f, s, profiled);
-    if (!f.written_back.empty()) [[unlikely]]
-      write_back(f);
-    return;
-  }
+  if (!needs_guard_) return walk(f, profiled);
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard guard;
-  for (const Step& s : steps_) step(f, s, profiled);
-  if (!f.written_back.empty()) [[unlikely]]
-    write_back(f);
+  walk(f, profiled);
 }
 
 void Program::write_back(Frame& f) const {

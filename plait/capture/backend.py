@@ -70,7 +70,7 @@ class _OneGraph:
         self.target = target
         self.n_inputs = n_inputs
         # A program that is timed kernel by kernel is Python too.
-        self.native = cfg.wrapper == "native" and not PassLog(cfg, "").shows(KERNELS)
+        self.native = cfg.wrapper in ("native", "cpp") and not PassLog(cfg, "").shows(KERNELS)
         self.nested = False  # the callable takes one list of inputs
         self.serial = next(_serial)
         self.program: Program | None = None  # of the inference or forward graph

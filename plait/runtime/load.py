@@ -18,16 +18,25 @@ __all__ = ["Bound", "Libraries", "LoadError", "PlanError", "Program", "arena_sta
 
 Libraries = Mapping[str, str]
 """Kind of device ('cpu', 'cuda') -> path of the file with a program's kernels for it."""
+ENTRY = "plait_run"
+"""The function of a generated program."""
 
 
 def load(
-    plan: bytes, libraries: Libraries, constants: Sequence[torch.Tensor] = (), callables: Sequence[object] = ()
+    plan: bytes,
+    libraries: Libraries,
+    constants: Sequence[torch.Tensor] = (),
+    callables: Sequence[object] = (),
+    generated: str | None = None,
+    entry: str = ENTRY,
 ) -> Program:
     """Verifies the plan and binds it to this process.
 
-    constants, callables: the tables that the plan numbers. Raises PlanError for damaged bytes, LoadError where a
-    kernel, operator or table entry is missing.
+    constants, callables: the tables that the plan numbers. generated: a library that `wrapper/cpp.py` made; its
+    function `entry`, which is the same program, then runs instead.
+
+    Raises PlanError for damaged bytes, LoadError where a kernel, operator or table entry is missing.
     """
     host = libraries.get("cpu")
     kernels = None if host is None else Library(host, mathtable.NAMES)
-    return Program(plan, kernels, list(constants), list(callables), libraries.get("cuda"))
+    return Program(plan, kernels, list(constants), list(callables), libraries.get("cuda"), generated, entry)

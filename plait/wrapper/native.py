@@ -9,7 +9,8 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import assert_never
 
 from plait.errors import Unsupported
@@ -34,12 +35,27 @@ _VALUE = 12
 _MAX_WORD = 2**63
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A plan, and the numbers that tensors and symbols have in it."""
+
+    plan: bytes
+    slots: Mapping[str, int]
+    symbols: Mapping[str, int]
+
+
 def encode(program: ins.WrapperProgram) -> bytes:
     """The plan of a verified program.
 
     Raises ValueError for an integer that needs more than 64 bits, Unsupported for a dtype literal that plans lack.
     """
-    return _Encoder().program(program)
+    return encode_numbered(program).plan
+
+
+def encode_numbered(program: ins.WrapperProgram) -> Encoded:
+    """The same, with its numbers."""
+    encoder = _Encoder()
+    return Encoded(encoder.program(program), encoder.slots, encoder.symbols)
 
 
 class _Encoder:
@@ -49,8 +65,8 @@ class _Encoder:
         self._strings: dict[str, int] = {}
         self._nodes: dict[tuple[int, int, int], int] = {}
         self._sizes: dict[Size, int] = {}
-        self._symbols: dict[str, int] = {}
-        self._slots: dict[str, int] = {}
+        self.symbols: dict[str, int] = {}
+        self.slots: dict[str, int] = {}
         self._slot_table: list[tuple[str, int]] = []  # name and dtype by slot
         self._kernels: dict[str, ins.DefineKernel] = {}
         self._kernel_ids: dict[str, int] = {}
@@ -75,7 +91,7 @@ class _Encoder:
         # The tables come last: everything above has filled them.
         head = [self._string(p.name), p.n_constants, p.n_callables, -1 if p.n_results is None else p.n_results]
         head += [len(self._nodes), *(w for node in self._nodes for w in node)]
-        head += [len(self._symbols), *(self._string(s) for s in self._symbols)]
+        head += [len(self.symbols), *(self._string(s) for s in self.symbols)]
         head += [len(self._slot_table)]
         for name, dtype in self._slot_table:
             head += [self._string(name), dtype]
@@ -99,15 +115,15 @@ class _Encoder:
         return self._strings.setdefault(text, len(self._strings))
 
     def _symbol(self, name: str) -> int:
-        return self._symbols.setdefault(name, len(self._symbols))
+        return self.symbols.setdefault(name, len(self.symbols))
 
     def _define(self, name: str, dtype: DType | None) -> int:
-        slot = self._slots[name] = len(self._slot_table)
+        slot = self.slots[name] = len(self._slot_table)
         self._slot_table.append((name, _ANY_DTYPE if dtype is None else _DTYPE[dtype.name]))
         return slot
 
     def _slot(self, name: str) -> int:
-        return self._slots[name]
+        return self.slots[name]
 
     def _node(self, op: str, a: int, b: int = 0) -> int:
         return self._nodes.setdefault((_EXPR_OP[op], a, b), len(self._nodes))
@@ -191,7 +207,7 @@ class _Encoder:
         for name in outs:
             if name is None:
                 words += [0]
-            elif name in self._symbols:
+            elif name in self.symbols:
                 words += [2, self._symbol(name)]
             else:
                 words += [1, self._define(name, None)]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from plait.config import Config
 from plait.kernel.target import Source
 from plait.runtime.load import Libraries
 from plait.schedule.plan import Plan
@@ -48,13 +49,15 @@ class CompileRecord:
 @dataclass(frozen=True)
 class Parts:
     """What stands beside a program's instructions. libraries: files of built kernels; sources: their text, by kind of
-    device. constants, callables: the tables that the program numbers. hints: what symbols were in the example."""
+    device. constants, callables: the tables that the program numbers. hints: what symbols were in the example.
+    cfg: what else is built is built by."""
 
     libraries: Libraries
     constants: Sequence[torch.Tensor] = ()
     callables: Sequence[Any] = ()
     sources: Mapping[str, Source] = field(default_factory=dict)
     hints: Mapping[str, int] = field(default_factory=dict)
+    cfg: Config = field(default_factory=Config.from_env)
 
 
 class Loaded(Protocol):

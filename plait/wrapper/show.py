@@ -20,6 +20,7 @@ from plait.log import IR, KERNELS, REASONS, SOURCE, PassLog
 from plait.runtime.load import Libraries
 from plait.schedule.plan import Plan
 from plait.schedule.text import plan_text, refusal_lines, summary_lines
+from plait.wrapper.cpp import make_cpp
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.python import make_python
 from plait.wrapper.text import text
@@ -78,10 +79,12 @@ def show_pass(log: PassLog, name: str, program: WrapperProgram) -> None:
 def show_wrapper(
     log: PassLog, program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor]
 ) -> None:
-    """The final wrapper program, and the same as a Python module that runs by itself."""
+    """The final wrapper program, as a Python module that runs by itself too, and as the C++ that runs if so."""
     saved = CONSTANTS if constants else ""
     log.dump("5_wrapper.txt", lambda: text(program))
     log.dump("6_module.py", lambda: make_python(program, libraries, saved))
+    if log.cfg.wrapper == "cpp":
+        log.dump("6_program.cpp", lambda: make_cpp(program))
     if saved and log.folder is not None:
         with torch.utils._python_dispatch._disable_current_modes():  # constants are no fake tensors
             try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from plait.wrapper import instructions as ins
+from plait.wrapper.cpp import cpp_lines
 from plait.wrapper.fx import fx_lines
 from plait.wrapper.native import encode
 from plait.wrapper.program import Parts
@@ -73,6 +74,11 @@ _FX: dict[type, str] = {
     ins.Partition: "an annotation of the nodes that follow",
     ins.Note: "an annotation of the nodes that follow, and their stack trace",
 }
+_CPP: dict[type, str] = {
+    ins.DefineKernel: "a number in the struct `kernel`",
+    ins.Free: "`.drop();` after the last use, of kernels' views too",
+    ins.Partition: "a comment: it runs as it is",
+}
 
 
 def example() -> ins.WrapperProgram:
@@ -86,16 +92,16 @@ def markdown() -> str:
     verify(p, after="example")
     encode(p)  # the native target takes all of it
     beside = Parts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print])
-    shown: dict[type, tuple[ins.Instr, list[str], list[str]]] = {}
-    for (i, python), (_, fx) in zip(python_lines(p), fx_lines(p, beside), strict=True):
-        shown.setdefault(type(i), (i, python, fx))
+    shown: dict[type, tuple[ins.Instr, list[str], list[str], list[str]]] = {}
+    for (i, python), (_, cpp), (_, fx) in zip(python_lines(p), cpp_lines(p), fx_lines(p, beside), strict=True):
+        shown.setdefault(type(i), (i, python, cpp, fx))
     parts = [
         "# Wrapper instructions",
         "",
         "<!-- Written by `python -m plait.wrapper.table`; edit plait/wrapper/instructions.py instead. -->",
         "",
         "A compiled program is a list of these. The same list is checked (`wrapper/verify.py`), printed and read back",
-        "(`wrapper/text.py`), run by the native executor, and written as Python or as an FX graph.",
+        "(`wrapper/text.py`), run by the native executor, and written as Python, C++ or an FX graph.",
         "",
         "## Meanings",
         "",
@@ -105,8 +111,8 @@ def markdown() -> str:
         "",
         "## Targets",
         "",
-        "| instruction | text | python | fx | native |",
-        "| --- | --- | --- | --- | --- |",
+        "| instruction | text | python | cpp | fx | native |",
+        "| --- | --- | --- | --- | --- | --- |",
         *(_row(cls, *shown[cls]) for cls in ins.INSTRUCTIONS),
         "",
         "## A program with all of them",
@@ -124,10 +130,11 @@ def _meaning(cls: type) -> str:
     return f"| `{cls.__name__}` | {names} | {_cell(words)} |"
 
 
-def _row(cls: type, i: ins.Instr, python: list[str], fx: list[str]) -> str:
-    made, nodes = ("<br>".join(f"`{_cell(s)}`" for s in lines) for lines in (python, fx))
+def _row(cls: type, i: ins.Instr, python: list[str], cpp: list[str], fx: list[str]) -> str:
+    made, in_cpp, nodes = ("<br>".join(f"`{_cell(s)}`" for s in lines) for lines in (python, cpp, fx))
     native = _NATIVE.get(cls, "ends the call" if cls is ins.Return else "one step")
-    return f"| `{cls.__name__}` | `{_cell(line(i))}` | {made} | {nodes or _FX[cls]} | {native} |"
+    cells = (f"`{cls.__name__}`", f"`{_cell(line(i))}`", made, _CPP.get(cls, in_cpp), nodes or _FX[cls], native)
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(words: str) -> str:

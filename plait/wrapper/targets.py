@@ -6,6 +6,7 @@ A new target is one new file and one row here.
 from __future__ import annotations
 
 from plait.runtime.load import load
+from plait.wrapper.cpp import load_cpp
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.program import Loaded, Parts, Target
@@ -27,4 +28,4 @@ def _fx(program: WrapperProgram, parts: Parts) -> Loaded:
     return load_fx(program, parts)
 
 
-TARGETS: dict[str, Target] = {"native": _native, "python": _python, "fx": _fx}
+TARGETS: dict[str, Target] = {"native": _native, "python": _python, "cpp": load_cpp, "fx": _fx}

@@ -1,0 +1,218 @@
+// native/torch/table.cpp: the functions that generated C++ programs call (plait/wrapper.h): each is
+// what the executor itself runs at that step. No exception leaves them: it is kept until the
+// program has returned.
+#include <exception>
+
+#include "program.h"
+
+namespace plait {
+namespace {
+
+struct RunningCall : plait_call {
+  const Program& program;
+  Frame& f;
+  bool profiled;
+  std::exception_ptr error;
+};
+
+// Generated code has laid out what run_tasks() reads.
+static_assert(sizeof(plait_task) == sizeof(Task) && offsetof(plait_task, split) == offsetof(Task, split) &&
+              offsetof(plait_task, barrier) == offsetof(Task, barrier) &&
+              offsetof(plait_task, kernel) == offsetof(Task, kernel));
+static_assert(static_cast<int>(Symbol::Source::size) == plait_size + 1 &&
+              static_cast<int>(Symbol::Source::item) == plait_item + 1);
+
+template <class F>
+int guarded(plait_call* c, F&& body) noexcept {
+  auto& call = *static_cast<RunningCall*>(c);
+  try {
+    body(call.program, call.f, call);
+    return 0;
+  } catch (...) {
+    call.error = std::current_exception();
+    return 1;
+  }
+}
+
+Extents extents(int rank, const int64_t* sizes, const int64_t* strides) {
+  const auto n = static_cast<size_t>(rank);
+  return {c10::IntArrayRef(sizes, n), c10::IntArrayRef(strides, n)};
+}
+
+bool is_contiguous(const Extents& e) {
+  int64_t want = 1;
+  for (size_t d = e.sizes.size(); d-- > 0;) {
+    if (e.strides[d] != want) return false;
+    want *= e.sizes[d] > 1 ? e.sizes[d] : 1;
+  }
+  return true;
+}
+
+Operand number(int kind, int64_t integer, double real, double imaginary) {
+  Operand o;
+  o.kind = kind == plait_bool   ? Operand::Kind::boolean
+           : kind == plait_real ? Operand::Kind::real
+                                : Operand::Kind::complex;
+  o.id = static_cast<int32_t>(integer);
+  o.re = real;
+  o.im = imaginary;
+  return o;
+}
+
+}  // namespace
+
+struct Table {
+  static const ExprNode& node(const Program& p, ExprId e) {
+    return p.plan_.exprs[static_cast<size_t>(e)];
+  }
+
+  static int64_t symbol(const plait_call* c, int32_t symbol) {
+    const auto& call = *static_cast<const RunningCall*>(c);
+    return call.program.value(call.f, call.program.symbol_exprs_[static_cast<size_t>(symbol)].front());
+  }
+  static int read(plait_call* c, int32_t s, int what, int64_t dim, int64_t* out) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      *out = p.read(f, s, static_cast<Symbol::Source>(what + 1), dim);
+    });
+  }
+  static int arena(plait_call* c, int32_t s, int64_t nbytes) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) { p.take_arena(f, s, nbytes); });
+  }
+  static int place(plait_call* c, int32_t s, int64_t offset, int rank, const int64_t* sizes,
+                   const int64_t* strides) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      const Extents e = extents(rank, sizes, strides);
+      char* at = p.place(f, s, offset, e);
+      f.pointers[static_cast<size_t>(s)] = at;
+      if (p.slot(s).header) p.bind_header(f, s, at, e);
+    });
+  }
+  static int alloc(plait_call* c, int32_t s, int rank, const int64_t* sizes,
+                   const int64_t* strides) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      const Extents e = extents(rank, sizes, strides);
+      p.allocate(f, s, e, e.nbytes(element_size(p.slot(s).dtype)), is_contiguous(e));
+    });
+  }
+  static int view(plait_call* c, int32_t s, char* first, int rank, const int64_t* sizes,
+                  const int64_t* strides) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      f.pointers[static_cast<size_t>(s)] = first;
+      p.bind_header(f, s, first, extents(rank, sizes, strides));
+    });
+  }
+  static int storage(plait_call* c, int32_t s, char** first) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      *first = static_cast<char*>(p.storage_of(f, s).unsafeGetStorageImpl()->mutable_data());
+    });
+  }
+  static void drop(plait_call* c, int32_t s) {
+    const auto& call = *static_cast<RunningCall*>(c);
+    if (call.program.slot(s).kind == SlotInfo::Kind::input)
+      call.program.drop_input(call.f, s);
+    else
+      call.program.drop(call.f, s);
+  }
+  static int run(plait_call* c, const plait_task* tasks, int n, int64_t split_ns) {
+    return guarded(c, [&](const Program& p, Frame&, RunningCall& call) {
+      p.run_tasks(reinterpret_cast<const Task*>(tasks), n, split_ns, call.profiled);
+    });
+  }
+  static int launch(plait_call* c, int32_t kernel, void* const* buffers, const int64_t* sizes,
+                    int64_t grid) {
+    return guarded(c, [&](const Program& p, Frame& f, RunningCall& call) {
+      const Kernel& k = p.plan_.kernels[static_cast<size_t>(kernel)];
+      c10::SmallVector<void*, 32> params;
+      for (int32_t i = 0; i < k.n_args; ++i) params.push_back(const_cast<void**>(buffers + i));
+      for (int32_t i = 0; i < k.n_sizes; ++i) params.push_back(const_cast<int64_t*>(sizes + i));
+      for (void*& pointer : f.scratch) params.push_back(&pointer);
+      p.run_grid(f, kernel, grid, params.data(), call.profiled);
+    });
+  }
+  static int op(plait_call* c, int32_t index, const plait_operand* operands, int n) {
+    return guarded(c, [&](const Program& p, Frame& f, RunningCall& call) {
+      const ExternCall& e = p.externs_[static_cast<size_t>(index)];
+      TORCH_INTERNAL_ASSERT(n == e.n_given);
+      p.call_operator(f, e, Operands(f, operands, p.plan_.exprs.size()), call.profiled);
+    });
+  }
+  static int python(plait_call* c, int32_t index, const plait_operand* operands, int n) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      const PythonCall& e = p.pythons_[static_cast<size_t>(index)];
+      TORCH_INTERNAL_ASSERT(n == e.n_given);
+      p.run_python(f, e, Operands(f, operands, p.plan_.exprs.size()));
+    });
+  }
+  static int copy(plait_call* c, int32_t dst, int32_t src, bool bump) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) { p.copy(f, {dst, src, bump}); });
+  }
+  static int bump(plait_call* c, int32_t s) {
+    return guarded(c, [&](const Program&, Frame& f, auto&) {
+      f.refs[static_cast<size_t>(s)]->unsafeGetTensorImpl()->bump_version();
+    });
+  }
+  static int fill(plait_call* c, int32_t s, int kind, int64_t integer, double real,
+                  double imaginary) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      if (kind == plait_integer)
+        f.refs[static_cast<size_t>(s)]->fill_(integer);
+      else
+        p.fill(f, {s, number(kind, integer, real, imaginary)});
+    });
+  }
+  static int layout(plait_call* c, int32_t s, int dtype, int rank, const int64_t* sizes,
+                    const int64_t* strides) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      const auto n = static_cast<size_t>(rank);
+      p.check_size_stride(f, s, static_cast<DType>(dtype), {sizes, n}, {strides, n});
+    });
+  }
+  static int aligned(plait_call* c, int32_t s, const char* first, int64_t nbytes) {
+    return guarded(c, [&](const Program& p, Frame&, auto&) { p.check_alignment(s, first, nbytes); });
+  }
+  static int finite(plait_call* c, int32_t s, const char* origin, bool infinities) {
+    return guarded(c,
+                   [&](const Program& p, Frame& f, auto&) { p.check_finite(f, s, origin, infinities); });
+  }
+  static int fail(plait_call* c, const char* message) {
+    return guarded(c, [&](const Program&, Frame&, auto&) { throw std::runtime_error(message); });
+  }
+  static int overflow(plait_call* c) {
+    return guarded(c, [&](const Program&, Frame&, auto&) { fail_size(); });
+  }
+  // What is returned was named by the plan; integers are known only now.
+  static int give(plait_call* c, const plait_operand* results, int n) {
+    return guarded(c, [&](const Program& p, Frame& f, auto&) {
+      int k = 0;
+      for (const Operand& o : p.outputs()) {
+        const bool tensor = o.kind == Operand::Kind::ref || o.kind == Operand::Kind::value;
+        if (!tensor && (o.kind != Operand::Kind::size || node(p, o.id).op == ExprNode::Op::constant))
+          continue;
+        TORCH_INTERNAL_ASSERT(k < n && (!tensor || results[k].value == o.id));
+        if (!tensor) f.values[static_cast<size_t>(o.id)] = results[k].value;
+        ++k;
+      }
+      TORCH_INTERNAL_ASSERT(k == n);
+    });
+  }
+
+  static constexpr plait_table functions{symbol, read, arena,  place, alloc,   view, storage,
+                                         drop,   run,  launch, op,    python,  copy, bump,
+                                         fill,   layout, aligned, finite, fail, overflow, give};
+};
+
+Generated::Generated(const std::string& path, const std::string& entry)
+    : library_(std::make_shared<Library>(path, std::vector<void*>())),
+      run_(reinterpret_cast<int (*)(plait_call*)>(library_->find(entry.c_str()))) {
+  const auto* version = static_cast<const int32_t*>(library_->find("plait_table_version"));
+  if (!version || *version != PLAIT_TABLE_VERSION)
+    throw LoadError(path + " was made for another version of plait");
+  if (!run_) throw LoadError("program '" + entry + "' is not in " + path);
+}
+
+void Program::run_generated(Frame& f, bool profiled) const {
+  RunningCall call{{&Table::functions, functions_.data(), f.pointers.data()}, *this, f, profiled, {}};
+  if (generated_->run(&call) != 0) std::rethrow_exception(call.error);
+}
+
+}  // namespace plait

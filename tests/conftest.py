@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from plait.runtime import cubin
+from plait.wrapper.program import Program
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
 
@@ -38,3 +40,19 @@ def _fresh() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The programs compiled while the test runs."""
+    import plait.capture.program as module
+
+    made: list[Program] = []
+    compile_graph = module.compile_graph
+
+    def noted(*args: Any, **kwargs: Any) -> Program:
+        made.append(compile_graph(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(module, "compile_graph", noted)
+    return made

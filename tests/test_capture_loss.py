@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import plait.capture.program as module
 from plait.ir.dtypes import DType, bf16, f16, f32
 from plait.wrapper.program import Program
 from tests.test_models import distance
 
 M, N = 37, 1001
 DTYPES = {torch.float32: f32, torch.bfloat16: bf16, torch.float16: f16}
-
-
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
-    """The programs compiled while the test runs."""
-    made: list[Program] = []
-    compile_graph = module.compile_graph
-
-    def noted(*args: Any) -> Program:
-        made.append(compile_graph(*args))
-        return made[-1]
-
-    monkeypatch.setattr(module, "compile_graph", noted)
-    return made
 
 
 def large_inputs(program: Program) -> list[DType]:

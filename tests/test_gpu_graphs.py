@@ -31,22 +31,6 @@ def graphs(fn: Any, **kwargs: Any) -> Any:
     return torch.compile(fn, backend="plait", mode="reduce-overhead", **kwargs)
 
 
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
-    """The programs compiled while the test runs."""
-    import plait.capture.program as module
-
-    made: list[Program] = []
-    compile_graph = module.compile_graph
-
-    def noted(*args: Any) -> Program:
-        made.append(compile_graph(*args))
-        return made[-1]
-
-    monkeypatch.setattr(module, "compile_graph", noted)
-    return made
-
-
 def stats(program: Program) -> dict[str, Any]:
     return dict(program.call.stats()["graphs"])  # type: ignore[attr-defined]
 

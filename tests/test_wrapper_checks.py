@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import plait.capture.program as module
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Program
 from plait.wrapper.targets import TARGETS
@@ -19,20 +18,6 @@ from tests.test_models import build, close, double
 
 ALL = {"size_asserts": True, "alignment_asserts": True, "nan_asserts": True}
 FINITE = {**ALL, "finite_asserts": True}
-
-
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
-    """The programs compiled while the test runs."""
-    made: list[Program] = []
-    compile_graph = module.compile_graph
-
-    def noted(*args: Any) -> Program:
-        made.append(compile_graph(*args))
-        return made[-1]
-
-    monkeypatch.setattr(module, "compile_graph", noted)
-    return made
 
 
 def checked(fn: Any, target: str = "native", options: dict[str, bool] = FINITE, **kwargs: Any) -> Callable[..., Any]:

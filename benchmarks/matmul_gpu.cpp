@@ -98,28 +98,29 @@ void add_plans(Roads& roads, const at::Tensor& a, const at::Tensor& b, const at:
   static const auto& library = *plait::blaslt::Library::loaded();
   static const size_t plain = direct<size_t (*)()>("_ZN2at4cuda22getChosenWorkspaceSizeEv")(),
                       biased = direct<size_t (*)()>("_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")();
-  auto plans = std::make_shared<plait::blaslt::Plans>();
-  const auto arranged = [=] {
+  const size_t room = bias.defined() ? biased : plain;
+  const auto plans = std::make_shared<plait::blaslt::Plans>(library, 0);
+  const auto made = [=] {
     Matrix added{};
     if (bias.defined()) added = {bias.data_ptr(), out.size(-2), out.size(-1), 0, 1, 0};
-    return *plait::blaslt::arrange(
+    return *plait::blaslt::make_product(
         type_of(a), plait::blaslt::Compute::f32, plait::blaslt::Reductions::any, matrix(a),
         matrix(b), bias.defined() ? &added : nullptr, matrix(out), a.dim() == 3 ? a.size(0) : 1, 1,
         bias.defined() ? 1 : 0);
   };
-  const auto run = [](const auto* plan, const auto& p, const c10::DataPtr& memory) {
+  const auto run = [](const auto& plan, const auto& p, const c10::DataPtr& memory) {
     if (!plan || !plan->run(p, memory.get(), nullptr)) std::abort();
   };
   const auto allocate = [](size_t nbytes) {
     return nbytes ? c10::GetAllocator(c10::kCUDA)->allocate(nbytes) : c10::DataPtr();
   };
   roads["plan"] = [=] {
-    const auto p = arranged();
-    const auto* plan = plans->find(library, 0, p, bias.defined() ? biased : plain);
+    const auto p = made();
+    const auto plan = plans->find(p, room);
     run(plan, p, allocate(plan->workspace()));
   };
-  const auto product = arranged();
-  const auto* plan = plans->find(library, 0, product, bias.defined() ? biased : plain);
+  const auto product = made();
+  const auto plan = plans->find(product, room);
   const auto memory = std::make_shared<c10::DataPtr>(allocate(plan->workspace()));
   roads["bare"] = [=] { run(plan, product, *memory); };
   note = " (works in " + std::to_string(plan->workspace() >> 10) + " KiB)";

@@ -32,15 +32,18 @@ from plait.wrapper.instructions import (
     CallExtern,
     DefineKernel,
     Launch,
+    Partition,
     Place,
     TensorInput,
     View,
     WrapperProgram,
 )
 from plait.wrapper.native import encode
+from plait.wrapper.partition import partition as cut_for_graphs
 from plait.wrapper.program import CompileRecord
 from plait.wrapper.python import make_python
 from plait.wrapper.text import read, text
+from plait.wrapper.verify import verify
 from tests.interpreted import on_gpu
 
 aten = torch.ops.aten
@@ -98,6 +101,22 @@ def test_devices_stay_apart(compile_only: None) -> None:
     kernels = [s for s in made.plan.steps if isinstance(s, Kernel)]
     assert sorted(k.device for k in kernels) == ["cpu", "cuda:0"]
     assert [i.op for i in of(made.wrapper, CallExtern)] == ["aten::_to_copy"]
+    assert made.fallback_reasons == {}
+
+
+def test_two_gpus(compile_only: None) -> None:
+    """Equal kernels on both have a name each; no part is recorded."""
+    mode = FakeTensorMode()
+    with mode:
+        x, y = torch.empty(64, 64, device="cuda:0"), torch.empty(64, 64, device="cuda:1")
+    made = record(lambda x, y: ((x.sin() @ x).to("cuda:1"), y.sin() @ y), x, y, mode=mode)
+    defines = of(made.wrapper, DefineKernel)
+    assert len({i.name for i in defines}) == 2
+    assert sorted(i.device for i in defines) == ["cuda:0", "cuda:1"]
+    cut = cut_for_graphs(made.wrapper, [])
+    (part,) = of(cut, Partition)
+    assert not part.recorded and "cuda:0, cuda:1" in part.reason
+    verify(cut)
     assert made.fallback_reasons == {}
 
 

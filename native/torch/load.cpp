@@ -74,11 +74,6 @@ class Loader {
     for (const Input& i : plan_.inputs) learn(i);
     for (at_ = 0; at_ < n_instrs(); ++at_)
       std::visit([this](const auto& i) { learn(i); }, plan_.body[static_cast<size_t>(at_)]);
-    std::optional<c10::DeviceGuard> on_gpu;
-    if (p_.gpu_) {
-      on_gpu.emplace(p_.gpu_->device());
-      p_.gpu_->stream();  // kernels are loaded into a current context
-    }
     drops_.resize(plan_.body.size());
     for (size_t s = 0; s < p_.slots_.size(); ++s) plan_drop(static_cast<SlotId>(s));
     for (at_ = 0; at_ < n_instrs(); ++at_) {
@@ -214,7 +209,6 @@ class Loader {
     s.meta = meta(i.shape, s.dtype);
     if (i.kind == Input::Kind::tensor) s.device = device(i.device);
   }
-  // The programs of this process use one GPU each.
   c10::Device device(const std::string& text) {
     if (text == "cpu") return c10::kCPU;
     c10::Device d(c10::kCPU);
@@ -225,7 +219,9 @@ class Loader {
     }
     if (!d.is_cuda()) throw LoadError("a tensor on device '" + text + "'");
     if (!p_.gpu_) p_.gpu_.emplace(d);
-    if (p_.gpu_->device() != d) throw LoadError("a program on several GPUs");
+    const auto is_known = [&](const Accelerator& g) { return g.device() == d; };
+    if (!is_known(*p_.gpu_) && std::none_of(p_.others_.begin(), p_.others_.end(), is_known))
+      p_.others_.emplace_back(d);
     return d;
   }
   void learn(const Symbol& i) {
@@ -289,7 +285,9 @@ class Loader {
     s.meta.strides = t.strides().vec();
   }
   void learn(const Launch& i) {
-    device(plan_.kernels[static_cast<size_t>(i.kernel)].device);
+    p_.kernel_devices_.resize(plan_.kernels.size(), c10::kCPU);
+    p_.kernel_devices_[static_cast<size_t>(i.kernel)] =
+        device(plan_.kernels[static_cast<size_t>(i.kernel)].device);
     for (SlotId s : i.outs)
       if (info(info(s).root).kind == Kind::input) info(info(s).root).written = true;
     for (SlotId s : i.args) touch(s);
@@ -490,9 +488,11 @@ class Loader {
     if (!p_.cubins_) throw LoadError("the program has GPU kernels and no file of them was given");
     p_.kernels_.resize(plan_.kernels.size());
     const cuda::Kernel*& loaded = p_.kernels_[static_cast<size_t>(k)];
+    if (loaded) return loaded;
+    const c10::DeviceGuard there(p_.kernel_devices_[static_cast<size_t>(k)]);
+    p_.on(there.current_device()).stream();  // kernels are loaded into a current context
     const Kernel& kernel = plan_.kernels[static_cast<size_t>(k)];
-    if (!loaded)
-      loaded = p_.cubins_->share(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
+    loaded = p_.cubins_->share(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
     return loaded;
   }
   KernelFn kernel(int32_t k) {

@@ -393,13 +393,20 @@ class Program {
     return std::get<T>(plan_.body[static_cast<size_t>(index)]);
   }
   int64_t value(const Frame& f, ExprId e) const { return f.values[static_cast<size_t>(e)]; }
+  bool is_elsewhere(c10::Device d) const { return !others_.empty() && gpu_->device() != d; }
+  const Accelerator& on(c10::Device d) const;
+  at::DataPtr allocate_on(c10::Device d, int64_t nbytes) const;
+  void launch_on(const Accelerator& gpu, cuda::Stream stream, Frame& f, int32_t kernel,
+                 int64_t grid, void** params, bool profiled) const;
 
   Plan plan_;
   std::shared_ptr<Library> library_;
   std::shared_ptr<Cubins> cubins_;
-  std::optional<Accelerator> gpu_;
+  std::optional<Accelerator> gpu_;    // current while the program runs
+  std::vector<Accelerator> others_;   // the other ones of a program that uses several
   std::vector<KernelFn> functions_;           // of the CPU, by number in the plan
   std::vector<const cuda::Kernel*> kernels_;  // of the GPU
+  std::vector<c10::Device> kernel_devices_;   // of each kernel
   std::optional<Generated> generated_;
   std::vector<at::Tensor> constants_;
   Host host_;

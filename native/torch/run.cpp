@@ -314,16 +314,28 @@ void Program::reset(Frame& f) const noexcept {
   f.written_back.clear();
   f.arena = ArenaBlock();
   if (gpu_ && f.arena_storage)
-    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, gpu_->device()});
+    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, f.arena_storage.device()});
   f.owns_inputs = false;
 }
 
 // ----------------------------------------------------------------------------------------------------
 // memory
+const Accelerator& Program::on(c10::Device d) const {
+  for (const Accelerator& other : others_)
+    if (other.device() == d) return other;
+  return *gpu_;
+}
+
+at::DataPtr Program::allocate_on(c10::Device d, int64_t nbytes) const {
+  if (!is_elsewhere(d)) return gpu_->allocate(nbytes);
+  const c10::DeviceGuard there(d);
+  return on(d).allocate(nbytes);
+}
+
 void Program::take_arena(Frame& f, SlotId s, int64_t nbytes) const {
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
-  if (!slots_[static_cast<size_t>(s)].device.is_cpu())
-    return bind_arena(f, s, gpu_->allocate(nbytes), nbytes);
+  const c10::Device device = slots_[static_cast<size_t>(s)].device;
+  if (!device.is_cpu()) return bind_arena(f, s, allocate_on(device, nbytes), nbytes);
   f.arena = ArenaBlock(nbytes);
   bind_arena(f, s, at::DataPtr(f.arena.data(), c10::kCPU), f.arena.size());
 }
@@ -345,7 +357,9 @@ void Program::allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes,
                        bool contiguous) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
-  t = new_tensor(nbytes, i.scalar, i.device.is_cpu() ? nullptr : &*gpu_);
+  const c10::OptionalDeviceGuard there(is_elsewhere(i.device) ? std::optional(i.device)
+                                                              : std::nullopt);
+  t = new_tensor(nbytes, i.scalar, i.device.is_cpu() ? nullptr : &on(i.device));
   if (contiguous)
     t.unsafeGetTensorImpl()->set_sizes_contiguous(e.sizes);
   else
@@ -534,18 +548,28 @@ void Program::run_launch(Frame& f, const GridLaunch& l, bool profiled) const {
 
 void Program::run_grid(Frame& f, int32_t kernel, int64_t grid, void** params, bool profiled) const {
   if (grid <= 0) return;
+  const c10::Device device = kernel_devices_[static_cast<size_t>(kernel)];
+  if (!is_elsewhere(device)) [[likely]]
+    return launch_on(*gpu_, f.stream, f, kernel, grid, params, profiled);
+  const c10::DeviceGuard there(device);
+  const Accelerator& gpu = on(device);
+  launch_on(gpu, gpu.stream(), f, kernel, grid, params, profiled);
+}
+
+void Program::launch_on(const Accelerator& gpu, cuda::Stream stream, Frame& f, int32_t kernel,
+                        int64_t grid, void** params, bool profiled) const {
   const cuda::Kernel& loaded = *kernels_[static_cast<size_t>(kernel)];
   const cuda::KernelFacts& facts = loaded.facts();
   if (facts.global_scratch == 0 && facts.profile_scratch == 0 && !profiled) [[likely]]
-    return loaded.launch(f.stream, static_cast<uint64_t>(grid), params);
+    return loaded.launch(stream, static_cast<uint64_t>(grid), params);
   RECORD_FUNCTION(plan_.kernels[static_cast<size_t>(kernel)].name, std::vector<c10::IValue>());
   // The allocator hands memory out in the order of the stream: it may go back at once.
   const int64_t programs = grid * facts.num_ctas;
-  const c10::DataPtr global = gpu_->allocate(programs * facts.global_scratch),
-                     profile = gpu_->allocate(programs * facts.profile_scratch);
+  const c10::DataPtr global = gpu.allocate(programs * facts.global_scratch),
+                     profile = gpu.allocate(programs * facts.profile_scratch);
   f.scratch[0] = global.get();
   f.scratch[1] = profile.get();
-  loaded.launch(f.stream, static_cast<uint64_t>(grid), params);
+  loaded.launch(stream, static_cast<uint64_t>(grid), params);
 }
 
 void Program::copy(Frame& f, const Copy& c) const {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -68,7 +69,7 @@ class TritonTarget:
         keys = [_key(k, unaligned) for k in kernels]
         distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
         distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
-        capability = compute_capability(kernels[0].device, cfg)
+        capability = {device: compute_capability(device, cfg) for device in {k.device for k in kernels}}
         taken: set[str] = set()
         symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
         tuned, notes = _tuned(distinct, symbols, capability, cfg) if cfg.autotune else ({}, {})
@@ -78,7 +79,7 @@ class TritonTarget:
             text="\n\n".join(unit.text for unit in made.values()),
             entry_points={n: u.name for n, u in units.items()},
             grids={n: u.grid for n, u in units.items()},
-            units=tuple(_job(unit, capability) for unit in made.values()),
+            units=tuple(_job(unit, capability[key.device]) for key, unit in made.items()),
             notes=tuple(f"{made[key].name}: {text}" for key, text in notes.items()),
         )
 
@@ -87,25 +88,32 @@ class TritonTarget:
         return get_or_build_pack(source.units, cfg)
 
 
-Key = tuple[object, tuple[int, ...]]
-"""What kernels share their module by: their structure, and which pointers are aligned."""
+class Key(NamedTuple):
+    """What kernels share their module by: their structure, which pointers are aligned, and the device."""
+
+    structure: object
+    aligned: tuple[int, ...]
+    device: str
 
 
 def _key(kernel: Kernel, unaligned: Set[str]) -> Key:
-    return structure(kernel), tuple(n for n, b in enumerate(kernel.args) if b.name not in unaligned)
+    aligned = tuple(n for n, b in enumerate(kernel.args) if b.name not in unaligned)
+    return Key(structure(kernel), aligned, kernel.device)
 
 
 def _unit(kernel: Kernel, symbol: str, key: Key, tile: Tile | None) -> TritonKernel:
-    return replace(emit_kernel(kernel, symbol, tile), aligned=key[1])
+    return replace(emit_kernel(kernel, symbol, tile), aligned=key.aligned)
 
 
 def _tuned(
-    kernels: Mapping[Key, Kernel], symbols: Mapping[Key, str], capability: int, cfg: Config
+    kernels: Mapping[Key, Kernel], symbols: Mapping[Key, str], capability: Mapping[str, int], cfg: Config
 ) -> tuple[dict[Key, Tile], dict[Key, str]]:
     """The measured tile of each kernel, and a line on how it was found."""
     tiles = {key: candidates(_space(k)) for key, k in kernels.items()}
     contests = {
-        key: _contest(k, symbols[key], key, tiles[key], capability) for key, k in kernels.items() if len(tiles[key]) > 1
+        key: _contest(k, symbols[key], key, tiles[key], capability[key.device])
+        for key, k in kernels.items()
+        if len(tiles[key]) > 1
     }
     outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
     chosen = {key: tiles[key][outcome.choice] for key, outcome in outcomes.items()}

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
 
 from plait import compat
-from plait.errors import InternalError
+from plait.errors import InternalError, Unsupported
 from plait.ir import sizes as sz
 from plait.ir.dtypes import DTYPES
 from plait.ir.sizes import Atom, Expr, Size
@@ -68,7 +68,11 @@ class FxProgram:
         self.module = module
         signature = [_promise(i) for i in program.inputs]
         in_list = getattr(run, "_boxed_call", False)
-        gpus = [i.device for i in program.body if isinstance(i, ins.DefineKernel) and i.device != "cpu"]
+        gpus = sorted({i.device for i in program.body if isinstance(i, ins.DefineKernel)} - {"cpu"})
+        if len(gpus) > 1:  # Triton's operator launches on the current device
+            raise Unsupported(
+                f"one FX graph with kernels on {' and '.join(gpus)}", hint="options={'wrapper': 'native'}"
+            )
         raw = _read_by_kernels(program) if gpus else []
 
         def call(args: list[object]) -> tuple[object, ...]:

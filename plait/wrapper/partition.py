@@ -38,10 +38,11 @@ def partition(
     """The program with a Partition before each part; unchanged where nothing runs on a GPU.
 
     constants: its table of constants. n_results: as in the program that is returned."""
-    if not any(isinstance(i, ins.DefineKernel) and i.device != "cpu" for i in program.body) and not any(
-        isinstance(i, ins.TensorInput) and i.device != "cpu" for i in program.inputs
-    ):
+    if not _gpus(program):
         return program
+    if len(_gpus(program)) > 1:
+        alone = ins.Partition(False, f"it uses several GPUs: {', '.join(sorted(_gpus(program)))}")
+        return replace(program, body=(alone, *program.body), n_results=n_results)
     body = _seeds_first(program)
     head = list(takewhile(_is_early, body))
     rest = body[len(head) :]
@@ -61,6 +62,11 @@ def partition(
             out += arenas
         out += [i for i in p.body if not (isinstance(i, (ins.Alloc, ins.Arena)) and i.name in moved)]
     return replace(program, body=tuple(out), n_results=n_results)
+
+
+def _gpus(program: ins.WrapperProgram) -> set[str]:
+    named = [*program.inputs, *program.body]
+    return {i.device for i in named if isinstance(i, (ins.DefineKernel, ins.TensorInput, ins.Alloc))} - {"cpu"}
 
 
 def _is_early(i: ins.Instr) -> bool:

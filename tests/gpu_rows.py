@@ -61,7 +61,14 @@ def choice(x: Node, d: DType, at: int = 5) -> tuple[tuple[Stmt, ...], Node]:
     return (Reduce("s", "sum", one),), node("sub", (one, node("mul", (node("exp", (x,)), _acc("s", d)))))
 
 
+def gate(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
+    """x * (1 + tanh x), and its sum."""
+    value = node("mul", (x, node("add", (const(1.0, d), node("tanh", (x,))))))
+    return (Reduce("s", "sum", value),), value
+
+
 CASES = {
+    "gate": (gate, f32, f32),
     "choice": (choice, f32, f32),
     "choice_bf16": (choice, bf16, f32),
     "choice_outside": (lambda x, d: choice(x, d, -1), bf16, f32),

@@ -9,6 +9,7 @@ outside of which is what does not depend on the row.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from plait.ir.checks import Bound
@@ -33,6 +34,7 @@ class Writer:
         self.index_type = "tl.int64" if wide else "tl.int32"
         self.size_names = size_names
         self.deps = dependences(space)
+        self.users = Counter(a for n in walk(space.roots()) for a in n.args)
         self.outer_lines: list[str] = []
         self.loop_lines: list[str] = []
         self.values: dict[Node, str] = {}
@@ -448,6 +450,8 @@ class Writer:
     def _needs(self, n: Node) -> tuple[Node, ...]:
         """Nodes whose values must exist before this one: its arguments and what its index is made of."""
         found = n.args[0].args if _is_narrow_quotient(n) else n.args
+        if (below := self._under_tanh(n)) is not None:
+            found = (below,)
         e: Size = 0
         if n.op == "load":
             e = offset_of(n)
@@ -465,6 +469,8 @@ class Writer:
     def _node(self, n: Node) -> str:
         if _is_narrow_quotient(n):
             return self._quotient(n)
+        if (below := self._under_tanh(n)) is not None:
+            return f"p_one_more_than_tanh({self.value(below)})"
         args = tuple(self.value(a) for a in n.args)
         if n.op in OPS:
             return render(n.op, n.args[-1].dtype, args)
@@ -480,6 +486,16 @@ class Writer:
             return bitcast(args[0], n.dtype)
         assert n.op == "const" and isinstance(n.attr, (bool, int, float))
         return _constant(n.attr, n.dtype)
+
+    def _under_tanh(self, n: Node) -> Node | None:
+        """u of tanh(u) + 1, where nothing else needs the tanh: a logistic function, which has no branch and loses
+        nothing below 0."""
+        if n.op != "add" or n.dtype != f32:
+            return None
+        for a, one in (n.args, n.args[::-1]):
+            if a.op == "tanh" and one.op == "const" and one.attr == 1 and self.users[a] == 1:
+                return a.args[0]
+        return None
 
     def _quotient(self, n: Node) -> str:
         """A quotient that becomes a 16-bit float. Where the divisor is the same all along a row, its reciprocal is: one

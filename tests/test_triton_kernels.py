@@ -56,7 +56,7 @@ def test_random_kernels_in_the_interpreter(first: int) -> None:
 
 @needs_triton
 def test_rows_and_columns_too_long_for_a_block_in_the_interpreter() -> None:
-    assert "52 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
+    assert "62 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -137,6 +137,11 @@ def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors
 def test_a_sum_of_one_choice_takes_no_pass() -> None:
     text = emit_kernel(kernel_of("choice_bf16", 50257), "k").text
     assert text.count("for offset") == 1 and "tl.sum" not in text
+
+
+def test_one_more_than_a_tanh_is_made_without_it() -> None:
+    text = emit_kernel(kernel_of("gate", 700), "k").text
+    assert "p_one_more_than_tanh(v" in text and "libdevice.tanh" not in text
 
 
 def test_indices_are_wide_only_where_a_range_needs_it() -> None:

@@ -167,7 +167,7 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
     that Triton has no atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
     for s in kernel.stmts:
-        if not isinstance(s, Store) or s.mode == "store":
+        if not isinstance(s, Store) or s.mode in ("store", "sum"):
             continue
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")

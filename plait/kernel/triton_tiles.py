@@ -15,7 +15,7 @@ from plait.ir.loops import Node, walk
 from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, product
 from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
-from plait.schedule.plan import Reduce, Store
+from plait.schedule.plan import Reduce, Store, walked
 
 PERSISTENT_POINTS = 32768
 """The longest row that one block holds as a whole, for each value of a point that it holds."""
@@ -27,6 +27,10 @@ REDUCE_POINTS = 4096
 """Points of a block of a reduction."""
 AGAIN_POINTS = 8192
 """The same where rows are read again: more threads a row, so that the rows in flight fit the cache."""
+WALK_POINTS = 1024
+"""Points of a block that walks along rows shorter than that."""
+WALK_EACH = 8
+"""Points of a thread of such a block: it holds sums of columns besides."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
 TILE = 64
@@ -55,13 +59,15 @@ class Group:
 @dataclass(frozen=True)
 class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
-    looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a program has one point."""
+    looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a program has one point.
+    walked: the block, which holds whole rows, walks along x: there is a program a point of `programs`."""
 
     groups: tuple[Group, ...]
     looped: bool
     num_warps: int
     num_stages: int = 1
     programs: Group | None = None
+    walked: bool = False
 
     @property
     def outer(self) -> tuple[Group, ...]:
@@ -72,12 +78,14 @@ class Tile:
     def grid(self) -> Size:
         """The number of programs."""
         count = trip_count(self.programs.axes) if self.programs else 1
-        return product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
+        return count if self.walked else product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
 
 
 def plan_tile(space: Space) -> Tile:
     """Chooses the tile of a kernel."""
     votes = _unit_strides(space)
+    if along := walked(space.stmts, space.vars):
+        return _walk(space, along, votes)
     if space.rvars:
         return _reduction(space, votes)
     axes = _fastest_last(space.vars, votes)
@@ -140,6 +148,16 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
         r, x = min(_power(length), AGAIN_POINTS if again else REDUCE_POINTS), 1
         warps = _power(r // (32 * (8 if again or rows < 2 * BUSY else 16)))
     return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
+
+
+def _walk(space: Space, along: tuple[Atom, ...], votes: dict[Atom, int]) -> Tile:
+    """Whole rows, a few at a time, where a row is short."""
+    inner = _fastest_last(space.rvars, votes)
+    r = _power(_known(trip_count(inner)))
+    x = max(1, min(_power(_known(trip_count(along))), WALK_POINTS // r))
+    chunks = Group("y", tuple(v for v in space.vars if v not in along), 1)
+    warps = _warps(x * r, WALK_EACH)
+    return Tile((Group("x", along, x), Group("r", inner, r)), False, warps, 1, chunks, walked=True)
 
 
 def _column_width(rows: int, most: int, held: list[DType]) -> int:

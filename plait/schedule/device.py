@@ -21,6 +21,9 @@ class DeviceKind:
     stages, with `units` to aim at. A partial result is worth min_along points that lie side by side in memory, or
     min_across that do not, and begins at a multiple of align_along or align_across points where it can.
 
+    walkers: how many programs (0: none) walk rows where sums of columns are to be had on the way, a part of the rows
+    each, of walk_rows or more. Rows have up to walk_points, and the tensor walk_nbytes or more.
+
     min_outer: outer points from which on a large loop joins a reduction. tiny_nbytes: groups near each other that move
     no more are joined if only their shapes agree.
     """
@@ -39,6 +42,10 @@ class DeviceKind:
     min_across: int
     align_along: int
     align_across: int
+    walkers: int
+    walk_rows: int
+    walk_points: int
+    walk_nbytes: int
     min_outer: int
     tiny_nbytes: int
 
@@ -65,6 +72,10 @@ KINDS: dict[str, DeviceKind] = {
         min_across=1024,
         align_along=1,
         align_across=1,
+        walkers=0,
+        walk_rows=0,
+        walk_points=0,
+        walk_nbytes=0,
         min_outer=4,
         tiny_nbytes=4096,
     ),
@@ -84,6 +95,10 @@ KINDS: dict[str, DeviceKind] = {
         min_across=64,
         align_along=64,
         align_across=32,
+        walkers=512,
+        walk_rows=8,
+        walk_points=8192,
+        walk_nbytes=4 << 20,
         min_outer=128,
         tiny_nbytes=1 << 20,
     ),

@@ -6,7 +6,8 @@ short one combines. What it takes to be worth a second kernel is the device's (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import DType, b1, i64
@@ -43,8 +44,8 @@ from plait.ir.sizes import (
     numel,
 )
 from plait.schedule.cost import Hints, hint, hint_numel
-from plait.schedule.deps import Bodies, extent, load_of, roots
-from plait.schedule.device import kind_of
+from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
+from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.layout import flat_index, follow
 
 MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a partial result of any length serves
@@ -53,19 +54,21 @@ MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a part
 @dataclass(frozen=True, slots=True)
 class Parts:
     """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the extent of the next,
-    or 1 where that one stays."""
+    or 1 where that one stays. A chunk is `rest` points that follow each other or (dealt) every chunks-th one."""
 
     whole: int
     chunks: Size = 1
     rest: Size = 1
+    dealt: bool = False
 
 
 def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     """The program with long reductions in two stages."""
     buffers = dict(program.buffers)
     ops: list[Op] = []
+    rows = _of_rows(program, bodies) if any(kind_of(b).walkers for b in buffers.values()) else frozenset()
     for op in program.ops:
-        found = _chunks(op, program.buffers, bodies, program.hints) if isinstance(op, Reduction) else None
+        found = _chunks(op, program.buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
         if found is None:
             ops.append(op)
         else:
@@ -73,8 +76,25 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
+def _of_rows(program: LoopProgram, bodies: Bodies) -> frozenset[str]:
+    """What reductions along memory read, and what is computed from their results at every point."""
+    names: set[str] = set()
+    results: set[str] = set()
+    for op in program.ops:
+        if not isinstance(op, (Reduction, Pointwise)):
+            continue
+        loads = bodies.of(roots(op)).loads
+        read = {load_of(n).buf for n in loads}
+        if isinstance(op, Pointwise):
+            names.update(() if results.isdisjoint(read) else (op.out,))
+        elif _along_memory(op, program.buffers, loads):
+            names |= read
+            results.update(loop_outs(op))
+    return frozenset(names)
+
+
 def _chunks(
-    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints
+    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints, rows: Set[str]
 ) -> tuple[Reduction, Parts] | None:
     """A reduction, perhaps over fewer axes, and how it is cut, or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
@@ -85,6 +105,11 @@ def _chunks(
     kind = kind_of(buffers[next(o for o in op.outs if o is not None)])
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
+    large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
+    if not along and any(b.name in rows for b in large):
+        flat = _flattened(op, buffers, found)  # as others may sum what is the same rows to them
+        if parts := _walked(flat, nbytes * points, kind):
+            return flat, parts
     units = outer if along else outer // kind.neighbours
     if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
         return None
@@ -97,6 +122,23 @@ def _chunks(
         op = _flattened(op, buffers, found)
     parts = _cut(op, want, aligned, along, hints)
     return None if parts is None else (op, parts)
+
+
+def _walked(op: Reduction, nbytes: int, kind: DeviceKind) -> Parts | None:
+    """Equal parts of the rows for programs that walk them side by side, or None where sums of columns are better made
+    apart."""
+    sizes = [n for v in op.rvars if isinstance(n := extent(v), int)]
+    if op.kind != "sum" or nbytes < kind.walk_nbytes or len(sizes) < len(op.rvars):
+        return None
+    want, whole = min(kind.walkers, math.prod(sizes) // kind.walk_rows), 0
+    while whole < len(sizes) - 1 and sizes[whole] <= want:
+        want, whole = -(-want // sizes[whole]), whole + 1
+    size = sizes[whole]
+    near = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
+    if not near:
+        return None
+    chunks = min(near, key=lambda d: abs(d - want))
+    return Parts(whole, chunks, size // chunks, dealt=True) if chunks > 1 else Parts(whole) if whole else None
 
 
 def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> Reduction:
@@ -191,6 +233,8 @@ class _Split:
         if self.parts.chunks == 1:
             return inline(node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer)
         at = add(mul(chunk[-1], self.parts.rest), self.first_rvars[0])
+        if self.parts.dealt:
+            at = add(mul(self.first_rvars[0], self.parts.chunks), chunk[-1])
         index = (*outer, *chunk[:-1], at, *self.first_rvars[1:])
         size = extent(self.op.rvars[self.parts.whole])
         if mul(self.parts.chunks, self.parts.rest) == size:

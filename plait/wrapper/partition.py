@@ -8,7 +8,7 @@ alone write are allocated before the recorded work and patched into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse, takewhile
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs, symbols, used
+from plait.wrapper.walk import defined, operands, refs, root, symbols, used
 
 MIN_STEPS = 2
 """Launches and calls that a recording must save."""
@@ -227,9 +227,9 @@ def _outputs_of_kernels(
     assert isinstance(last, ins.Return)
     bases = _bases(rest)
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
-    returned = {_root(n, bases) for v in last.values[:n_results] for n in refs(v)}
+    returned = {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
     touched = {
-        _root(n, bases)
+        root(n, bases)
         for i in rest
         if not isinstance(i, (ins.Launch, ins.View, ins.Reuse, ins.Return, ins.AssertAlignment))
         for n in used(i)
@@ -246,12 +246,6 @@ def _bases(body: Iterable[ins.Instr]) -> dict[str, str]:
     return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}
 
 
-def _root(name: str, bases: Mapping[str, str]) -> str:
-    while name in bases:
-        name = bases[name]
-    return name
-
-
 def _arena_partition(parts: list[_Part]) -> int | None:
     """The only part whose tensors lie in the arena, if it is recorded: the arena is then recorded memory too."""
     places = {i.name for p in parts for i in p.body if isinstance(i, ins.Place)}
@@ -262,7 +256,7 @@ def _arena_partition(parts: list[_Part]) -> int | None:
         for i in p.body
         if not isinstance(i, ins.Place)
         for n in used(i)
-        if _root(n, bases) in places
+        if root(n, bases) in places
     }
     return at.pop() if len(at) == 1 and parts[min(at)].recorded else None
 
@@ -279,7 +273,7 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
         if isinstance(i, ins.Partition):
             recorded = i.recorded
         elif recorded and not isinstance(i, (ins.View, ins.Reuse, ins.Return)):
-            (kernels if isinstance(i, ins.Launch) else others).update(_root(n, bases) for n in used(i))
+            (kernels if isinstance(i, ins.Launch) else others).update(root(n, bases) for n in used(i))
     return [n for n in inputs if n in kernels - others], [n for n in inputs if n in others]
 
 
@@ -289,7 +283,7 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
     bases = _bases(program.body)
     last = program.body[-1]
     assert isinstance(last, ins.Return)
-    returned = {_root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}
+    returned = {root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}
     made: set[str] = set()
     direct: dict[str, None] = {}
     copied: dict[str, None] = {}
@@ -302,5 +296,5 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
         elif recorded and isinstance(i, (ins.Alloc, ins.CallExtern)):
             copied.update(dict.fromkeys(n for n in defined(i) if n in returned))
         elif recorded and isinstance(i, ins.Launch):
-            direct.update(dict.fromkeys(n for o in i.outs if (n := _root(o, bases)) in returned & made))
+            direct.update(dict.fromkeys(n for o in i.outs if (n := root(o, bases)) in returned & made))
     return list(direct), list(copied)

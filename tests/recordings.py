@@ -25,7 +25,7 @@ from plait.runtime.load import load  # noqa: E402
 from plait.tools.explain import explain  # noqa: E402
 from plait.wrapper.cpp import load_cpp  # noqa: E402
 from plait.wrapper.native import encode  # noqa: E402
-from plait.wrapper.partition import partition  # noqa: E402
+from plait.wrapper.partition import COPIED_NBYTES, partition  # noqa: E402
 from plait.wrapper.program import Parts  # noqa: E402
 from plait.wrapper.text import read  # noqa: E402
 
@@ -79,7 +79,9 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
             for name, n in (("k", 5), ("both", 6))
         })
     )  # fmt: skip
-    yield lambda body, n_results=None: load(encode(partition(read(HEAD + body), [], n_results)), {"cuda": str(path)})
+    yield lambda body, n_results=None, nbytes=None: load(
+        encode(partition(read(HEAD + body), [], n_results, nbytes)), {"cuda": str(path)}
+    )
     gpu.fake_limit(ctypes.c_int64(1 << 40))
 
 
@@ -162,6 +164,20 @@ def test_results_of_kernels_are_written_where_they_belong(make: Make) -> None:
     for x, got in held:
         assert torch.equal(there(got), sum(chain(x)))
     assert stats(program)["results_copied"] == 0 and stats(program)["results_direct"] == 1
+
+
+def test_large_results_of_the_last_operators_are_no_memory_of_a_recording(make: Make) -> None:
+    program = make(CHAIN + "v = view(d, f32[3] @ (1,), 2)\nreturn (b, v)\n", None, {"d": COPIED_NBYTES})
+    held = []
+    for k in range(6):
+        x = ramp(N, k)
+        held.append((x, program(N, N, here(x), here(x))))
+    for x, (b, v) in held:
+        want_b, want_d = chain(x)
+        assert torch.equal(there(b), want_b) and torch.equal(there(v), want_d[2:5])
+    assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 4
+    assert stats(program)["results_copied"] == 1  # b
+    assert gpu.fake_pool_nbytes() == 2 * 4 * N  # b, and c where a was
 
 
 def test_what_is_saved_stays_and_views_and_shared_memory_are_kept(make: Make) -> None:

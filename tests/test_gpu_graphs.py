@@ -201,6 +201,40 @@ def test_results_survive_other_programs_and_other_sizes() -> None:
     torch.testing.assert_close(y, torch.relu(x) @ w)
 
 
+def test_recordings_share_memory_that_lives_no_longer_than_a_run() -> None:
+    side = 4096  # 64 MiB
+    w, x = r(side, side) / 64, r(side, side)
+    fns = [lambda x, f=f: (f(x @ w) @ w).sum(-1) for f in (torch.relu, torch.tanh, torch.sin, torch.cos)]
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() >> 20
+
+    before = reserved()
+    compiled = [graphs(fn) for fn in fns]
+    for _ in range(4):
+        for fn, ours in zip(fns, compiled, strict=True):
+            torch.testing.assert_close(ours(x), fn(x), rtol=1e-3, atol=1e-2)
+    assert reserved() - before < 2 * (64 + 64 + 32)
+
+
+def test_what_is_saved_survives_other_recordings(programs: list[Program]) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(CUDA)
+    w = r(64, 256)
+    compiled, other = graphs(model), graphs(lambda x: F.gelu(x @ w) @ w.t() + 1)
+    for _ in range(6):
+        x = r(32, 64)
+        y = compiled(x)
+        for _ in range(3):
+            other(r(32, 64))
+        got = torch.autograd.grad(y.square().mean(), list(model.parameters()))
+        want = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        for g, e in zip(got, want, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+    assert all(stats(p)["replayed"] >= 3 and not stats(p)["refused"] for p in programs)
+
+
 def test_two_forward_passes_before_their_backward_passes(programs: list[Program]) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(CUDA)
     compiled = graphs(model)

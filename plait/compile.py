@@ -25,6 +25,7 @@ from plait.runtime.cubin import triton_version
 from plait.runtime.store import Built
 from plait.runtime.toolchain import find_toolchain
 from plait.schedule import schedule
+from plait.schedule.cost import buffer_nbytes
 from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel, Plan
 from plait.schedule.verify import verify_plan
@@ -70,7 +71,8 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
             wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
         wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
         if cfg.cuda_graphs:  # last: other passes know nothing of partitions
-            wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results)
+            nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}
+            wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results, nbytes)
         built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)

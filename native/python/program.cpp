@@ -208,10 +208,14 @@ void* begin_capture(int device) {
 Host::Captured end_capture(void* capture) {
   const Ref made = capture_method(capture, "end");
   unsigned long long exec = 0;
-  long long nbytes = 0, limit = 0;
-  if (!PyArg_ParseTuple(made.get(), "KLL", &exec, &nbytes, &limit))
+  long long nbytes = 0, shared = 0, limit = 0;
+  if (!PyArg_ParseTuple(made.get(), "KLLL", &exec, &nbytes, &shared, &limit))
     throw std::runtime_error(take_python_error());
-  return {reinterpret_cast<cuda::GraphExec>(exec), nbytes, limit};
+  return {reinterpret_cast<cuda::GraphExec>(exec), nbytes, shared, limit};
+}
+void keep_allocations(void* capture, bool kept) {
+  const Ref done(PyObject_CallMethod(static_cast<PyObject*>(capture), "keep", "O", kept ? Py_True : Py_False));
+  if (!done.get()) throw std::runtime_error(take_python_error());
 }
 void refused(const std::string& program, size_t partition, const std::string& why) {
   const Ref module(PyImport_ImportModule("plait.runtime.graphs"));
@@ -230,6 +234,7 @@ constexpr Host kHost{[]() -> void* { return PyEval_SaveThread(); },
                      call_python,
                      to_ivalue,
                      begin_capture,
+                     keep_allocations,
                      end_capture,
                      abort_capture,
                      [](void* capture) { capture_method(capture, "replay"); },

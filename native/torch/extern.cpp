@@ -40,6 +40,7 @@ class Resolver {
     if (in_.op == "plait::seed") return seed();
     out_.name = in_.overload.empty() ? in_.op : in_.op + "." + in_.overload;
     out_.builtin = in_.op.starts_with("aten::");
+    out_.may_keep = in_.may_keep;
     out_.outs = in_.outs;
     out_.op = c10::Dispatcher::singleton().findSchema({in_.op, in_.overload});
     if (!out_.op) throw LoadError("there is no operator " + out_.name);

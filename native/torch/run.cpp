@@ -312,9 +312,7 @@ void Program::reset(Frame& f) const noexcept {
       if (i.kind == Input::Kind::tensor) f.tensors[static_cast<size_t>(i.id)].reset();
   f.stack.clear();
   f.written_back.clear();
-  f.arena = ArenaBlock();
-  if (gpu_ && f.arena_storage)
-    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, f.arena_storage.device()});
+  drop_arena(f);
   f.owns_inputs = false;
 }
 
@@ -351,6 +349,12 @@ void Program::bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) 
   c10::StorageImpl* storage = f.arena_storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(block));
   storage->set_nbytes(size);
+}
+
+void Program::drop_arena(Frame& f) const noexcept {
+  f.arena = ArenaBlock();
+  if (gpu_ && f.arena_storage)
+    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, f.arena_storage.device()});
 }
 
 void Program::allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes,

@@ -16,7 +16,7 @@ from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS
 from plait.ir.sizes import Expr, Size
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs, sizes, symbols, used
+from plait.wrapper.walk import defined, operands, refs, root, sizes, symbols, used
 
 LITERALS = frozenset({"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"})
 
@@ -100,12 +100,6 @@ class _Verifier:
             self.fail("an empty name")
         self.kind[name] = kind
 
-    def root(self, name: str) -> str:
-        """The tensor whose memory this names, through views."""
-        while name in self.base:
-            name = self.base[name]
-        return name
-
     def live(self, name: str) -> str:
         """Checks that name and the memory under it may be used here; gives its kind."""
         kind = self.kind.get(name)
@@ -117,10 +111,10 @@ class _Verifier:
                 through = "" if at == name else f" (through {name})"
                 self.fail(f"{at} is used after it was freed by instruction {self.freed[at]}{through}")
             at = self.base.get(at)
-        root = self.root(name)
-        taker = self.spent.get(root)
+        memory = root(name, self.base)
+        taker = self.spent.get(memory)
         if taker is not None and self.at > self.first_use(taker):
-            self.fail(f"{root} is used after {taker} took over its memory")
+            self.fail(f"{memory} is used after {taker} took over its memory")
         return kind
 
     def tensor(self, name: str) -> None:
@@ -275,7 +269,7 @@ class _Verifier:
             self.fail(f"the program has {self.p.n_callables} callables")
         if isinstance(i, ins.CallPython) or i.may_keep:
             for name in used(i):
-                if self.kind[self.root(name)] == "place":
+                if self.kind[root(name, self.base)] == "place":
                     self.fail(f"{name} lies in the arena and the call may keep it")
         if isinstance(i, ins.CallExtern):
             given = {n for _, o in i.kwargs for n in refs(o)}
@@ -291,7 +285,7 @@ class _Verifier:
             if not isinstance(o, (ins.Ref, ins.Literal, ins.ValueOf, int, Expr)):
                 self.fail(f"{o} is no output")
             for name in refs(o) if isinstance(o, ins.Ref) else ():
-                if self.kind[self.root(name)] == "place":
+                if self.kind[root(name, self.base)] == "place":
                     self.fail(f"output {name} lies in the arena")
 
 

@@ -6,7 +6,7 @@ or an integer symbol; all of them share one space of names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import assert_never
 
@@ -135,6 +135,13 @@ def sizes(i: ins.Instr) -> tuple[Size, ...]:
 def symbols(i: ins.Instr) -> frozenset[str]:
     """Names of the symbols in this instruction's expressions."""
     return frozenset(a.name for e in sizes(i) for a in free_symbols(e))
+
+
+def root(name: str, bases: Mapping[str, str]) -> str:
+    """The tensor whose memory a name stands for. bases: names on the memory of another -> that one."""
+    while name in bases:
+        name = bases[name]
+    return name
 
 
 def input_sizes(i: ins.Input) -> tuple[Size, ...]:

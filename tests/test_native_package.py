@@ -17,7 +17,7 @@ from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.package import Contents, Variant, write_package
-from tests.native_tools import alloc, extern, launch, library, program, ret, tensor
+from tests.native_tools import SOURCE, alloc, extern, launch, library, program, ret, tensor
 
 ROOT = Path(__file__).parent.parent
 s0 = symbol("s0")
@@ -89,6 +89,15 @@ def test_weights_are_private_and_swapped_in_place(tmp_path: Path) -> None:
     w = p.weights["w"]
     del p
     assert w.sum() == 12  # memory outlives the package
+
+
+def test_packages_beside_each_other_have_their_own_kernels(tmp_path: Path) -> None:
+    (tmp_path / "k.cpp").write_text(SOURCE.replace("in(b, 0)[i] + in(b, 1)[i]", "in(b, 0)[i] - in(b, 1)[i]"))
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "k.so", tmp_path / "k.cpp"], check=True)
+    less = replace(contents().variants[0], kernels=(tmp_path / "k.so").read_bytes())
+    packages = [load(tmp_path, contents(variants=(v,))) for v in (contents().variants[0], less)]
+    w = torch.arange(12.0).view(3, 4)
+    assert [torch.equal(p.call(w), want) for p, want in zip(packages, (2 * w + 100, -100 + 0 * w), strict=True)] == [True] * 2
 
 
 def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:

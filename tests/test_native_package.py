@@ -97,7 +97,9 @@ def test_packages_beside_each_other_have_their_own_kernels(tmp_path: Path) -> No
     less = replace(contents().variants[0], kernels=(tmp_path / "k.so").read_bytes())
     packages = [load(tmp_path, contents(variants=(v,))) for v in (contents().variants[0], less)]
     w = torch.arange(12.0).view(3, 4)
-    assert [torch.equal(p.call(w), want) for p, want in zip(packages, (2 * w + 100, -100 + 0 * w), strict=True)] == [True] * 2
+    assert [torch.equal(p.call(w), want) for p, want in zip(packages, (2 * w + 100, -100 + 0 * w), strict=True)] == [
+        True
+    ] * 2
 
 
 def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
@@ -152,7 +154,10 @@ def test_what_is_missing_has_a_name(tmp_path: Path) -> None:
     c = contents()
     p = program((tensor("w", 3, 4), tensor("x", s0, 4)), extern("nowhere::op", outs=("o",)), ret("o"))
     for changes, text in [
-        ({"variants": (variant(p),), "constants": ()}, "no operator nowhere::op: load the library that defines 'nowhere'"),
+        (
+            {"variants": (variant(p),), "constants": ()},
+            "no operator nowhere::op: load the library that defines 'nowhere'",
+        ),
         ({"variants": (replace(c.variants[0], plan=b"no plan"),)}, "section 'plan/portable': damaged plan"),
         ({"variants": (replace(c.variants[0], kernels=b"no library"),)}, "cannot load kernel library"),
         ({"variants": (replace(c.variants[0], kernels=None),)}, "no kernel library was given"),

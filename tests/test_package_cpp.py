@@ -38,7 +38,11 @@ def run(*command: object, **env: str) -> str:
 def build(source: Path, folder: Path) -> Path:
     """Configures and builds a CMake project against this plait."""
     cmake_dir = run(sys.executable, "-m", "plait", "--cmake-dir", PYTHONPATH=str(ROOT)).strip()
-    options = [f"-DCMAKE_PREFIX_PATH={cmake_dir}", f"-DPLAIT_PYTHON={sys.executable}", "-DCMAKE_CXX_FLAGS=-Wall -Werror"]
+    options = [
+        f"-DCMAKE_PREFIX_PATH={cmake_dir}",
+        f"-DPLAIT_PYTHON={sys.executable}",
+        "-DCMAKE_CXX_FLAGS=-Wall -Werror",
+    ]
     run("cmake", "-S", source, "-B", folder, "-G", "Ninja", *options)
     run("cmake", "--build", folder)
     return folder

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import itertools
 import re
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.capture.bound import Result, bind, tensor_spec
 from plait.capture.direct import is_plain_view
 from plait.capture.program import collector_paused, compile_captured
-from plait.capture.trace import VALUE, FunctionModule, Signature, Traced, trace
+from plait.capture.trace import FunctionModule, Traced, trace
 from plait.config import Config
 from plait.errors import InputError, UserError
 from plait.graph.captured import Captured
 from plait.graph.edit import output_of
+from plait.runtime.signature import Layers, as_called
 from plait.wrapper.program import CompileRecord
 
 _serial = itertools.count()  # makes graph names unique within the process
@@ -104,16 +103,6 @@ def example_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, A
     raise UserError(f"example_inputs must be a tuple of arguments, got {type(example_inputs).__name__}", hint="(x, y)")
 
 
-class _Layers:
-    """Python around a program. A class, for a function would let itself be copied."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-
 def _bound(traced: Traced, cfg: Config) -> tuple[Any, CompileRecord]:
     """Compiles and binds; adds Python only for what the native callable does not do."""
     n_state = len(traced.state)
@@ -126,13 +115,10 @@ def _bound(traced: Traced, cfg: Config) -> tuple[Any, CompileRecord]:
     signature = traced.signature
     specs = [("bound", name, x) for name, x in traced.state.items()]
     specs += [tensor_spec(i, fake, traced.sizes.bounds) for i, fake in enumerate(traced.fakes)]
-    names = [n for n, x in zip(signature.names, signature.leaves, strict=True) if x is VALUE]
-    call = bind(program.call, specs, names, signature.single, results, traced.mutated)
+    call = bind(program.call, specs, signature.tensors, signature.single, results, traced.mutated)
     if traced.sizes.checks:
-        call = _Layers(_with_checks(call, names, traced.sizes))
-    if not signature.takes_tensors or not (signature.single or signature.returns_tuple):
-        call = _Layers(_with_trees(call, signature))
-    return call, program.record
+        call = Layers(_with_checks(call, signature.tensors, traced.sizes))
+    return as_called(call, signature), program.record
 
 
 def _results(graph: GraphModule) -> list[Result]:
@@ -169,30 +155,3 @@ def _with_checks(call: Callable[..., Any], names: list[str], sizes: compat.SizeF
         return call(*args)
 
     return checked
-
-
-def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """call behind nested arguments and results; arguments that are no tensors must equal the example's."""
-    tensors = [i for i, x in enumerate(signature.leaves) if x is VALUE]
-    constants = [(i, x) for i, x in enumerate(signature.leaves) if x is not VALUE]
-    out_leaves, out_spec = signature.out_leaves, signature.out_spec
-
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        if tuple(kwargs) != signature.keywords and set(kwargs) == set(signature.keywords):
-            kwargs = {name: kwargs[name] for name in signature.keywords}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != signature.in_spec:
-            raise InputError(f"arguments are nested as {spec}, the program was compiled for {signature.in_spec}")
-        for i, want in constants:
-            got = leaves[i]
-            if type(got) is not type(want) or (got != want and (got == got or want == want)):  # a nan is a nan
-                given = f"a {type(got).__name__}" if isinstance(got, torch.Tensor) else reprlib.repr(got)
-                raise InputError(
-                    f"input {signature.names[i]!r}: the program was compiled for {reprlib.repr(want)}, got {given}",
-                    hint="compile once for each value, or pass a tensor",
-                )
-        result = call(*(leaves[i] for i in tensors))
-        values = iter((result,) if signature.single else result)
-        return pytree.tree_unflatten([next(values) if x is VALUE else x for x in out_leaves], out_spec)
-
-    return compiled

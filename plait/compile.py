@@ -102,7 +102,7 @@ class Portable:
 
 
 def compile_portable(captured: Captured, cfg: Config, machines: Sequence[Config]) -> list[Portable]:
-    """Compiles one graph for machines, each cfg but for isa and gpu_arch: planned once, kernels built beside each other.
+    """Compiles one graph for machines, each cfg but for isa and gpu_arch: planned once, kernels built side by side.
     Raises as compile_graph does."""
     log = _log(captured, cfg)
     if cfg.kernels:

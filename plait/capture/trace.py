@@ -67,8 +67,14 @@ class Traced:
     sizes: compat.SizeFacts
 
 
-def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Traced:
-    """Traces module(*args, **kwargs) without autograd.
+def trace(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    device: torch.device | None = None,
+) -> Traced:
+    """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine may lack.
 
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced, and what
     the module raises, with a note of the user's line.
@@ -81,7 +87,7 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, real_leaves, strict=True):
         _check_argument(name, x)
-    env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes)
+    env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
     for name, fake in zip(names, env.leaves, strict=True):
         if isinstance(fake, torch.SymInt):
             raise Unsupported(f"plait.compile of a dynamic int, argument {name!r}", hint="pass a tensor")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import json
+import operator
+import re
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,11 +87,39 @@ class Layers:
         return self.call(*args, **kwargs)
 
 
-def as_called(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """call itself, a callable of tensors, or where arguments or results are nested call behind that."""
+Check = tuple[str, Callable[..., bool]]
+"""A condition that sizes must meet: its text, and whether it holds for tensor arguments."""
+
+
+def as_called(call: Callable[..., Any], signature: Signature, checks: Sequence[Check] = ()) -> Callable[..., Any]:
+    """call itself, a callable of tensors, or call behind what it does not do: checks, nested arguments and results."""
+    if checks:
+        call = Layers(_with_checks(call, signature.tensors, checks))
     if signature.takes_tensors and (signature.single or signature.returns_tuple):
         return call
     return Layers(_with_trees(call, signature))
+
+
+def named_in(text: str, names: Sequence[str]) -> str:
+    """text with the names of arguments in the place of args[0], args[1] and so on."""
+    return re.sub(r"args\[(\d+)\]", lambda m: names[int(m[1])], text)
+
+
+def _with_checks(call: Callable[..., Any], names: Sequence[str], checks: Sequence[Check]) -> Callable[..., Any]:
+    """call, after conditions on sizes that go beyond equality and ranges."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs))
+        if len(args) != len(names):
+            raise InputError(f"expected {len(names)} inputs, got {len(args)}")
+        for text, holds in checks:
+            if not holds(*args):
+                shapes = ", ".join(f"{n} {tuple(a.shape)}" for n, a in zip(names, args, strict=True))
+                raise InputError(f"sizes break a condition of the program, {text}: {shapes}")
+        return call(*args)
+
+    return checked
 
 
 def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
@@ -186,11 +216,13 @@ def _dump_leaf(x: Any, what: str) -> list[Any]:
     """A tag, then what the value is made of."""
     if x is VALUE:
         return ["value"]
-    if isinstance(x, (bool, str)) or x is None or type(x) is int:
+    if type(x) in (type(None), bool, int, str):
         return ["plain", x]
-    if isinstance(x, (float, complex)):
-        return [type(x).__name__, *(v.hex() for v in ((x.real, x.imag) if isinstance(x, complex) else (x,)))]
-    if isinstance(x, bytes):
+    if type(x) is float:
+        return ["float", x.hex()]
+    if type(x) is complex:
+        return ["complex", x.real.hex(), x.imag.hex()]
+    if type(x) is bytes:
         return ["bytes", x.hex()]
     if isinstance(x, torch.device):
         return ["device", str(x)]
@@ -218,3 +250,25 @@ def _read_leaf(data: Sequence[Any]) -> Any:
             return _NAMED[values[0]]
         case _:
             raise ValueError(f"a constant of kind {kind!r}")
+
+
+_OPERATORS: dict[str, Callable[..., int]] = {
+    "add": operator.add, "mul": operator.mul, "div": operator.floordiv, "mod": operator.mod, "min": min, "max": max,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "not": operator.not_,
+    "and": operator.and_, "or": operator.or_,
+}  # fmt: skip
+
+
+def holds(tokens: Sequence[str], *args: torch.Tensor) -> bool:
+    """Whether a condition in postfix form holds for arguments: integers, "size ARGUMENT DIMENSION", operators."""
+    stack: list[int] = []
+    for token in tokens:
+        if token in _OPERATORS:
+            n = 1 if token == "not" else 2
+            stack[-n:] = [int(_OPERATORS[token](*stack[-n:]))]
+        elif token.startswith("size "):
+            _, arg, dim = token.split()
+            stack.append(args[int(arg)].shape[int(dim)])
+        else:
+            stack.append(int(token))
+    return bool(stack[0])

@@ -19,7 +19,7 @@ from plait.capture.program import collector_paused, compile_captured
 from plait.capture.trace import Traced, trace
 from plait.config import Config
 from plait.errors import UserError
-from plait.runtime.signature import as_called
+from plait.runtime.signature import as_called, named_in
 from plait.wrapper.program import CompileRecord
 
 _serial = itertools.count()  # makes graph names unique within the process

@@ -431,7 +431,7 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
 @dataclass(frozen=True)
 class Check:
     """A condition on sizes. text: in which tensor arguments are args[0], args[1] and so on. holds: for these arguments.
-    tokens: the same as `runtime/signature.py` evaluates it; nothing if it is beyond that."""
+    tokens: the same as a package has it (wrapper/package.py); nothing if it is beyond that."""
 
     text: str
     holds: Callable[..., bool]
@@ -620,25 +620,26 @@ def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> Check:
 
 
 _TOKENS = {
-    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "div", CleanDiv: "div", Mod: "mod", PythonMod: "mod",
+    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "floordiv", CleanDiv: "floordiv", Mod: "mod", PythonMod: "mod",
     sympy.Min: "min", Min: "min", sympy.Max: "max", Max: "max", sympy.Eq: "eq", sympy.Ne: "ne", sympy.Lt: "lt",
-    sympy.Le: "le", sympy.And: "and", sympy.Or: "or",
+    sympy.Le: "le", sympy.And: "mul", sympy.Or: "max",
 }  # fmt: skip
 
 
 def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
-    """An expression's operands, each followed by what it is combined by; None for one beyond these operators."""
+    """An expression's operands, each followed by what it is combined by; None for one beyond these operators. What is
+    true is 1."""
     if expr.is_Symbol:
         return (names[expr],)
     if expr.is_Integer or expr in (sympy.true, sympy.false):
-        return (str(int(bool(expr)) if expr.is_Boolean else int(expr)),)
+        return (f"const {int(bool(expr)) if expr.is_Boolean else int(expr)}",)
     if isinstance(expr, sympy.Gt | sympy.Ge):
         return _postfix(expr.reversed, names)
     if expr.is_Pow and expr.exp.is_Integer and 0 < expr.exp <= 8:
         return _joined([expr.base] * int(expr.exp), "mul", names)
     if isinstance(expr, sympy.Not):
         inner = _postfix(expr.args[0], names)
-        return None if inner is None else (*inner, "not")
+        return None if inner is None else (*inner, "const 0", "eq")
     kind = _TOKENS.get(expr.func)
     return None if kind is None else _joined(expr.args, kind, names)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -23,7 +24,6 @@ from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
 from plait.lower.graph import Lowered, load_rules, lower_graph
 from plait.runtime.cubin import triton_version
-from plait.runtime.load import Libraries
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa, find_toolchain
 from plait.schedule import schedule
@@ -92,36 +92,43 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
 
 @dataclass(frozen=True)
 class Portable:
-    """A graph compiled for one machine, which need not be this one. libraries: files of built kernels, by kind of
-    device. constants: the table that wrapper numbers. wrappers for several machines are the same object where they are
-    equal."""
+    """A graph compiled for a machine that need not be this one. machine: its vector instructions, its GPU or both, such
+    as "avx2+sm_90". kernels: by kind of device. constants: the table that wrapper numbers. Wrappers that are equal are
+    one object."""
 
+    machine: str
     wrapper: WrapperProgram
-    libraries: Libraries
+    kernels: Mapping[str, Built]
     constants: Sequence[torch.Tensor]
 
 
-def compile_portable(captured: Captured, cfg: Config, machines: Sequence[Config]) -> list[Portable]:
-    """Compiles one graph for machines, each cfg but for isa and gpu_arch: planned once, kernels built side by side.
-    Raises as compile_graph does."""
+def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs: Sequence[str]) -> list[Portable]:
+    """Compiles one graph for every machine with one of isas and one of archs, as far as it has kernels that depend on
+    them: planned once, kernels built side by side. Raises as compile_graph does."""
     log = _log(captured, cfg)
     if cfg.kernels:
         _find_tools(captured, cfg)
     lowered, plan = _plan(captured, cfg, log)
-    sources = log("emit kernels", lambda: [_emit(plan, machine) for machine in machines])
+    kinds = {s.device.partition(":")[0] for s in plan.steps if isinstance(s, Kernel)}
+    rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [("isa", isas[-1:])]
+    machines = list(product(*(found for _, found in rows)))
+    cfgs = [cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)}) for found in machines]
+    sources = log("emit kernels", lambda: [_emit(plan, c) for c in cfgs])
     wrappers: list[tuple[Plan, WrapperProgram]] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as beside:
-        building = [beside.submit(_build, made, machine) for made, machine in zip(sources, machines, strict=True)]
+        building = [beside.submit(_build, made, c) for made, c in zip(sources, cfgs, strict=True)]
         for made in sources:
             named = _name_kernels(plan, made)
             show.show_sources(log, made)
             known = next((w for p, w in wrappers if p == named), None)
             wrappers.append((named, known or _wrap(captured, lowered, named, cfg, log)))
         built = log("build kernels", lambda: [b.result() for b in building])
-    libraries = [{kind: str(b.path) for kind, b in kinds.items()} for kinds in built]
     show.show_plan(log, wrappers[0][0])
-    show.show_wrapper(log, wrappers[0][1], libraries[0], lowered.constants)
-    return [Portable(w, files, lowered.constants) for (_, w), files in zip(wrappers, libraries, strict=True)]
+    show.show_wrapper(log, wrappers[0][1], {kind: str(b.path) for kind, b in built[0].items()}, lowered.constants)
+    return [
+        Portable("+".join(machine), wrapper, kernels, lowered.constants)
+        for machine, (_, wrapper), kernels in zip(machines, wrappers, built, strict=True)
+    ]
 
 
 def _log(captured: Captured, cfg: Config) -> PassLog:

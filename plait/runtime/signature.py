@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import json
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Sequence
@@ -250,25 +249,3 @@ def _read_leaf(data: Sequence[Any]) -> Any:
             return _NAMED[values[0]]
         case _:
             raise ValueError(f"a constant of kind {kind!r}")
-
-
-_OPERATORS: dict[str, Callable[..., int]] = {
-    "add": operator.add, "mul": operator.mul, "div": operator.floordiv, "mod": operator.mod, "min": min, "max": max,
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "not": operator.not_,
-    "and": operator.and_, "or": operator.or_,
-}  # fmt: skip
-
-
-def holds(tokens: Sequence[str], *args: torch.Tensor) -> bool:
-    """Whether a condition in postfix form holds for arguments: integers, "size ARGUMENT DIMENSION", operators."""
-    stack: list[int] = []
-    for token in tokens:
-        if token in _OPERATORS:
-            n = 1 if token == "not" else 2
-            stack[-n:] = [int(_OPERATORS[token](*stack[-n:]))]
-        elif token.startswith("size "):
-            _, arg, dim = token.split()
-            stack.append(args[int(arg)].shape[int(dim)])
-        else:
-            stack.append(int(token))
-    return bool(stack[0])

@@ -66,7 +66,7 @@ def package(
     isas, archs = _machines(machines)
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
     with collector_paused():
-        traced = trace(*source, None if device is None else torch.device(device))
+        traced = trace(*source, None if device is None else _numbered(torch.device(device)))
         folded: Sequence[str] = ()
         if fold:
             traced, folded = _folded(traced)
@@ -89,6 +89,13 @@ def _machines(asked: Sequence[str] | None) -> tuple[list[str], list[str]]:
         raise UserError(f"PTX for {late[0][4:]} runs on no newer GPU", hint=f"ptx_{_LAST_PORTABLE}")
     gpus.sort(key=lambda m: (m.startswith("sm"), _capability(m)), reverse=True)
     return [m for m in ISAS if m in isas] or list(ISAS), gpus
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number, as arguments have it."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 def _capability(machine: str) -> int:
@@ -135,7 +142,6 @@ def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Seque
     for portable in made:
         if id(portable.wrapper) not in plans:
             plans[id(portable.wrapper)] = encode(portable.wrapper)
-    python = {"signature": signatures.dump(signature), "folded": folded}
     return Contents(
         name=name,
         inputs=(*(("bound", weight, None) for weight in traced.state), *argument_specs(traced)),
@@ -156,5 +162,5 @@ def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Seque
             )
             for portable in made
         ),
-        python=json.dumps(python),
+        python=json.dumps(signatures.dump(signature)),
     )

@@ -1,4 +1,5 @@
-"""Folding of weights: what depends on nothing but weights that nobody writes is computed once, while compiling.
+"""Folding of weights: what depends on nothing but weights that nobody writes is computed once, while compiling. Batch
+norms after convolutions become part of their weights first.
 
 A value is made a constant of the module where the rest of the graph meets it. Views stay in the graph, since they cost
 nothing there; what is much larger than what it is made of is computed at every call, from what it is made of.
@@ -13,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from plait.graph.constants import compute, settled
 from plait.graph.dead import drop_dead
-from plait.graph.edit import escaping, is_pure, is_view, value_of
+from plait.graph.edit import aten, escaping, insert, is_pure, is_view, replace, value_of
 
 MAX_GROWTH = 4
 """A folded value takes at most so many times the memory of the weights that it is made of."""
@@ -24,6 +25,7 @@ SMALL_NBYTES = 1 << 16
 def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[Node]:
     """Folds in place; returns the placeholders whose values are now built in. weights: placeholders that keep their
     value for good. One that is returned and still has users has become a constant for these as well."""
+    _norms_into_weights(gm, weights)
     known = {node: frozenset((node,)) for node in weights}  # node -> the weights that its value is made of
     values = dict(weights)
     for node in gm.graph.nodes:
@@ -66,6 +68,39 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
                 constant = _constant(gm, weights[node].detach(), node)
             node.replace_all_uses_with(constant, propagate_meta=False)
     return frozen
+
+
+def _norms_into_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> None:
+    """A batch norm with fixed statistics right after a convolution becomes arithmetic on the convolution's weights."""
+    for norm in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+        conv, gamma, beta, mean, var, _, eps = norm.args
+        if conv.target is not aten.convolution.default or len(conv.users) > 1 or any(u.args[1] for u in norm.users):
+            continue
+        x, weight, bias, *geometry = conv.args
+        given = [n for n in (weight, bias, gamma, beta, mean, var) if n is not None]
+        if geometry[3] or any(n not in weights for n in given):  # [3]: transposed, with channels elsewhere
+            continue
+
+        def exact(source: Node, norm: Node = norm) -> Node:
+            return insert(norm, source, aten._to_copy.default, dtype=torch.float64)
+
+        def done(source: Node, norm: Node = norm, like: Node = weight) -> Node:
+            return insert(norm, source, aten._to_copy.default, dtype=value_of(like).dtype)
+
+        scale = insert(norm, insert(norm, exact(var), aten.add.Scalar, eps), aten.rsqrt.default)
+        if gamma is not None:
+            scale = insert(norm, scale, aten.mul.Tensor, exact(gamma))
+        rows = insert(norm, scale, aten.view.default, [-1] + [1] * (value_of(weight).dim() - 1))
+        shift = insert(norm, exact(mean), aten.neg.default)
+        if bias is not None:
+            shift = insert(norm, shift, aten.add.Tensor, exact(bias))
+        shift = insert(norm, shift, aten.mul.Tensor, scale)
+        if beta is not None:
+            shift = insert(norm, shift, aten.add.Tensor, exact(beta))
+        scaled = insert(norm, exact(weight), aten.mul.Tensor, rows)
+        made = insert(norm, x, conv.target, done(scaled), done(shift), *geometry)
+        for first in list(norm.users):
+            replace(first, made)
 
 
 def _grows(node: Node, sources: frozenset[Node]) -> bool:

@@ -24,15 +24,20 @@ __all__ = ["Package", "PackageError", "load"]
 
 
 def load(
-    path: str | os.PathLike[str], *, device: str | torch.device | None = None, verify_weights: bool = True
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    verify_weights: bool = True,
+    machine: str | None = None,
 ) -> Package:
     """The program in a package, ready to be called.
 
     device: which GPU a GPU's package runs on, without it the current one. verify_weights: read all of the weights and
-    compare them with their checksum; everything else is always verified. Raises PackageError, which says what is wrong
-    with the file, or what this machine or process lacks.
+    compare them with their checksum; everything else is always verified. machine: which of the package's kernels,
+    without it the best that run here. Raises PackageError, which says what is wrong with the file, or what this machine
+    or process lacks.
     """
-    return Package(NativePackage(os.fspath(path), None if device is None else str(device), verify_weights))
+    return Package(NativePackage(os.fspath(path), None if device is None else str(device), verify_weights, machine))
 
 
 class Package:
@@ -44,9 +49,8 @@ class Package:
     """
 
     def __init__(self, native: NativePackage) -> None:
-        facts = json.loads(native.python)
         try:
-            signature = signatures.read(facts["signature"])
+            signature = signatures.read(json.loads(native.python))
         except LookupError as error:
             raise PackageError(
                 f"arguments or results are nested in a class unknown here ({error}): import it"
@@ -55,7 +59,7 @@ class Package:
         self.inputs, self.outputs = tuple(native.names), tuple(native.outputs)
         self.weights: Mapping[str, torch.Tensor] = MappingProxyType(dict(native.weights))
         self.machine, self.versions = native.machine, native.versions
-        self._folded = frozenset(facts["folded"])
+        self._folded = frozenset(native.folded)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)

@@ -45,7 +45,7 @@ class Nested(nn.Module):
 
     def forward(self, x: dict[str, Tensor], n: int, *, more: list[Any], flag: bool = True) -> dict[str, Any]:
         y = x["a"] * n + more[0] if flag else x["a"]
-        return {"sum": y, "both": (y.sum(), more[1]), "none": None, "dtype": y.dtype, "size": y.shape[0]}
+        return {"sum": y, "both": (y.sum(), more[1]), "none": None, "three": n, "size": y.shape[0]}
 
 
 def block() -> nn.Module:

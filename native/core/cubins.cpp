@@ -41,10 +41,13 @@ class Bytes {
 };
 }  // namespace
 
-Cubins::Cubins(const std::string& path) : path_(path) {
+Cubins Cubins::read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) throw LoadError("cannot read kernel file " + path);
-  const std::string data{std::istreambuf_iterator<char>(file), {}};
+  return {std::string{std::istreambuf_iterator<char>(file), {}}, path};
+}
+
+Cubins::Cubins(const std::string& data, const std::string& path) : path_(path) {
   Bytes in(data, path_);
   if (in.take(8) != std::string(kMagic, 8) || in.word() != kVersion)
     throw LoadError(path + " is no kernel file of this version");

@@ -13,7 +13,8 @@ namespace plait {
 // whichever device asks.
 class Cubins {
  public:
-  explicit Cubins(const std::string& path);  // throws LoadError
+  static Cubins read(const std::string& path);                   // throws LoadError
+  Cubins(const std::string& data, const std::string& path);  // the bytes of a file, and what errors call it
 
   // The kernel `name` in the current context, with this many arguments. Throws LoadError if there is
   // none, DriverError if the driver refuses it.

@@ -59,6 +59,8 @@ void set_error() {
     PyErr_SetString(plan_error, e.what());
   } catch (const LoadError& e) {
     PyErr_SetString(load_error, e.what());
+  } catch (const PackageError& e) {
+    PyErr_SetString(package_error, e.what());
   } catch (const InputError& e) {
     set_plait_error("InputError", e.what());
   } catch (const InputTypeError& e) {

@@ -43,7 +43,9 @@ class Resolver {
     out_.may_keep = in_.may_keep;
     out_.outs = in_.outs;
     out_.op = c10::Dispatcher::singleton().findSchema({in_.op, in_.overload});
-    if (!out_.op) throw LoadError("there is no operator " + out_.name);
+    if (!out_.op)
+      throw LoadError("there is no operator " + out_.name + ": load the library that defines '" +
+                      in_.op.substr(0, in_.op.find(':')) + "' first");
     const c10::FunctionSchema& schema = out_.op->schema();
     const auto& args = schema.arguments();
     if (in_.args.size() > args.size()) fail("gets too many arguments");

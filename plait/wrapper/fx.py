@@ -34,7 +34,7 @@ from plait.lower.pycall import PythonCall
 from plait.runtime import generated
 from plait.runtime.fxops import PythonFunction, below_autograd, triton_function
 from plait.wrapper import instructions as ins
-from plait.wrapper.program import Loaded, Parts
+from plait.wrapper.program import Loaded, Parts, promises
 from plait.wrapper.walk import input_sizes, sizes, used
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ class FxProgram:
 
     def __init__(self, program: ins.WrapperProgram, module: GraphModule, run: Callable[..., Any]) -> None:
         self.module = module
-        signature = [_promise(i) for i in program.inputs]
+        signature = promises(program)
         in_list = getattr(run, "_boxed_call", False)
         gpus = [i.device for i in program.body if isinstance(i, ins.DefineKernel) and i.device != "cpu"]
         raw = _read_by_kernels(program) if gpus else []
@@ -93,11 +93,6 @@ class FxProgram:
     def boxed(self) -> Callable[[list[object]], tuple[object, ...]]:
         """The same program with its inputs in one list."""
         return self._call
-
-
-def _promise(i: ins.Input) -> tuple[str, torch.dtype, str] | None:
-    plain = isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH
-    return (i.name, TO_TORCH[i.dtype], i.device) if plain else None  # type: ignore[union-attr]
 
 
 def _read_by_kernels(program: ins.WrapperProgram) -> list[int]:

@@ -24,6 +24,7 @@ from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
 from plait.wrapper import instructions as ins
+from plait.wrapper.program import Promise, promises
 from plait.wrapper.walk import input_sizes
 
 _RESERVED = frozenset(
@@ -146,8 +147,8 @@ class _Module:
             "",
             f"LIBRARIES = {dict(self.libraries)!r}",
             f"CONSTANTS = {self.constants!r}",
-            "SIGNATURE = (  # name, dtype and device of every input that is a tensor",
-            *self.signature(),
+            "SIGNATURE = (  # name, dtype and device of every input that is a tensor; device None: any",
+            *(f"    {_promise(s)}," for s in promises(p)),
             ")",
             "",
             "",
@@ -169,13 +170,6 @@ class _Module:
             *self.main(),
         ]
         return "\n".join(lines) + "\n"
-
-    def signature(self) -> list[str]:
-        parts = []
-        for i in self.p.inputs:
-            plain = isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH
-            parts.append(f"({i.name!r}, {_dtype(i.dtype)}, {i.device!r})" if plain else "None")  # type: ignore[union-attr]
-        return [f"    {s}," for s in parts]
 
     def main(self) -> list[str]:
         atoms = {a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)}
@@ -337,6 +331,10 @@ def sorted_symbols(e: Size) -> list[Atom]:
 def _typical(a: Atom) -> int:
     """A value for a symbol of which only the range is known."""
     return int(min(max(8, a.lo), a.hi))
+
+
+def _promise(p: Promise) -> str:
+    return "None" if p is None else f"({p[0]!r}, {p[1]}, {p[2]!r})"
 
 
 def _dtype(d: DType) -> str:

@@ -1,8 +1,8 @@
 """plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
 
 The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `explain`,
-`plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers out of tree), `list_modes`,
-`list_options`, `Config` and the errors.
+`watch` (callbacks on intermediates), `plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers
+out of tree), `list_modes`, `list_options`, `Config` and the errors.
 Importing this package alone loads nothing but itself.
 """
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from plait.errors import Unsupported as Unsupported
     from plait.errors import UserError as UserError
     from plait.tools.explain import explain as explain
+    from plait.wrapper.watch import watch as watch
 
 _HOME = {
     "plait_backend": "plait.capture.backend",
@@ -42,6 +43,7 @@ _HOME = {
     "Unsupported": "plait.errors",
     "UserError": "plait.errors",
     "explain": "plait.tools.explain",
+    "watch": "plait.wrapper.watch",
 }
 __all__ = sorted(_HOME)
 

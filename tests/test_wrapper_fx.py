@@ -146,7 +146,7 @@ return ()
 
 def test_every_integer_is_computed_once() -> None:
     p = example()
-    module = fx.make_fx(p, Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print]))
+    module = fx.make_fx(p, Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print]))
     integers = [n for n in module.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymBool)]
     computed = [(n.target, n.args) for n in integers if n.op == "call_function"]
     assert len(computed) == len(set(computed)) >= 3
@@ -155,7 +155,7 @@ def test_every_integer_is_computed_once() -> None:
 
 
 def test_the_code_reads_well() -> None:
-    module = fx.make_fx(example(), Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print], hints={"s0": 5}))
+    module = fx.make_fx(example(), Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print], hints={"s0": 5}))
     text = module.print_readable(print_output=False)
     assert "# Annotation: {'note': 'model.py:31: aten.relu'} File: model.py:31 in aten.relu" in text
     assert "torch.ops.plait.launch.default('k.so', 'plait_relu', [x], [buf0], [], [s0]" in text
@@ -195,7 +195,7 @@ return (y, complex('inf -0x0.0p+0'))
 
 def test_a_missing_kernel_is_told_when_the_program_is_loaded(library: str) -> None:  # noqa: F811
     with pytest.raises(RuntimeError, match="kernel plait_relu is not in library"):
-        fx.load_fx(example(), Parts({"cpu": library}, [torch.ones(8, 8)], [print]))
+        fx.load_fx(example(), Parts({"cpu": library}, [torch.ones(8, 8)], [print, print]))
 
 
 # ---------------------------------------------------------------------------------------------- programs

@@ -29,6 +29,7 @@ from plait.errors import InputError, UserError
 from plait.graph.captured import Captured
 from plait.graph.edit import output_of
 from plait.wrapper.program import CompileRecord
+from plait.wrapper.watch import watcher
 
 _serial = itertools.count()  # makes graph names unique within the process
 
@@ -119,7 +120,12 @@ def _bound(traced: Traced, cfg: Config) -> tuple[Any, CompileRecord]:
     n_state = len(traced.state)
     name = f"export_{next(_serial)}"
     captured = Captured(
-        traced.graph, name, "inference", static_inputs=tuple(range(n_state)), bumped_inputs=traced.mutated
+        traced.graph,
+        name,
+        "inference",
+        static_inputs=tuple(range(n_state)),
+        bumped_inputs=traced.mutated,
+        watcher=watcher(),
     )
     results = _results(traced.graph)
     program = compile_captured(captured, cfg)

@@ -199,7 +199,8 @@ def _with_strides(value: object, strides: Sequence[int] | None) -> object:
 
 
 def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str | None] | None]) -> None:
-    """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device than promised (None: any)."""
+    """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device (None: any) than
+    promised."""
     if len(args) != len(promised):
         raise TypeError(f"expected {len(promised)} inputs, got {len(args)}")
     for value, want in zip(args, promised, strict=True):

@@ -302,6 +302,8 @@ class _Maker:
                 self.extern(i)
             case ins.CallPython():
                 self.python(i)
+            case ins.Hook():
+                self.python(i.call())
             case ins.Copy():
                 self.effect(aten.copy_.default, (env[i.dst], env[i.src]))
                 if i.bump:

@@ -137,7 +137,7 @@ class _Module:
         inputs = [self.names.variable(i.name) for i in p.inputs]
         for i in p.body:
             self.instruction(i)
-        python_calls = any(isinstance(i, ins.CallPython) for i in p.body)
+        python_calls = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in p.body)
         lines = [
             f'"""{p.name}, compiled by plait: run this file to time a call on random inputs."""',
             "",
@@ -240,6 +240,8 @@ class _Module:
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self.call(i)
+            case ins.Hook():
+                self.call(i.call())
             case ins.Copy():
                 add(f"rt.copy({name(i.dst)}, {name(i.src)}, bump={i.bump})")
             case ins.BumpVersion():

@@ -354,20 +354,6 @@ return (c,)
     assert args == [] and alive == [[True], [False, True], [False, False, True]]
 
 
-def test_nothing_is_left_behind() -> None:
-    case = CASES["extern with several results"]
-    run = fx.load_fx(case.program, Parts({}))
-    before = peak_of_pages(run, case)
-    assert peak_of_pages(run, case) <= before + (1 << 20)
-
-
-def peak_of_pages(run: Any, case: Case) -> int:
-    """Resident bytes after a thousand calls."""
-    for _ in range(1000):
-        run(*case.args())
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 # ---------------------------------------------------------------------------------------------- GPUs
 class Function:
     """Stands for a Triton function where there is no Triton."""

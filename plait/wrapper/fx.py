@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import keyword
-import linecache
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from plait.lower.dtypes import TO_TORCH
 from plait.lower.pycall import PythonCall
 from plait.runtime import generated
 from plait.runtime.fxops import PythonFunction, below_autograd, triton_function
+from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Loaded, Parts, promises
 from plait.wrapper.walk import input_sizes, sizes, used
@@ -120,11 +120,7 @@ def boxed(module: GraphModule) -> Callable[[list[object]], Any]:
     unpack = f"{', '.join(names)}, = {given}\n" if names else ""
     forward.body[:0] = ast.parse(f"{unpack}{given}.clear()").body
     source = ast.unparse(ast.fix_missing_locations(tree))
-    name = f"<plait {len(linecache.cache)}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines
-    scope = dict(made.globals)
-    exec(compile(source, name, "exec"), scope)
-    run = partial(scope[forward.name], module)
+    run = partial(executed(source, "graph", dict(made.globals), forward.name), module)
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -157,6 +153,7 @@ def _made(program: ins.WrapperProgram, parts: Parts) -> tuple[GraphModule, list[
             maker.instruction(instruction)
             ends.append(len(maker.graph.nodes) - len(program.inputs))
     module = GraphModule(maker.root, maker.graph, program.name)
+    compat.drop_text_with(module)
     module.graph.lint()
     return module, ends
 

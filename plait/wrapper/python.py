@@ -10,10 +10,8 @@ from __future__ import annotations
 import builtins
 import json
 import keyword
-import linecache
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 
@@ -23,6 +21,7 @@ from plait.ir.sizes import Atom, Expr, Size, free_symbols
 from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
+from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Promise, promises
 from plait.wrapper.walk import input_sizes
@@ -79,19 +78,11 @@ class PythonProgram:
 
 
 def load_python(
-    source: str,
-    libraries: Libraries,
-    constants: Sequence[torch.Tensor],
-    callables: Sequence[Callable[..., object]],
-    filename: str = "<plait>",
+    source: str, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Callable[..., object]]
 ) -> PythonProgram:
     """Executes a module's source and binds it. Raises RuntimeError if a library lacks a kernel."""
-    name = f"{filename[:-1]} {len(linecache.cache)}>" if filename == "<plait>" else filename
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines
-    module = ModuleType("plait_generated")
-    module.__file__ = name
-    exec(compile(source, name, "exec"), module.__dict__)
-    call: Any = module.__dict__["bind"](libraries, list(constants), list(callables))
+    bind = executed(source, "program", {"__name__": "plait_generated"}, "bind")
+    call = bind(libraries, list(constants), list(callables))
     call._boxed_call = True
     return PythonProgram(call, source)
 

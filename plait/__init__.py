@@ -1,7 +1,7 @@
 """plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
 
 The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `package` and
-`load` (the same as a file, for processes without the compiler), `explain`,
+`load` (the same as a file, for processes without the compiler), `explain`, `watch` (callbacks on intermediates),
 `plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers out of tree), `list_modes`,
 `list_options`, `Config` and the errors.
 Importing this package alone loads nothing but itself.
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from plait.runtime.package import PackageError as PackageError
     from plait.runtime.package import load as load
     from plait.tools.explain import explain as explain
+    from plait.wrapper.watch import watch as watch
 
 _HOME = {
     "plait_backend": "plait.capture.backend",
@@ -51,6 +52,7 @@ _HOME = {
     "PackageError": "plait.runtime.package",
     "load": "plait.runtime.package",
     "explain": "plait.tools.explain",
+    "watch": "plait.wrapper.watch",
 }
 __all__ = sorted(_HOME)
 

@@ -6,8 +6,10 @@ compiles anything; nothing else in plait compares versions or reads fields that 
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,7 +34,7 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._subclasses import fake_tensor
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
-from torch.fx import GraphModule
+from torch.fx import GraphModule, graph_module
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
@@ -202,6 +204,13 @@ class Fakes:
         """Operators inside work on fake tensors."""
         with _disable_current_modes(), self.mode, self.env.suppress_guards():
             yield
+
+
+def drop_text_with(module: GraphModule) -> None:
+    """Lets go of a graph's text, which torch.fx keeps for tracebacks, when the graph goes."""
+    filename = type(module).forward.__code__.co_filename
+    for kept in (linecache.cache, graph_module._loader.eval_cache):
+        weakref.finalize(module, kept.pop, filename, None).atexit = False
 
 
 def triton_operator() -> tuple[Any, Any]:

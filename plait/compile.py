@@ -40,6 +40,7 @@ from plait.wrapper.partition import partition
 from plait.wrapper.passes import run_passes
 from plait.wrapper.program import CompileRecord, Parts, Program, Target, observe
 from plait.wrapper.targets import TARGETS as WRAPPERS
+from plait.wrapper.watch import add_hooks
 
 __all__ = ["Program", "compile_graph"]
 
@@ -69,7 +70,8 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
-    parts = Parts(libraries, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg)
+    callables = lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
+    parts = Parts(libraries, lowered.constants, callables, sources, lowered.program.hints, cfg)
     loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, parts)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
 
@@ -151,6 +153,8 @@ def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: Pa
     wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg)
     if cfg.nan_asserts or cfg.finite_asserts:
         wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
+    if captured.watcher is not None:
+        wrapper = log("hooks", add_hooks, wrapper, lowered.nodes)
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
     if cfg.cuda_graphs:  # last: other passes know nothing of partitions
         nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}

@@ -82,8 +82,11 @@ def test_the_rule_of_the_lowering_page_is_a_rule(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(got, nn.functional.leaky_relu(x, 0.2))
 
 
-def test_the_loops_of_the_debug_page_read() -> None:
-    (block,) = blocks("docs/debug.md")
+def test_the_blocks_of_the_debug_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    watching, block = blocks("docs/debug.md")
+    exec(compile(watching, "docs/debug.md", "exec"), {})
+    assert re.search(r"^gelu +\(3, 8\) mean .* plait_.*aten.gelu", capsys.readouterr().out, re.MULTILINE)
     loops = read_program(block).ops
     assert len(loops) == 2 and isinstance(loops[1], Reduction) and loops[1].kind == "sum"
 

@@ -146,7 +146,7 @@ return ()
 
 def test_every_integer_is_computed_once() -> None:
     p = example()
-    module = fx.make_fx(p, Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print]))
+    module = fx.make_fx(p, Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print]))
     integers = [n for n in module.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymBool)]
     computed = [(n.target, n.args) for n in integers if n.op == "call_function"]
     assert len(computed) == len(set(computed)) >= 3
@@ -155,7 +155,7 @@ def test_every_integer_is_computed_once() -> None:
 
 
 def test_the_code_reads_well() -> None:
-    module = fx.make_fx(example(), Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print], hints={"s0": 5}))
+    module = fx.make_fx(example(), Parts({"cpu": "k.so"}, [torch.ones(8, 8)], [print, print], hints={"s0": 5}))
     text = module.print_readable(print_output=False)
     assert "# Annotation: {'note': 'model.py:31: aten.relu'} File: model.py:31 in aten.relu" in text
     assert "torch.ops.plait.launch.default('k.so', 'plait_relu', [x], [buf0], [], [s0]" in text
@@ -195,7 +195,7 @@ return (y, complex('inf -0x0.0p+0'))
 
 def test_a_missing_kernel_is_told_when_the_program_is_loaded(library: str) -> None:  # noqa: F811
     with pytest.raises(RuntimeError, match="kernel plait_relu is not in library"):
-        fx.load_fx(example(), Parts({"cpu": library}, [torch.ones(8, 8)], [print]))
+        fx.load_fx(example(), Parts({"cpu": library}, [torch.ones(8, 8)], [print, print]))
 
 
 # ---------------------------------------------------------------------------------------------- programs
@@ -352,20 +352,6 @@ return (c,)
     del x
     fx.load_fx(program, Parts({}, callables=[look])).boxed(args)
     assert args == [] and alive == [[True], [False, True], [False, False, True]]
-
-
-def test_nothing_is_left_behind() -> None:
-    case = CASES["extern with several results"]
-    run = fx.load_fx(case.program, Parts({}))
-    before = peak_of_pages(run, case)
-    assert peak_of_pages(run, case) <= before + (1 << 20)
-
-
-def peak_of_pages(run: Any, case: Case) -> int:
-    """Resident bytes after a thousand calls."""
-    for _ in range(1000):
-        run(*case.args())
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---------------------------------------------------------------------------------------------- GPUs

@@ -10,7 +10,9 @@ import torch
 
 from plait.runtime import generated
 from plait.wrapper import table
+from plait.wrapper.program import Parts
 from plait.wrapper.python import make_python
+from plait.wrapper.targets import TARGETS
 from plait.wrapper.text import read
 from tests.against_eager import same
 from tests.models import MODELS
@@ -100,6 +102,30 @@ def test_wrong_inputs_are_refused() -> None:
         with pytest.raises(TypeError) as e:
             generated.check_inputs(args, promised)
         assert str(e.value) == message
+
+
+SEEDED = """
+program('attention')
+x = tensor_input(f32[4] @ (1,))
+seed = tensor_input(i64[()] @ (), device='cuda:0')
+y, = call('aten::add.Tensor')(x, seed)
+{more}return (y,)
+"""
+
+
+@pytest.mark.parametrize("target", ["python", "fx"])
+def test_what_only_operators_take_may_be_anywhere_if_it_has_no_dimensions(target: str) -> None:
+    def load(text: str) -> Callable[..., Any]:
+        return TARGETS[target](read(text), Parts({}))
+
+    x, seed = torch.ones(4), torch.tensor(3)
+    (y,) = load(SEEDED.format(more=""))(x, seed)
+    assert y.tolist() == [4] * 4
+    seen = SEEDED.format(more="v = view(seed, i32[2] @ (1,), 0)\n")
+    wide = SEEDED.format(more="").replace("i64[()] @ ()", "i64[1] @ (1,)")
+    for text, given in ((seen, seed), (wide, seed.view(1))):
+        with pytest.raises(TypeError, match="input 'seed': expected a plain tensor on device cuda:0, got one on cpu"):
+            load(text)(x, given)
 
 
 def test_a_missing_kernel_is_told(tmp_path: Any) -> None:

@@ -36,6 +36,7 @@ from plait.wrapper.instructions import (
     DefineKernel,
     Fill,
     Free,
+    Hook,
     Instr,
     ItemOf,
     Launch,
@@ -167,6 +168,14 @@ AT0, AT64 = Place("a", "room", 0, f32, (6,), (1,)), Place("b", "room", 64, f32, 
 def with_value(x: torch.Tensor, *, alpha: float) -> tuple[torch.Tensor, torch.Tensor, None]:
     assert not torch.is_grad_enabled()
     return x * alpha, x + 1, None
+
+
+LABEL = 'k_double (model.py:3 "é\\n")'
+
+
+def looks(node: str, label: str, t: torch.Tensor) -> None:
+    assert (node, label) == ("dou-ble", LABEL)
+    assert t.tolist() == [-5, -3, -1, 1, 3, 5]
 
 
 CASES: dict[str, Case] = {
@@ -539,6 +548,12 @@ CASES: dict[str, Case] = {
         ),
         lambda: [*x6(), "an object"],
         callables=[with_value, lambda o, ts: ts[0] * len(o)],
+    ),
+    "hook": Case(
+        X,
+        (ROOM, AT0, double("x", "a"), Hook("a", 0, "dou-ble", LABEL), alloc("y"), double("a", "y"), give("y")),
+        x6,
+        callables=[looks],
     ),
     "copy": Case(
         (*X, tensor("v")), (alloc("y"), double("x", "y"), Copy("v", "y"), give("y")), lambda: [*x6(), torch.zeros(6)]

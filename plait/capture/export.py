@@ -9,8 +9,8 @@ strides; other signatures get a thin layer of Python on top. `__wrapped__` of wh
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from plait.capture.bound import argument_specs, bind, captured_from, views_of_inputs
@@ -21,8 +21,7 @@ from plait.config import Config
 from plait.errors import UserError
 from plait.runtime.signature import as_called, named_in
 from plait.wrapper.program import CompileRecord
-
-_serial = itertools.count()  # makes graph names unique within the process
+from plait.wrapper.watch import watcher
 
 
 def compile(
@@ -77,7 +76,7 @@ def record_of(fn: Any) -> CompileRecord | None:
 
 def _bound(traced: Traced, cfg: Config) -> tuple[Any, CompileRecord]:
     """Compiles and binds; adds Python only for what the native callable does not do."""
-    program = compile_captured(captured_from(traced), cfg)
+    program = compile_captured(replace(captured_from(traced), watcher=watcher()), cfg)
     signature = traced.signature
     specs = [("bound", name, x) for name, x in traced.state.items()] + argument_specs(traced)
     call = bind(program.call, specs, signature.tensors, signature.single, views_of_inputs(traced.graph), traced.mutated)

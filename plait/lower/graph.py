@@ -51,13 +51,15 @@ class Lowered:
     """program, and what stands behind its numbers: constants (tensors, in the order of program.constants) and
     callables.
 
-    fallbacks: how often each op became an extern call for want of a rule; reasons: why, by op."""
+    fallbacks: how often each op became an extern call for want of a rule; reasons: why, by op. nodes: buffer -> the FX
+    node whose value it is."""
 
     program: LoopProgram
     constants: tuple[torch.Tensor, ...]
     callables: tuple[object, ...]
     fallbacks: Mapping[str, int]
     reasons: Mapping[str, str]
+    nodes: Mapping[str, str]
 
 
 @cache
@@ -124,8 +126,10 @@ class _Walk:
         )  # fmt: skip
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
+        values = reversed(self.env.items())  # of nodes with one value the first counts
+        nodes = {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)}
         return Lowered(
-            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons)
+            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons), nodes
         )
 
     # ---- inputs

@@ -360,6 +360,8 @@ class _Source:
                 self._launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self._call(i)
+            case ins.Hook():
+                self._call(i.call())
             case ins.Copy():
                 self._begin()
                 self._add(f"TRY({name[i.dst]}.copy({name[i.src]}, {str(i.bump).lower()}));")

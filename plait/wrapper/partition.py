@@ -180,6 +180,8 @@ class _Facts:
                 return self._extern(i)
             case ins.CallPython():
                 return f"{i.label} is a Python function"
+            case ins.Hook():
+                return "intermediates are watched"
             case ins.CheckFinite():
                 return "values are checked"
             case ins.Symbol(_, ins.ItemOf(tensor)):

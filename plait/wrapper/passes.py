@@ -213,10 +213,13 @@ def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:
             read |= args
             written |= outs
             i = replace(i, barrier=barrier)
-        elif isinstance(i, (ins.CallExtern, ins.CallPython, ins.Copy, ins.Fill, ins.CheckFinite)) or _reads_item(i):
+        elif isinstance(i, _ENDS_A_REGION) or _reads_item(i):
             read, written = set(), set()
         out.append(i)
     return replace(p, body=tuple(out))
+
+
+_ENDS_A_REGION = (ins.CallExtern, ins.CallPython, ins.Hook, ins.Copy, ins.Fill, ins.CheckFinite)
 
 
 def _reads_item(i: ins.Instr) -> bool:

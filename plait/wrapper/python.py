@@ -10,10 +10,8 @@ from __future__ import annotations
 import builtins
 import json
 import keyword
-import linecache
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 
@@ -23,7 +21,9 @@ from plait.ir.sizes import Atom, Expr, Size, free_symbols
 from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
+from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
+from plait.wrapper.program import Promise, promises
 from plait.wrapper.walk import input_sizes
 
 _RESERVED = frozenset(
@@ -78,19 +78,11 @@ class PythonProgram:
 
 
 def load_python(
-    source: str,
-    libraries: Libraries,
-    constants: Sequence[torch.Tensor],
-    callables: Sequence[Callable[..., object]],
-    filename: str = "<plait>",
+    source: str, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Callable[..., object]]
 ) -> PythonProgram:
     """Executes a module's source and binds it. Raises RuntimeError if a library lacks a kernel."""
-    name = f"{filename[:-1]} {len(linecache.cache)}>" if filename == "<plait>" else filename
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines
-    module = ModuleType("plait_generated")
-    module.__file__ = name
-    exec(compile(source, name, "exec"), module.__dict__)
-    call: Any = module.__dict__["bind"](libraries, list(constants), list(callables))
+    bind = executed(source, "program", {"__name__": "plait_generated"}, "bind")
+    call = bind(libraries, list(constants), list(callables))
     call._boxed_call = True
     return PythonProgram(call, source)
 
@@ -136,7 +128,7 @@ class _Module:
         inputs = [self.names.variable(i.name) for i in p.inputs]
         for i in p.body:
             self.instruction(i)
-        python_calls = any(isinstance(i, ins.CallPython) for i in p.body)
+        python_calls = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in p.body)
         lines = [
             f'"""{p.name}, compiled by plait: run this file to time a call on random inputs."""',
             "",
@@ -146,8 +138,8 @@ class _Module:
             "",
             f"LIBRARIES = {dict(self.libraries)!r}",
             f"CONSTANTS = {self.constants!r}",
-            "SIGNATURE = (  # name, dtype and device of every input that is a tensor",
-            *self.signature(),
+            "SIGNATURE = (  # name, dtype and device of every input that is a tensor; device None: any",
+            *(f"    {_promise(s)}," for s in promises(p)),
             ")",
             "",
             "",
@@ -169,13 +161,6 @@ class _Module:
             *self.main(),
         ]
         return "\n".join(lines) + "\n"
-
-    def signature(self) -> list[str]:
-        parts = []
-        for i in self.p.inputs:
-            plain = isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH
-            parts.append(f"({i.name!r}, {_dtype(i.dtype)}, {i.device!r})" if plain else "None")  # type: ignore[union-attr]
-        return [f"    {s}," for s in parts]
 
     def main(self) -> list[str]:
         atoms = {a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)}
@@ -246,6 +231,8 @@ class _Module:
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self.call(i)
+            case ins.Hook():
+                self.call(i.call())
             case ins.Copy():
                 add(f"rt.copy({name(i.dst)}, {name(i.src)}, bump={i.bump})")
             case ins.BumpVersion():
@@ -337,6 +324,10 @@ def sorted_symbols(e: Size) -> list[Atom]:
 def _typical(a: Atom) -> int:
     """A value for a symbol of which only the range is known."""
     return int(min(max(8, a.lo), a.hi))
+
+
+def _promise(p: Promise) -> str:
+    return "None" if p is None else f"({p[0]!r}, {p[1]}, {p[2]!r})"
 
 
 def _dtype(d: DType) -> str:

@@ -51,6 +51,8 @@ def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
                 out["CallExtern", i.op] += 1
             case ins.CallPython():
                 out["CallPython", i.label] += 1
+            case ins.Hook():
+                out["Hook", i.node, i.label] += 1
             case ins.Copy():
                 out["Copy", i.dst, i.src] += 1
             case _:
@@ -187,6 +189,8 @@ class _Verifier:
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self.call(i)
+            case ins.Hook():
+                self.callable(i.index)
             case ins.Return():
                 self.at_return(i)
             case _:
@@ -265,8 +269,8 @@ class _Verifier:
             self.fail(f"{stray[0]} is written but no argument")
 
     def call(self, i: ins.CallExtern | ins.CallPython) -> None:
-        if isinstance(i, ins.CallPython) and not 0 <= i.index < self.p.n_callables:
-            self.fail(f"the program has {self.p.n_callables} callables")
+        if isinstance(i, ins.CallPython):
+            self.callable(i.index)
         if isinstance(i, ins.CallPython) or i.may_keep:
             for name in used(i):
                 if self.kind[root(name, self.base)] == "place":
@@ -277,6 +281,10 @@ class _Verifier:
                 self.fail("a result is written into a tensor that is no keyword argument")
         for name in defined(i):
             self.define(name, "result")
+
+    def callable(self, index: int) -> None:
+        if not 0 <= index < self.p.n_callables:
+            self.fail(f"the program has {self.p.n_callables} callables")
 
     def at_return(self, i: ins.Return) -> None:
         if self.at != len(self.p.body) - 1:

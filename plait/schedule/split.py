@@ -111,7 +111,10 @@ def _chunks(
         if parts := _walked(flat, nbytes * points, outer, kind):
             return flat, parts
     units = outer if along else outer // kind.neighbours
-    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
+    if points * nbytes < kind.split_nbytes or units >= kind.min_units:
+        return None
+    largest = max((buffers[load_of(n).buf] for n in found), key=lambda b: hint_numel(b.shape, hints))
+    if points * largest.dtype.nbytes < kind.unit_nbytes * units:  # a mean a column adds nothing to it
         return None
     least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
     want = min(kind.units // max(units, 1), points // max(outer, 1) // least)

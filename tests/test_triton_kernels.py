@@ -125,6 +125,10 @@ def test_blocks_of_columns() -> None:
     assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 64, True)  # where programs are few, rows in flight count
     assert blocks(_columns(1024, 64, f32)) == (8, 1024, False)  # the device would wait for two programs of 32 columns
     assert blocks(_columns(1024, 1024, bf16)) == (16, 256, True)
+    assert blocks(_columns(392, 256, bf16, parts=256)) == (64, 32, True)
+    for kept, block, warps in ((bf16, (64, 128, False), 4), (f32, (32, 128, False), 4)):  # 64 or 32 points a thread
+        tile = _columns(112, 64, kept, parts=896)
+        assert blocks(tile) == block and tile.num_warps == warps
 
 
 def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors() -> None:

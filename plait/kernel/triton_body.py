@@ -168,17 +168,21 @@ class Writer:
             self._block_of(stmts, begun)
             self.inside = False
             first = str(r.points // r.block * r.block)
-            lines = [f"for offset in range(0, {first}, {r.block}):", "r = rbase + offset", *self.loop_lines]
-            self.outer_lines += [lines[0], *(f"    {line}" for line in lines[1:])]
+            self._loop(r, first, ["r = rbase + offset", *self.loop_lines])
         self._block_of(stmts, begun)
         head = ["r = rbase + offset"] if r.full else ["r = rbase + offset", f"rmask = r < {points}"]
         if first != "0":
             self.outer_lines += [f"offset = {first}", *head, *self.loop_lines]
         else:
-            lines = [*head, *self.loop_lines]
-            self.outer_lines += [f"for offset in range(0, {points}, {r.block}):", *(f"    {line}" for line in lines)]
+            self._loop(r, points, [*head, *self.loop_lines])
         for s, names in started:
             self._finish(s, names)
+
+    def _loop(self, g: Group, end: str, lines: Sequence[str]) -> None:
+        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead."""
+        n = self.tile.num_stages
+        span = f"range(0, {end}, {g.block})" if n == 1 else f"tl.range(0, {end}, {g.block}, num_stages={n})"
+        self.outer_lines += [f"for offset in {span}:", *(f"    {line}" for line in lines)]
 
     def _walk(self) -> None:
         """All passes for a block of rows after the other, and the sums of their columns, stored at the end."""
@@ -194,10 +198,7 @@ class Writer:
             self.values.update(self.loop_values)
             self.exprs.update(self.loop_exprs)
         x = self.tile.groups[0]
-        stages = f", num_stages={self.tile.num_stages}" if self.tile.num_stages > 1 else ""
-        lines = ["x = xbase + offset", *self._mask_of(x), *lines]
-        self.outer_lines.append(f"for offset in tl.range(0, {self._points(x)}, {x.block}{stages}):")
-        self.outer_lines += (f"    {line}" for line in lines)
+        self._loop(x, self._points(x), ["x = xbase + offset", *self._mask_of(x), *lines])
         for s in sums:
             value = self._define(f"tl.sum({self.accs[s.buf]}, 0)[None, :]", False)
             at = self._offset(s.index[0], frozenset("r"))

@@ -25,12 +25,16 @@ BLOCK_POINTS = 1024
 """Points of a block of a pointwise kernel."""
 REDUCE_POINTS = 4096
 """Points of a block of a reduction."""
+COLUMN_POINTS = 2048
+"""The same where it walks along columns, of which there are many: threads give each other a result a column."""
 AGAIN_POINTS = 8192
 """The same where rows are read again: more threads a row, so that the rows in flight fit the cache."""
 WALK_POINTS = 1024
 """Points of a block that walks along rows shorter than that."""
-WALK_EACH = 8
+WALK_EACH = 16
 """Points of a thread of such a block: it holds sums of columns besides."""
+WALK_AHEAD = 1 << 14
+"""Bytes of rows that are on their way to such a block while it works on others: at least two blocks of rows."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
 TILE = 64
@@ -139,11 +143,11 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
         x = min(_power(rows), _column_width(rows, TILE, held))
-        r = max(1, REDUCE_POINTS // x)
+        r = max(1, (COLUMN_POINTS if rows // x >= 2 * BUSY else REDUCE_POINTS) // x)
         # Rows that are not there cost arithmetic, and time where programs wait for one another.
         if known and rows // x >= 4 * BUSY and _is_wasteful(length, r) and not _is_wasteful(length, r // 2):
             r //= 2
-        warps = _warps(x * r, 16 if narrow else 8)
+        warps = _warps(x * r, 16)
     else:
         r, x = min(_power(length), AGAIN_POINTS if again else REDUCE_POINTS), 1
         warps = _power(r // (32 * (8 if again or rows < 2 * BUSY else 16)))
@@ -156,8 +160,10 @@ def _walk(space: Space, along: tuple[Atom, ...], votes: dict[Atom, int]) -> Tile
     r = _power(_known(trip_count(inner)))
     x = max(1, min(_power(_known(trip_count(along))), WALK_POINTS // r))
     chunks = Group("y", tuple(v for v in space.vars if v not in along), 1)
+    nbytes = x * r * sum(d.nbytes for d in held_dtypes(space, space.vars))
+    stages = 1 + max(2 if nbytes <= 2 * WALK_AHEAD else 1, min(3, WALK_AHEAD // max(nbytes, 1)))
     warps = _warps(x * r, WALK_EACH)
-    return Tile((Group("x", along, x), Group("r", inner, r)), False, warps, 1, chunks, walked=True)
+    return Tile((Group("x", along, x), Group("r", inner, r)), False, warps, stages, chunks, walked=True)
 
 
 def _column_width(rows: int, most: int, held: list[DType]) -> int:
@@ -191,9 +197,11 @@ def _reads_again(space: Space) -> bool:
 
 def _row_warps(points: int, programs: int, narrow: bool, column: bool) -> int:
     """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight; fewer where the block is
-    small or the device hardly filled."""
-    if column or programs < BUSY:
-        return _warps(points, (16 if narrow else 8) if column else 4)
+    small or the device hardly filled. Of columns it has eight: threads give each other a result a column."""
+    if programs < BUSY:
+        return _warps(points, 16 if column else 4)
+    if column:
+        return _warps(points, 64 if narrow else 32)
     return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))
 
 

@@ -308,10 +308,11 @@ class _Fuser:
         chunks = [extent(v) for v in space.vars if v.symbol not in next(iter(along))]
         if len(along) > 1 or not all(isinstance(extent(v), int) for v in space.vars):
             return Reason("sums run over different rows")
-        if 4 * hint_numel(chunks, self.hints) < kind.walkers:
-            return Reason(f"{hint_numel(chunks, self.hints)} programs would walk the rows")
-        if hint_numel(map(extent, space.rvars), self.hints) > kind.walk_points:
+        row = hint_numel(map(extent, space.rvars), self.hints)
+        if row > kind.walk_row:
             return Reason("rows are too long to sum their columns on the way")
+        if 4 * hint_numel(chunks, self.hints) < min(kind.walkers, kind.walk_points // row):
+            return Reason(f"{hint_numel(chunks, self.hints)} programs would walk the rows")
         sites = [(m, load_of(n)) for m, loop in sums for n in self.draft.bodies.of(roots(loop)).loads]
         m, load = max(sites, key=lambda s: self.nbytes[s[1].buf])
         flat = flat_index(self.buffers[load.buf], m.at(load.index))

@@ -108,10 +108,13 @@ def _chunks(
     large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
     if not along and any(b.name in rows for b in large):
         flat = _flattened(op, buffers, found)  # as others may sum what is the same rows to them
-        if parts := _walked(flat, nbytes * points, kind):
+        if parts := _walked(flat, nbytes * points, outer, kind):
             return flat, parts
     units = outer if along else outer // kind.neighbours
-    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
+    if points * nbytes < kind.split_nbytes or units >= kind.min_units:
+        return None
+    largest = max((buffers[load_of(n).buf] for n in found), key=lambda b: hint_numel(b.shape, hints))
+    if points * largest.dtype.nbytes < kind.unit_nbytes * units:  # a mean a column adds nothing to it
         return None
     least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
     want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
@@ -120,17 +123,18 @@ def _chunks(
     inner = extent(op.rvars[-1])
     if along and isinstance(inner, int) and inner % aligned:  # parts of rows would begin anywhere
         op = _flattened(op, buffers, found)
-    parts = _cut(op, want, aligned, along, hints)
+    near = (1, 4) if along else (kind.fewer_across, kind.more_across)
+    parts = _cut(op, want, aligned, along, near, hints)
     return None if parts is None else (op, parts)
 
 
-def _walked(op: Reduction, nbytes: int, kind: DeviceKind) -> Parts | None:
+def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind) -> Parts | None:
     """Equal parts of the rows for programs that walk them side by side, or None where sums of columns are better made
-    apart."""
+    apart. row: points of one."""
     sizes = [n for v in op.rvars if isinstance(n := extent(v), int)]
     if op.kind != "sum" or nbytes < kind.walk_nbytes or len(sizes) < len(op.rvars):
         return None
-    want, whole = min(kind.walkers, math.prod(sizes) // kind.walk_rows), 0
+    want, whole = min(kind.walkers, kind.walk_points // max(row, 1), math.prod(sizes) // kind.walk_rows), 0
     while whole < len(sizes) - 1 and sizes[whole] <= want:
         want, whole = -(-want // sizes[whole]), whole + 1
     size = sizes[whole]
@@ -165,15 +169,17 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     return replace(op, rvars=(whole,), body=substitute_vars(op.body, env))
 
 
-def _cut(op: Reduction, want: int, aligned: int, along: bool, hints: Hints) -> Parts | None:
+def _cut(op: Reduction, want: int, aligned: int, along: bool, near: tuple[int, int], hints: Hints) -> Parts | None:
     """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points. Across
-    memory, where what is summed may be stored on the way, equal parts matter more."""
+    memory, where what is summed may be stored on the way, equal parts matter more. near: how many times fewer or more
+    such parts may be."""
+    fewer, more = near
     sizes = [extent(v) for v in op.rvars]
     whole = 0
     position = op.kind in ("argmax", "argmin")  # is counted in one axis of chunks
     while want >= 2 and whole < len(sizes) - 1 and not (position and whole):
         n = hint(sizes[whole], hints)
-        if n > 4 * want or (position and n < want) or hint_numel(sizes[whole + 1 :], hints) <= 1:
+        if n > more * want or (position and n < want) or hint_numel(sizes[whole + 1 :], hints) <= 1:
             break
         whole, want = whole + 1, -(-want // max(n, 1))
     kept = Parts(whole) if hint_numel(sizes[:whole], hints) > 1 else None
@@ -181,7 +187,8 @@ def _cut(op: Reduction, want: int, aligned: int, along: bool, hints: Hints) -> P
     if want < 2 or not isinstance(size, int) or (position and whole):
         return kept
     last = whole == len(sizes) - 1
-    exact = [d for d in range(want, min(4 * want, size - 1) + 1) if size % d == 0]
+    counts = (*range(want, min(more * want, size - 1) + 1), *range(want - 1, max(want // fewer, 2) - 1, -1))
+    exact = [d for d in counts if size % d == 0]
     even = [d for d in exact if not last or size // d % aligned == 0] or ([] if along else exact)
     if even:
         return Parts(whole, even[0], size // even[0])

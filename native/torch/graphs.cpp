@@ -5,8 +5,8 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
-#include <unordered_map>
 
 #include "dispatch_guard.h"
 #include "program.h"
@@ -30,11 +30,11 @@ struct Shared {
   int64_t nbytes = 0;  // of the memory that all recordings share
   std::vector<Recording*> recordings;
 
-  static std::unordered_map<int, Shared>& all() {
-    static auto* all = new std::unordered_map<int, Shared>;  // outlives every recording
+  static auto& all() {
+    static auto* all = new std::array<Shared, 128>;  // every index of a device; outlives recordings
     return *all;
   }
-  static Shared& of(c10::DeviceIndex device) { return all()[device]; }
+  static Shared& of(c10::DeviceIndex device) { return all()[static_cast<size_t>(device)]; }
 
   // A call uses memory of the one before it, wherever that was put.
   void follow(cuda::Stream stream) {
@@ -155,7 +155,7 @@ void make_room(const Shared& shared, const Recording& made, int64_t limit) {
 }  // namespace
 
 Recording::~Recording() {
-  for (auto& [device, shared] : Shared::all()) std::erase(shared.recordings, this);
+  for (Shared& shared : Shared::all()) std::erase(shared.recordings, this);
   if (host) release(host);
 }
 
@@ -408,16 +408,17 @@ void Program::update_recording(Frame& f, const PartitionInfo& p, Recording& r) c
     for (const Recording::Import::Use& u : import.uses) {
       RecordedLaunch& launch = r.launches[static_cast<size_t>(u.launch)];
       launch.words[static_cast<size_t>(u.word)] = reinterpret_cast<uint64_t>(now + u.delta);
-      launch.changed = true;
+      if (!std::exchange(launch.changed, true)) r.changed.push_back(u.launch);
     }
     import.pointer = now;
   }
-  for (RecordedLaunch& launch : r.launches) {
-    if (!launch.changed) continue;
+  for (int32_t k : r.changed) {
+    RecordedLaunch& launch = r.launches[static_cast<size_t>(k)];
     launch.kernel->set_node(r.exec, launch.node, launch.grid, launch.addresses.data());
     launch.changed = false;
     ++graphs_->counts.patched;
   }
+  r.changed.clear();
   void* context = nullptr;
   const cuda::Driver& driver = cuda::Driver::machine();
   if (!r.copies.empty()) driver.check(driver.current_context(&context), "cuCtxGetCurrent");

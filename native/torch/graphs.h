@@ -102,6 +102,7 @@ struct Recording {
   uint64_t used = 0;     // when it was launched last
   cuda::GraphExec exec = nullptr;
   std::vector<RecordedLaunch> launches;
+  std::vector<int32_t> changed;  // of these, by number
   std::vector<Import> imports;
   std::vector<Export> exports;  // as in PartitionInfo
   std::vector<Copy> copies;

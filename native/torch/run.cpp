@@ -306,7 +306,8 @@ void Program::drop(Frame& f, SlotId s) const {
 }
 
 void Program::reset(Frame& f) const noexcept {
-  for (SlotId s : owned_) drop(f, s);
+  for (SlotId s : owned_)
+    if (f.tensors[static_cast<size_t>(s)].defined()) drop(f, s);
   if (f.owns_inputs)
     for (const Input& i : plan_.inputs)
       if (i.kind == Input::Kind::tensor) f.tensors[static_cast<size_t>(i.id)].reset();

@@ -10,15 +10,15 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "plan.h"
 
 namespace plait {
 
-namespace {
-
-// A file that only this process sees, in memory or, where that is not allowed, in the folder for temporary files.
-class ImageFile {
+// A file that only this process sees, in memory or, where that is not allowed, in the folder for temporary files. The
+// loader knows libraries by their paths: a file in memory stays open, so that no other gets its path.
+class Library::ImageFile {
  public:
   explicit ImageFile(std::span<const std::byte> image) {
     if (write(memfd_create("plait", MFD_CLOEXEC), image)) {
@@ -32,13 +32,21 @@ class ImageFile {
     on_disk_ = file_ >= 0;
     if (written) return;
     const std::string why = std::strerror(errno);
-    remove();
+    hide();
+    if (file_ >= 0) close(file_);
     throw LoadError("cannot write kernels to " + path_ + ": " + why);
   }
-  ~ImageFile() { remove(); }
+  ~ImageFile() {
+    hide();
+    close(file_);
+  }
   ImageFile(const ImageFile&) = delete;
   ImageFile& operator=(const ImageFile&) = delete;
   const std::string& path() const { return path_; }
+  // It was loaded: nobody needs its path any more.
+  void hide() {
+    if (std::exchange(on_disk_, false)) unlink(path_.c_str());
+  }
 
  private:
   bool write(int file, std::span<const std::byte> image) {
@@ -50,17 +58,11 @@ class ImageFile {
     }
     return file >= 0;
   }
-  void remove() {
-    if (file_ >= 0) close(file_);
-    if (on_disk_) unlink(path_.c_str());
-  }
 
   std::string path_;
   int file_ = -1;
   bool on_disk_ = false;
 };
-
-}  // namespace
 
 Library::Library(const std::string& path, std::vector<void*> math_table)
     : path_(path), math_table_(std::move(math_table)) {
@@ -68,8 +70,11 @@ Library::Library(const std::string& path, std::vector<void*> math_table)
 }
 
 Library::Library(std::span<const std::byte> image, std::vector<void*> math_table)
-    : path_("the package's kernels"), math_table_(std::move(math_table)) {
-  open(ImageFile(image).path());
+    : path_("the package's kernels"),
+      image_(std::make_unique<ImageFile>(image)),
+      math_table_(std::move(math_table)) {
+  open(image_->path());
+  image_->hide();
 }
 
 void Library::open(const std::string& file) {

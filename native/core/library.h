@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,9 +29,11 @@ class Library {
   const std::string& path() const { return path_; }
 
  private:
+  class ImageFile;
   void open(const std::string& file);
 
   std::string path_;
+  std::unique_ptr<ImageFile> image_;
   void* handle_ = nullptr;
   std::vector<void*> math_table_;  // the library keeps a pointer to it
 };

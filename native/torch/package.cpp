@@ -37,12 +37,12 @@ void retarget(Plan& plan, const std::string& device) {
   }
 }
 
-// The GPU that is asked for, or the first; none if torch cannot use any.
+// The GPU that is asked for, or the current one; none if torch cannot use any.
 std::optional<c10::Device> find_gpu(const std::string& wanted) {
   dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);  // C++ programs need not have linked it
   if (!at::hasCUDA()) return {};
   at::globalContext().lazyInitDevice(c10::kCUDA);
-  const c10::Device device(wanted.empty() ? "cuda:0" : wanted);
+  const c10::Device device(wanted.empty() ? "cuda" : wanted);
   return device.has_index() ? device : c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice();
 }
 

@@ -9,7 +9,7 @@
 namespace plait {
 
 struct OpenPackage {
-  // device: "" for the one that the program was made for. machine: "" for the best variant. Throws PackageError.
+  // device: "" for the CPU, or the current GPU. machine: "" for the best variant. Throws PackageError.
   OpenPackage(const std::string& path, const std::string& device, bool verify_weights, const std::string& machine);
 
   // Runs body, which makes the program; says of which file what is missing. Throws PackageError.
@@ -18,7 +18,7 @@ struct OpenPackage {
     try {
       return body();
     } catch (const PlanError& e) {
-      file.fail("damaged section '" + variant->plan + "': " + e.what());
+      file.fail("section '" + variant->plan + "': " + e.what());
     } catch (const LoadError& e) {
       file.fail(e.what());
     } catch (const cuda::DriverError& e) {

@@ -145,7 +145,9 @@ class _Weights:
             what = f"{name!r}, a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
             raise Unsupported(f"a package cannot hold {what}", hint="a plain tensor")
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        last = (
+            tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        )
         first = tensor.storage_offset() * tensor.element_size() // _WEIGHT_ALIGN * _WEIGHT_ALIGN
         last = last * tensor.element_size() if tensor.numel() else first
         key = (tensor.device, tensor.untyped_storage().data_ptr() if tensor.numel() else 0)

@@ -26,7 +26,7 @@ namespace plait {
 class PLAIT_API Package {
  public:
   struct Options {
-    std::string device;          // such as "cuda:1", for a package with GPU kernels; "": the one that it was made for
+    std::string device;          // such as "cuda:1", for a package with GPU kernels; "": the current one
     std::string machine;         // one of its variants, such as "avx2"; "": the best that this machine can run
     bool verify_weights = true;  // false: their checksum is not checked, so that they are read only when they are used
   };
@@ -48,7 +48,8 @@ class PLAIT_API Package {
 
   // Runs the program on its inputs, in the order of inputs(). A result that is no tensor comes as one without
   // dimensions, None as an undefined one. No gradients are taken. Throws InputError for inputs that do not fit, and
-  // what torch throws (c10::Error) where an operator or a check of a kernel fails.
+  // what torch throws (c10::Error) where an operator or a check of a kernel fails. On a GPU the work is put on torch's
+  // current stream.
   std::vector<at::Tensor> run(at::ArrayRef<at::Tensor> inputs) const;
 
   const std::vector<Input>& inputs() const;

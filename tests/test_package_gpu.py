@@ -49,7 +49,7 @@ def sizes_vary_and_weights_fold(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         shapes = ({0: Dim("n", min=2)},)
         c = contents(monkeypatch, Scaled(), "unused", (X,), shapes, device="cuda", machines=["sm_90"], fold=True)
-    assert c.folded == ("w",) and len(c.constants) == 1 and not c.weights
+    assert c.folded == ("w",) and c.constant_devices == ("cuda:0",) and not c.weights
     (name, low, high), width = c.inputs[-1][3]
     assert isinstance(name, str) and (low, high, width) == (0, None, 16)
 

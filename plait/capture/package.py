@@ -151,6 +151,7 @@ def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Seque
         single=signature.single,
         weights={weight: x.detach() for weight, x in traced.state.items()},
         constants=[c.detach() for c in made[0].constants],
+        constant_devices=made[0].constant_devices,
         checks=checks,
         folded=tuple(folded),
         variants=tuple(

@@ -1,5 +1,5 @@
 """The FX target: graphs that are called, interpreted, cleaned, copied and pickled do what the reference does; models
-and random graphs against eager; what the graph of a GPU program is made of; compilers out of tree."""
+against eager; what the graph of a GPU program is made of; compilers out of tree."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from plait.wrapper.instructions import (
     TensorInput,
     WrapperProgram,
 )
-from plait.wrapper.program import CompileRecord, Parts, observers
+from plait.wrapper.program import CompileRecord, Parts
 from plait.wrapper.table import example
 from plait.wrapper.text import read
 from tests import test_frontend_cases, test_lower_b_extern, test_memory, test_models
 from tests.against_eager import same
-from tests.fuzz_graphs import check, generate
 from tests.models import MODELS
+from tests.one_target import only
 from tests.test_cuda_programs import compile_only, fakes, pipeline, record  # noqa: F401  (a fixture)
 from tests.test_interpreted import needs_triton, passes
 from tests.test_wrapper_targets import CASES, MEANINGS, Case, compare, interpret, library, seeded  # noqa: F401
@@ -63,20 +63,10 @@ def sample(*names: str, of: Iterable[str] = MODELS) -> list[Any]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CompileRecord]]:
+def made() -> Iterator[list[CompileRecord]]:
     """Every graph is compiled to FX, and plait's executor is not there. Gives the record of each."""
-
-    def unavailable(*args: object) -> None:
-        raise AssertionError("the native executor runs")
-
-    monkeypatch.setenv("PLAIT_WRAPPER", "fx")
-    monkeypatch.setattr("plait.wrapper.targets.load", unavailable)
-    monkeypatch.setattr("plait.runtime.load.Program", unavailable)
-    records: list[CompileRecord] = []
-    token = observers.set((records.append,))
-    yield records
-    observers.reset(token)
-    assert records and {r.target for r in records} == {"fx"}
+    with only("fx") as records:
+        yield records
 
 
 # ---------------------------------------------------------------------------------------------- graphs by themselves
@@ -242,20 +232,16 @@ def test_inference(name: str, made: list[CompileRecord]) -> None:
     test_models.test_inference(name)
 
 
+@pytest.mark.parametrize("dynamic", [None, SLOW(True)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", sample("bert", "unet"))
-def test_training_step(name: str, made: list[CompileRecord]) -> None:
-    test_models.test_training_step(name)
+def test_training_step(name: str, dynamic: bool | None, made: list[CompileRecord]) -> None:
+    test_models.trains_as_eager(name, *test_models.build(name), dynamic=dynamic)
     assert {r.kind for r in made} == {"forward", "backward"}
 
 
 @pytest.mark.parametrize("name", sample("vit"))
 def test_dynamic_batch(name: str, made: list[CompileRecord]) -> None:
     test_models.test_dynamic_batch(name)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_graphs(seed: int, made: list[CompileRecord]) -> None:
-    check(generate(seed), dynamic=seed % 3 == 2, backward=seed % 2 == 1)
 
 
 CALLERS = {**test_frontend_cases.BOTH, **test_frontend_cases.NO_GRAD}
@@ -268,12 +254,6 @@ USUAL = (
 @pytest.mark.parametrize("name", sample(*USUAL, of=CALLERS))
 def test_callers_see_what_eager_shows(name: str, made: list[CompileRecord]) -> None:
     same(*CALLERS[name])
-
-
-@pytest.mark.parametrize("name", ["cond", "scan", "while"])
-def test_subgraphs(name: str, made: list[CompileRecord]) -> None:
-    fn = getattr(test_lower_b_extern, f"_{name}")
-    same(fn, lambda: [torch.linspace(-1, 2, 12).view(3, 4)], dynamic=True)
 
 
 def test_control_flow_is_in_the_graph() -> None:
@@ -295,22 +275,6 @@ def test_control_flow_is_in_the_graph() -> None:
         bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
         assert node.target.__name__.startswith(name) and len(bodies) == 2
         assert all(isinstance(graphs[-1].get_submodule(n.target), GraphModule) for n in bodies)
-
-
-@torch.library.custom_op("plait_fx::scale_", mutates_args=("x",))
-def scale_(x: Tensor, by: float) -> Tensor:
-    assert not torch.is_grad_enabled()
-    x.mul_(by)
-    return x.sum(0)
-
-
-@scale_.register_fake
-def _(x: Tensor, by: float) -> Tensor:
-    return x.new_empty(x.shape[1:])
-
-
-def test_custom_operators(made: list[CompileRecord]) -> None:
-    same(lambda x: (scale_(x, 2.0) + 1, x.sin()), lambda: [torch.ones(3, 4)])
 
 
 def test_without_dynamo(made: list[CompileRecord]) -> None:

@@ -1,4 +1,4 @@
-"""The Python target end to end: programs at their borders against eager, and whole models with the bits of native."""
+"""The Python target end to end: programs at their borders against eager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from plait.wrapper.python import make_python
 from plait.wrapper.targets import TARGETS
 from plait.wrapper.text import read
 from tests.against_eager import same
-from tests.models import MODELS
 from tests.test_frontend_cases import BOTH, NO_GRAD
 
 
@@ -34,25 +33,6 @@ def test_inference(name: str) -> None:
 def test_dynamic_training(name: str) -> None:
     fn, make = BOTH[name]
     same(fn, make, grad=True, other=compiled(fn, "python", dynamic=True))
-
-
-FAST = ("bert", "unet")
-
-
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
-def test_models_have_the_bits_of_native(name: str) -> None:
-    make, inputs = MODELS[name]
-    seen = []
-    for wrapper in ("native", "python"):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model, x = make().train(), inputs(2)
-        out = compiled(model, wrapper)(x)
-        out.square().mean().backward()
-        seen.append([out.detach(), *(p.grad for p in model.parameters()), *model.buffers()])
-    for a, b in zip(*seen, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
 
 
 def test_one_program_serves_many_sizes() -> None:

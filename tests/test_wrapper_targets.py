@@ -173,6 +173,9 @@ def with_value(x: torch.Tensor, *, alpha: float) -> tuple[torch.Tensor, torch.Te
 LABEL = 'k_double (model.py:3 "é\\n")'
 
 
+KINDS = tuple(Literal(*k) for k in (("none",), ("bool", "True"), ("float", "inf"), ("float", (0.1).hex())))
+
+
 def looks(node: str, label: str, t: torch.Tensor) -> None:
     assert (node, label) == ("dou-ble", LABEL)
     assert t.tolist() == [-5, -3, -1, 1, 3, 5]
@@ -586,6 +589,25 @@ CASES: dict[str, Case] = {
         (tensor(), OpaqueInput("o"), SymbolInput("s0")),
         (Return((Ref("x"), Ref("x"), Literal("none"), s0 + 1, 7, Ref("o"))),),
         lambda: [*x6(), None, 4],
+    ),
+    "arguments that are no tensors": Case(
+        (*X, *map(OpaqueInput, "abcdefg"), SymbolInput("s0"), SymbolInput("u0")),
+        (
+            CallExtern("aten::add.Scalar", (Ref("x"), Ref("a"), Ref("b")), (), ("p",)),
+            CallExtern("aten::clamp", (Ref("p"), Ref("c"), Ref("a")), (), ("q",)),
+            CallExtern("aten::sum.dim_IntList", (Ref("q"), ListOf((0,)), Ref("d")), (), ("r",)),
+            CallExtern("aten::bernoulli.p", (Ref("x"), Literal("float", (0.5).hex()), Ref("e")), (), ("s",)),
+            CallExtern("aten::gelu", (Ref("q"),), (("approximate", Ref("f")),), ("t",)),
+            CallPython(0, "f", (Ref("g"), Ref("t"), s0), (("more", Ref("a")),), ("v",)),
+            Return((*map(Ref, "pqrstvabcdfg"), s0 * u0, u0, *KINDS)),
+        ),
+        lambda: [*x6(), 2.5, 2, None, True, torch.Generator().manual_seed(3), "tanh", {"k": 0.5}, 7, -(2**62) // 7],
+        callables=[lambda g, t, n, more: t * g["k"] + n * more],
+    ),
+    "several results that are no tensors": Case(
+        (OpaqueInput("a"), OpaqueInput("b"), tensor("x", i64, (), ())),
+        (Return((Ref("a"), Ref("a"), Ref("b"), Literal("none"), Ref("x"))),),
+        lambda: [1 << 80, [float("inf")], torch.tensor(3)],
     ),
     "nothing": Case((), (Return(()),), list),
 }

@@ -458,4 +458,11 @@ struct InputTypeError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// An AssertScalar that failed. what() ends at the first zero byte, text does not.
+struct AssertError : std::runtime_error {
+  explicit AssertError(std::string message)
+      : std::runtime_error(message), text(std::move(message)) {}
+  std::string text;
+};
+
 }  // namespace plait

@@ -683,7 +683,7 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::drop_input: return drop_input(f, s.a);
     case StepKind::assert_scalar:
       if (value(f, instr<AssertScalar>(s.a).expr) == 0)
-        throw std::runtime_error(instr<AssertScalar>(s.a).message);
+        throw AssertError(instr<AssertScalar>(s.a).message);
       return;
     case StepKind::assert_size_stride: return check_size_stride(f, instr<AssertSizeStride>(s.a));
     case StepKind::assert_alignment: {

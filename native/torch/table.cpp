@@ -174,8 +174,10 @@ struct Table {
     return guarded(c,
                    [&](const Program& p, Frame& f, auto&) { p.check_finite(f, s, origin, infinities); });
   }
-  static int fail(plait_call* c, const char* message) {
-    return guarded(c, [&](const Program&, Frame&, auto&) { throw std::runtime_error(message); });
+  static int fail(plait_call* c, const char* message, int64_t n_bytes) {
+    return guarded(c, [&](const Program&, Frame&, auto&) {
+      throw AssertError({message, static_cast<size_t>(n_bytes)});
+    });
   }
   static int overflow(plait_call* c) {
     return guarded(c, [&](const Program&, Frame&, auto&) { fail_size(); });

@@ -421,7 +421,7 @@ class _Source:
                       f"{{{buffers}}}, {{{sizes}}}}}));")  # fmt: skip
             return
         flags = " | ".join(f for f, on in (("kWhole", not i.parallel), ("kNoBarrier", not i.barrier)) if on)
-        arguments = f"{{{buffers}}}, {{{sizes}}}, {self.size(i.work_ns)}, {flags or 0}"
+        arguments = f"{{{{{buffers}}}, {{{sizes}}}}}, {self.size(i.work_ns)}, {flags or 0}"
         self.region.lines += [*self.notes, f"Launch<{len(i.args)}, {len(i.sizes)}>{{{kernel}, {arguments}}},"]
         self.notes = []
 

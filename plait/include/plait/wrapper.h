@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define PLAIT_TABLE_VERSION 1
+#define PLAIT_TABLE_VERSION 2
 
 extern "C" {
 
@@ -53,7 +53,7 @@ struct plait_table {
   int (*layout)(plait_call*, int32_t tensor, int dtype, int rank, const int64_t* sizes, const int64_t* strides);
   int (*aligned)(plait_call*, int32_t tensor, const char* first, int64_t nbytes);
   int (*finite)(plait_call*, int32_t tensor, const char* origin, bool infinities);
-  int (*fail)(plait_call*, const char* message);
+  int (*fail)(plait_call*, const char* message, int64_t n_bytes);
   int (*overflow)(plait_call*);  // fails for a size that does not fit
   int (*give)(plait_call*, const plait_operand* results, int n);
 };
@@ -194,8 +194,9 @@ struct Operand : plait_operand {
 };
 
 inline int64_t symbol(Call call, int32_t index) { return call->table->symbol(call, index); }
-inline int require(Call call, int64_t holds, const char* message) {
-  return holds ? 0 : call->table->fail(call, message);
+template <int N>
+int require(Call call, int64_t holds, const char (&message)[N]) {
+  return holds ? 0 : call->table->fail(call, message, N - 1);
 }
 
 // ---- operators and Python objects
@@ -218,19 +219,25 @@ int give(Call call, const Operand (&results)[N]) {
 // ---- kernels
 enum { kWhole = 1, kNoBarrier = 2 };  // not to be split; may overlap those before it in its region
 
+// What a kernel reads: nothing else of a launch is in memory.
+template <int N, int M>
+struct Arguments {
+  void* buffers[N ? N : 1];
+  int64_t sizes[M ? M : 1];
+};
+
 // A kernel with its arguments. work_ns: its estimated time on one core.
 template <int N, int M>
 struct Launch {
   int32_t kernel;
-  void* buffers[N ? N : 1];
-  int64_t sizes[M ? M : 1];
+  const Arguments<N, M>& given;
   int64_t work_ns;
   int flags;
 
   bool split() const { return !(flags & kWhole) && work_ns >= kSplitTaskNs; }
   int64_t split_ns() const { return split() ? work_ns : 0; }
   plait_task task(Call call) const {
-    return {call->kernels[kernel], buffers, sizes, split(), !(flags & kNoBarrier), kernel};
+    return {call->kernels[kernel], given.buffers, given.sizes, split(), !(flags & kNoBarrier), kernel};
   }
 };
 
@@ -241,12 +248,7 @@ __attribute__((always_inline)) inline int run(Call call, const L&... launches) {
   return call->table->run(call, tasks, sizeof...(L), (launches.split_ns() + ...));
 }
 
-// On a GPU: what a grid of programs works on.
-template <int N, int M>
-struct Arguments {
-  void* buffers[N ? N : 1];
-  int64_t sizes[M ? M : 1];
-};
+// On a GPU: a grid of programs.
 template <int N, int M>
 int launch(Call call, int32_t kernel, int64_t grid, const Arguments<N, M>& a) {
   return call->table->launch(call, kernel, a.buffers, a.sizes, grid);

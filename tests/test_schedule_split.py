@@ -204,7 +204,7 @@ def test_nothing_is_walked_on_a_cpu() -> None:
 
 
 def test_on_a_gpu_sums_of_one_tensor_are_cut_alike() -> None:
-    """The backward of batch norm in half precision: a mean a channel, in float32, is no reason to cut one of its two sums."""
+    """The backward of batch norm in half precision: a float32 mean a channel is no reason to cut one of its sums."""
     b = Builder()
     dy, x, mean = b.input(1568, 512, dtype=bf16), b.input(1568, 512, dtype=bf16), b.input(512)
     s = b.reduce((512,), (1568,), "sum", lambda o, c, r: o.cast(o.load(dy, r, c), f32))

@@ -171,7 +171,10 @@ def walkers(k: Kernel) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("chain", [False, True])
-@pytest.mark.parametrize("rows, found", [((4096,), (512, 8)), ((8, 1024), (512, 16)), ((12608,), (394, 32))])
+@pytest.mark.parametrize(
+    "rows, found",
+    [((4096,), (512, 8)), ((8, 1024), (512, 16)), ((12608,), (394, 32)), ((64, 197), (394, 32)), ((6, 512), (256, 12))],
+)
 def test_on_a_gpu_columns_are_summed_as_rows_are_walked(rows: tuple[int, ...], found: object, chain: bool) -> None:
     first, *rest = kernels(schedule(norm_backward(rows, 768, chain), CFG))
     assert walkers(first) == found and len(rest) == 1 and len(rest[0].outs) == 2

@@ -139,7 +139,8 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     if known and length <= longest and not (column and narrow and _is_wasteful(length, _power(length))):
         r = _power(length)
         x = _block_rows(rows, r, width if column else 1)
-        warps = _row_warps(x * r, rows // x, narrow, column)
+        each = (32 if narrow else 16) * (1 if any(isinstance(s, Store) and s.full for s in space.stmts) else 2)
+        warps = _row_warps(x * r, rows // x, narrow, each if column else 0)
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
         x = min(_power(rows), _column_width(rows, TILE, held))
@@ -195,13 +196,14 @@ def _reads_again(space: Space) -> bool:
     return False
 
 
-def _row_warps(points: int, programs: int, narrow: bool, column: bool) -> int:
+def _row_warps(points: int, programs: int, narrow: bool, of_columns: int) -> int:
     """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight; fewer where the block is
-    small or the device hardly filled. Of columns it has eight: threads give each other a result a column."""
+    small or the device hardly filled. of_columns: points of a thread where columns are reduced (else 0): more, since
+    threads give each other a result a column, but where it has other results at every point."""
     if programs < BUSY:
-        return _warps(points, 16 if column else 4)
-    if column:
-        return _warps(points, 64 if narrow else 32)
+        return _warps(points, 16 if of_columns else 4)
+    if of_columns:
+        return _warps(points, of_columns)
     return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))
 
 

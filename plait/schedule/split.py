@@ -43,6 +43,7 @@ from plait.ir.sizes import (
     mul,
     numel,
 )
+from plait.schedule.align import divided
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
 from plait.schedule.device import DeviceKind, kind_of
@@ -66,7 +67,7 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     """The program with long reductions in two stages."""
     buffers = dict(program.buffers)
     ops: list[Op] = []
-    rows = _of_rows(program, bodies) if any(kind_of(b).walkers for b in buffers.values()) else frozenset()
+    rows = _of_rows(program, bodies) if any(kind_of(b).walkers for b in buffers.values()) else set()
     for op in program.ops:
         found = _chunks(op, program.buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
         if found is None:
@@ -76,25 +77,27 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
-def _of_rows(program: LoopProgram, bodies: Bodies) -> frozenset[str]:
-    """What reductions along memory read, and what is computed from their results at every point."""
-    names: set[str] = set()
-    results: set[str] = set()
+def _of_rows(program: LoopProgram, bodies: Bodies) -> set[tuple[str, int]]:
+    """What reductions along memory read, and what is computed from their results at every point, each with the length
+    of their rows."""
+    rows: set[tuple[str, int]] = set()
+    results: dict[str, int] = {}
     for op in program.ops:
         if not isinstance(op, (Reduction, Pointwise)):
             continue
         loads = bodies.of(roots(op)).loads
         read = {load_of(n).buf for n in loads}
         if isinstance(op, Pointwise):
-            names.update(() if results.isdisjoint(read) else (op.out,))
+            rows.update((op.out, results[b]) for b in read if b in results)
         elif _along_memory(op, program.buffers, loads):
-            names |= read
-            results.update(loop_outs(op))
-    return frozenset(names)
+            length = hint_numel(map(extent, op.rvars), program.hints)
+            rows.update((b, length) for b in read)
+            results.update(dict.fromkeys(loop_outs(op), length))
+    return rows
 
 
 def _chunks(
-    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints, rows: Set[str]
+    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints, rows: Set[tuple[str, int]]
 ) -> tuple[Reduction, Parts] | None:
     """A reduction, perhaps over fewer axes, and how it is cut, or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
@@ -106,9 +109,10 @@ def _chunks(
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
     large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
-    if not along and any(b.name in rows for b in large):
+    if not along and any((b.name, outer) in rows for b in large):
         flat = _flattened(op, buffers, found)  # as others may sum what is the same rows to them
-        if parts := _walked(flat, nbytes * points, outer, kind):
+        ends = [numel(map(extent, op.rvars[k:])) for k in range(1, len(op.rvars))] if flat is not op else []
+        if parts := _walked(flat, nbytes * points, outer, ends, kind):
             return flat, parts
     units = outer if along else outer // kind.neighbours
     if points * nbytes < kind.split_nbytes or units >= kind.min_units:
@@ -128,9 +132,9 @@ def _chunks(
     return None if parts is None else (op, parts)
 
 
-def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind) -> Parts | None:
+def _walked(op: Reduction, nbytes: int, row: int, ends: list[Size], kind: DeviceKind) -> Parts | None:
     """Equal parts of the rows for programs that walk them side by side, or None where sums of columns are better made
-    apart. row: points of one."""
+    apart. row: points of one. ends: what others may cut the rows by."""
     sizes = [n for v in op.rvars if isinstance(n := extent(v), int)]
     if op.kind != "sum" or nbytes < kind.walk_nbytes or len(sizes) < len(op.rvars):
         return None
@@ -139,6 +143,7 @@ def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind) -> Parts | N
         want, whole = -(-want // sizes[whole]), whole + 1
     size = sizes[whole]
     near = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
+    near = [d for d in near if all(divided(n, d) is not None or divided(d, n) is not None for n in ends)]
     if not near:
         return None
     chunks = min(near, key=lambda d: abs(d - want))

@@ -23,6 +23,7 @@ class Allocator:
         self.holders: dict[Id, int] = {}
         self.active: list[Id] = []
         self.fails: set[str] = set()
+        self.backend = "native"
 
     def begin(self, _device: int, pool: Id) -> None:
         assert pool not in self.active and self.holders.get(pool) != 0
@@ -76,6 +77,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         "graph_pool_handle": lambda: (0, next(made.ids)), "CUDAGraph": Graph, "current_stream": lambda device: None,
         "memory_reserved": lambda device: 0, "memory_allocated": lambda device: 0, "set_stream": lambda stream: None,
         "memory_snapshot": lambda pool: [{"total_size": pool[1]}] * 2, "default_generators": [generator],
+        "get_allocator_backend": lambda: made.backend,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=1000),
     }  # fmt: skip
     for name, value in cuda.items():
@@ -137,3 +139,10 @@ def test_a_recording_that_fails_holds_no_pool(allocator: Allocator, where: str) 
     assert not allocator.active and gc.isenabled()
     assert {pool: n for pool, n in allocator.holders.items() if n} == {other._shared.id: 2, other._kept.id: 1}
     graphs.Capture(0).end()
+
+
+def test_other_allocators_have_no_pools(allocator: Allocator) -> None:
+    allocator.backend = "cudaMallocAsync"
+    with pytest.raises(RuntimeError, match="own allocator, and this one is cudaMallocAsync"):
+        graphs.Capture(0)
+    assert not allocator.holders

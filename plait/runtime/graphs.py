@@ -69,6 +69,9 @@ class Capture:
     allocates serves other recordings as well, but for what is allocated after `keep(True)` and before `keep(False)`."""
 
     def __init__(self, device: int) -> None:
+        backend: Any = torch.cuda.get_allocator_backend
+        if backend() != "native":
+            raise RuntimeError(f"recordings need the pools of PyTorch's own allocator, and this one is {backend()}")
         self._device, self._kept = device, _Pool(device)
         self._shared = _shared_pool(device)
         # A workspace that cuBLAS keeps must not lie in the pool of a recording that may go.

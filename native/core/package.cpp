@@ -250,6 +250,7 @@ class ManifestParser {
   Manifest m_;
 };
 
+// Whether this CPU has the instructions of this name.
 bool cpu_runs(const std::string& isa) {
   const bool common = __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (isa == "portable") return true;
@@ -258,13 +259,26 @@ bool cpu_runs(const std::string& isa) {
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
 
-// gpu: sm_90 runs on that very architecture (from sm_90 on kernels use what is special to one), sm_80 on later ones of
-// its generation too; ptx_90 on it and all later ones.
+// sm_90 runs on that very architecture (from sm_90 on kernels use what is special to one), sm_80 on later ones of its
+// generation too; ptx_80 on it and all later ones.
 bool gpu_runs(const std::string& gpu, int capability) {
   const int made_for = std::atoi(gpu.c_str() + gpu.find('_') + 1);
   if (gpu.starts_with("ptx_")) return capability >= made_for;
-  return gpu.starts_with("sm_") && (capability == made_for || (made_for < 90 && capability > made_for &&
-                                                               capability / 10 == made_for / 10));
+  return capability == made_for ||
+         (made_for < 90 && capability > made_for && capability / 10 == made_for / 10);
+}
+
+bool is_gpu(const std::string& name) { return name.starts_with("sm_") || name.starts_with("ptx_"); }
+
+// The parts of a machine's name: "avx2+sm_90".
+std::vector<std::string> parts_of(const std::string& machine) {
+  std::vector<std::string> parts(1);
+  for (char c : machine)
+    if (c == '+')
+      parts.emplace_back();
+    else
+      parts.back() += c;
+  return parts;
 }
 
 }  // namespace
@@ -442,20 +456,27 @@ std::shared_ptr<Mapping> PackageFile::map_weights() const {
   return std::make_shared<Mapping>(file_, 0, 0);
 }
 
+bool Manifest::wants_gpu() const {
+  for (const Variant& v : variants)
+    for (const std::string& part : parts_of(v.machine))
+      if (is_gpu(part)) return true;
+  return false;
+}
+
 const Manifest::Variant& choose_variant(const PackageFile& file, const std::string& wanted, int capability) {
   std::string have, lacking;
   for (const Manifest::Variant& v : file.manifest().variants) {
     have += (have.empty() ? "" : ", ") + v.machine;
     if (!wanted.empty() && v.machine != wanted) continue;
-    const size_t plus = std::min(v.machine.find('+'), v.machine.size());
-    const std::string cpu = v.machine.substr(0, plus), gpu = v.machine.substr(std::min(plus + 1, v.machine.size()));
-    if (!cpu_runs(cpu))
-      lacking = "this CPU lacks " + cpu;
-    else if (!gpu.empty() && !gpu_runs(gpu, capability))
-      lacking = capability == 0 ? "there is no GPU here that torch can use"
+    std::string lacks;
+    for (const std::string& part : parts_of(v.machine)) {
+      if (is_gpu(part) ? gpu_runs(part, capability) : cpu_runs(part)) continue;
+      lacks = !is_gpu(part)      ? "this CPU lacks " + part
+              : capability == 0 ? "there is no GPU here that torch can use"
                                 : "no kernels for this GPU (sm_" + std::to_string(capability) + ")";
-    else
-      return v;
+    }
+    if (lacks.empty()) return v;
+    lacking = lacks;
   }
   if (lacking.empty()) lacking = "it has nothing for the machine '" + wanted + "'";
   file.fail(lacking + "; the package is for " + have);

@@ -29,7 +29,8 @@ uint64_t checksum(std::span<const std::byte> bytes);
 
 struct Manifest {
   using Texts = std::vector<std::string>;
-  // Bytes of the section `weights` that tensors lie in, and where they are to live.
+  // Bytes of the section `weights` that tensors lie in, and where they are to live, unless they are an input of the
+  // program, which says itself where.
   struct Storage {
     int64_t offset, nbytes;
     std::string device;
@@ -54,6 +55,7 @@ struct Manifest {
   Signature signature;  // a bound input's arg is the number of its weight
   Texts outputs;
   std::vector<Variant> variants;  // best first
+  bool wants_gpu() const;         // some variant has kernels for one
 };
 
 // Memory that stands for a part of a file. Written pages are this process's own.

@@ -64,16 +64,18 @@ void require_versions(const PackageFile& file) {
   }
 }
 
-std::vector<at::Storage> storages_of(const PackageFile& file, const std::string& device) {
+// places: the device of each.
+std::vector<at::Storage> storages_of(const PackageFile& file, const std::vector<std::string>& places) {
   const std::shared_ptr<Mapping> mapping = file.map_weights();
   std::vector<at::Storage> out;
   for (const Manifest::Storage& s : file.manifest().storages) {
+    const std::string& device = places[out.size()];
     auto* keep = new std::shared_ptr<Mapping>(mapping);
     at::DataPtr data(s.nbytes > 0 ? mapping->data() + s.offset : nullptr, keep,
                      [](void* kept) { delete static_cast<std::shared_ptr<Mapping>*>(kept); }, c10::kCPU);
     at::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, s.nbytes,
                                                               std::move(data), nullptr, false));
-    if (s.device != "cpu") {
+    if (device != "cpu") {
       at::Tensor bytes = at::empty({0}, at::kByte).set_(storage, 0, {s.nbytes});
       storage = bytes.to(c10::Device(device)).storage();
     }
@@ -100,8 +102,7 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     : file(path, verify_weights), signature(file.manifest().signature) {
   const Manifest& m = file.manifest();
   require_versions(file);
-  bool wants_gpu = false;
-  for (const Manifest::Variant& v : m.variants) wants_gpu = wants_gpu || v.machine.find('+') != std::string::npos;
+  const bool wants_gpu = m.wants_gpu();
   if (!wants_gpu && !device.empty() && device != "cpu")
     file.fail("it was made for the CPU and is to run on " + device);
   if (wants_gpu && !device.empty() && !device.starts_with("cuda"))
@@ -115,7 +116,12 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     retarget(plan, there);
     for (InputSpec& s : signature.inputs) retarget(s.device, there);
     const at::NoGradGuard no_grad;
-    const std::vector<at::Storage> storages = storages_of(file, there);
+    std::vector<std::string> places;
+    for (const Manifest::Storage& s : m.storages) retarget(places.emplace_back(s.device), there);
+    for (size_t i = 0; i < std::min(plan.inputs.size(), signature.inputs.size()); ++i)
+      if (const InputSpec& s = signature.inputs[i]; s.kind == InputSpec::Kind::bound)
+        places[static_cast<size_t>(m.weights[static_cast<size_t>(s.arg)].storage)] = plan.inputs[i].device;
+    const std::vector<at::Storage> storages = storages_of(file, places);
     weights = tensors_of(m.weights, storages);
     constants = tensors_of(m.constants, storages);
     if (!variant->kernels.empty())

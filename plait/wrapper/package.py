@@ -42,9 +42,9 @@ _OPERATORS = {"const": 0, "size": 1, "add": 2, "mul": 3, "floordiv": 4, "mod": 5
 class Variant:
     """One way to run the program, on one kind of machine.
 
-    machine: of the CPU "avx512", "avx2" or "portable"; with GPU kernels, "sm_90", or "ptx_90" for that and everything
-    newer, joined with '+': "avx2+sm_90". plan: of `native.encode`. kernels: a shared object. cubins: of
-    `runtime.cubin.pack`.
+    machine: of the CPU "avx512", "avx2" or "portable"; of the GPU "sm_90", or "ptx_80" for that and everything newer;
+    joined with '+' where both have kernels: "avx2+sm_90". plan: of `native.encode`. kernels: a shared object. cubins:
+    of `runtime.cubin.pack`.
     """
 
     machine: str
@@ -58,8 +58,9 @@ class Contents:
     """A program as it goes into a package.
 
     inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a size as
-    ("symbol", name). names: of the caller's tensors. outputs: of the results. weights: by name. constants: the plan's
-    table. checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
+    ("symbol", name). names: of the caller's tensors. outputs: of the results. weights: by name; they live where the
+    plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where they are.
+    checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
     caller's tensor 0), "const 4", "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le".
     folded: names of weights that others were computed from. variants: best first. python: JSON that plait.load reads.
     """
@@ -76,6 +77,7 @@ class Contents:
     python: str = "{}"
     checks: tuple[tuple[str, ...], ...] = ()
     folded: tuple[str, ...] = ()
+    constant_devices: tuple[str, ...] = ()
 
 
 def write_package(path: str | os.PathLike[str], contents: Contents) -> None:
@@ -121,6 +123,10 @@ def _write(out: BinaryIO, blobs: Mapping[str, bytes], weights: _Weights) -> None
     out.write(head + struct.pack("<Q", _native.checksum(head + table)) + table)
 
 
+_Stored = tuple[str, torch.Tensor, tuple[str, int]]
+"""Name, tensor as it is stored, and the key of its storage: device, address."""
+
+
 @dataclass
 class _Storage:
     """Bytes of a storage that tensors use. start: where it begins, first, last: the bytes among it that are kept."""
@@ -135,27 +141,27 @@ class _Storage:
 class _Weights:
     """The raw bytes of tensors; those that share memory share it in the file."""
 
-    storages: dict[tuple[torch.device, int], _Storage] = field(default_factory=dict)
+    storages: dict[tuple[str, int], _Storage] = field(default_factory=dict)
     nbytes: int = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Makes room for a tensor, or widens what it shares with another. Gives it as it is stored."""
+    def add(self, name: str, tensor: torch.Tensor, device: str = "") -> _Stored:
+        """Makes room for a tensor, or widens what it shares with another. device: where it is to live, if not where it
+        is."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         if not plain or tensor.layout != torch.strided or from_torch(tensor.dtype).name == "opaque":
             what = f"{name!r}, a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
             raise Unsupported(f"a package cannot hold {what}", hint="a plain tensor")
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        last = (
-            tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        )
-        first = tensor.storage_offset() * tensor.element_size() // _WEIGHT_ALIGN * _WEIGHT_ALIGN
-        last = last * tensor.element_size() if tensor.numel() else first
-        key = (tensor.device, tensor.untyped_storage().data_ptr() if tensor.numel() else 0)
+        itemsize, start = tensor.element_size(), int(tensor.storage_offset())
+        reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        first = start * itemsize // _WEIGHT_ALIGN * _WEIGHT_ALIGN
+        last = (start + reach) * itemsize if tensor.numel() else first
+        key = (device or device_name(tensor.device), tensor.untyped_storage().data_ptr() if tensor.numel() else 0)
         have = self.storages.setdefault(key, _Storage(tensor, first, last))
         if last > have.last:  # another storage object on the same memory may end earlier
             have.tensor, have.last = tensor, last
         have.first = min(have.first, first)
-        return name, tensor
+        return name, tensor, key
 
     def place(self) -> None:
         """Decides where the storages lie."""
@@ -163,28 +169,26 @@ class _Weights:
             s.offset = -(-self.nbytes // _WEIGHT_ALIGN) * _WEIGHT_ALIGN
             self.nbytes = s.offset + s.last - s.first
 
-    def describe(self, name: str, t: torch.Tensor) -> bytes:
+    def describe(self, name: str, t: torch.Tensor, key: tuple[str, int]) -> bytes:
         """What the manifest says of a tensor."""
-        key = (t.device, t.untyped_storage().data_ptr() if t.numel() else 0)
         offset = t.storage_offset() - self.storages[key].first // t.element_size() if t.numel() else 0
-        number = list(self.storages).index(key)
         words = (offset, t.dim(), *t.shape, *t.stride())
+        number = list(self.storages).index(key)
         return _text(name) + _words(number) + _text(from_torch(t.dtype).name) + _words(*words)
 
     def describe_storages(self) -> list[bytes]:
         """What the manifest says of all storages."""
-        return [
-            _words(s.offset, s.last - s.first) + _text(device_name(s.tensor.device)) for s in self.storages.values()
-        ]
+        return [_words(s.offset, s.last - s.first) + _text(device) for (device, _), s in self.storages.items()]
 
     def write(self, out: BinaryIO, start: int) -> None:
         """Writes all bytes, from start on."""
         for s in self.storages.values():
             if s.last == s.first:
                 continue
-            storage = s.tensor.untyped_storage().cpu()
+            raw = torch.empty(0, dtype=torch.uint8, device=s.tensor.device).set_(s.tensor.untyped_storage())
+            kept = raw[s.first : s.last].cpu()
             out.seek(start + s.offset)
-            out.write((ctypes.c_char * (s.last - s.first)).from_address(storage.data_ptr() + s.first))
+            out.write((ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr()))
 
 
 class _Sections:
@@ -195,7 +199,9 @@ class _Sections:
         self._symbols: dict[str, int] = {}
         self._weight_numbers = {name: k for k, name in enumerate(c.weights)}
         tensors = [weights.add(name, t) for name, t in c.weights.items()]
-        constants = [weights.add(f"constant {k}", t) for k, t in enumerate(c.constants)]
+        devices = c.constant_devices or ("",) * len(c.constants)
+        pairs = zip(c.constants, devices, strict=True)
+        constants = [weights.add(f"constant {k}", t, device) for k, (t, device) in enumerate(pairs)]
         weights.place()
         inputs = [self._input(spec) for spec in c.inputs]
         variants = [self._variant(v) for v in c.variants]

@@ -100,6 +100,7 @@ class Portable:
     wrapper: WrapperProgram
     kernels: Mapping[str, Built]
     constants: Sequence[torch.Tensor]
+    constant_devices: tuple[str, ...]
 
 
 def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs: Sequence[str]) -> list[Portable]:
@@ -125,8 +126,9 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
         built = log("build kernels", lambda: [b.result() for b in building])
     show.show_plan(log, wrappers[0][0])
     show.show_wrapper(log, wrappers[0][1], {kind: str(b.path) for kind, b in built[0].items()}, lowered.constants)
+    devices = tuple(lowered.program.buffers[name].device for name in lowered.program.constants)
     return [
-        Portable("+".join(machine), wrapper, kernels, lowered.constants)
+        Portable("+".join(machine), wrapper, kernels, lowered.constants, devices)
         for machine, (_, wrapper), kernels in zip(machines, wrappers, built, strict=True)
     ]
 

@@ -140,6 +140,8 @@ def test_kernels_for_machines_are_different_and_plans_are_shared(monkeypatch: py
     assert [v.machine for v in c.variants] == ["avx512", "portable"]  # the best first
     assert c.variants[0].plan is c.variants[1].plan
     assert c.variants[0].kernels is not None and c.variants[0].kernels != c.variants[1].kernels
+    c = contents(monkeypatch, made("mlp"), "unused", (X[:4],), options={"isa": "avx2"})
+    assert [v.machine for v in c.variants] == ["avx2"]
     c = contents(monkeypatch, made("product alone"), "unused", (X[:4],), options={"small_matmul_flops": 0})
     assert [v.machine for v in c.variants] == ["portable"] and c.variants[0].kernels is None
 
@@ -251,7 +253,8 @@ class Prepared(nn.Module):
         self.seen.add_(1)
         scaled = x * (self.w.exp().sum(0) + self.used[0]) + self.used[1] * self.seen.cos()
         large = (self.table[None, :, :] * torch.ones(64, 1, 1).cos()).sum(-1)
-        grown = self.table.tanh().repeat(256, 8)[: x.shape[0] * 0 + 2000].sum(1)
+        both = self.table.tanh()
+        grown = both.repeat(256, 8).cos().sum(1) * x[0, 0] + both.exp().sum() + x.sum() * both[0, 0]
         return scaled, large, grown, self.w.tanh()
 
 

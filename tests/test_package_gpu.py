@@ -44,12 +44,14 @@ def sizes_vary_and_weights_fold(folder: Path) -> None:
             self.w = nn.Parameter(torch.randn(16))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.w.exp() + torch.arange(16, device=x.device)
+            made_there = self.w.sin() * torch.arange(16, device=x.device)  # which cannot be computed here
+            return x * self.w.exp() + made_there
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         shapes = ({0: Dim("n", min=2)},)
         c = contents(monkeypatch, Scaled(), "unused", (X,), shapes, device="cuda", machines=["sm_90"], fold=True)
-    assert c.folded == ("w",) and len(c.constants) == 1 and not c.weights
+    assert c.folded == ("w",) and len(c.constants) == 2  # w itself too
+    assert set(c.constant_devices) == {"cuda:0"} and not c.weights
     (name, low, high), width = c.inputs[-1][3]
     assert isinstance(name, str) and (low, high, width) == (0, None, 16)
 

@@ -63,7 +63,8 @@ def package(
     for name, plain in (("wrapper", "native"), ("cuda_graphs", False)):
         if getattr(cfg, name) != plain:
             raise UserError(f"plait.package knows no option {name}={getattr(cfg, name)!r}", hint=f"{name}={plain!r}")
-    isas, archs = _machines(machines)
+    named = [name for name in (cfg.isa, cfg.gpu_arch) if name != "auto"]
+    isas, archs = _machines(named if machines is None else machines)
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
     with collector_paused():
         traced = trace(*source, None if device is None else _numbered(torch.device(device)))
@@ -75,27 +76,26 @@ def package(
     write_package(Path(path), _contents(captured.name, traced, made, folded))
 
 
-def _machines(asked: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Vector instructions and GPUs, the best first."""
-    isas = [m for m in asked or () if m in ISAS]
-    gpus = [m for m in asked or () if re.fullmatch(r"(sm|ptx)_\d{2,3}", m)]
-    if asked is not None and len(isas) + len(gpus) != len(asked):
-        wrong = next(m for m in asked if m not in (*isas, *gpus))
-        raise UserError(f"plait.package knows no machine {wrong!r}", hint=f"{', '.join(ISAS)}, sm_90, ptx_80")
+def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Vector instructions and GPUs, the best first: those asked for, or the usual ones."""
+    gpus = [m for m in dict.fromkeys(asked) if re.fullmatch(r"(sm|ptx)_\d{2,3}", m)]
+    wrong = [m for m in asked if m not in (*ISAS, *gpus)]
+    if wrong:
+        raise UserError(f"plait.package knows no machine {wrong[0]!r}", hint=f"{', '.join(ISAS)}, sm_90, ptx_80")
     if not gpus:
         gpus = [*GPUS, f"ptx_{min(_LAST_PORTABLE, max(map(_capability, GPUS)))}"]
     late = [m for m in gpus if m.startswith("ptx") and _capability(m) > _LAST_PORTABLE]
     if late:
         raise UserError(f"PTX for {late[0][4:]} runs on no newer GPU", hint=f"ptx_{_LAST_PORTABLE}")
     gpus.sort(key=lambda m: (m.startswith("sm"), _capability(m)), reverse=True)
-    return [m for m in ISAS if m in isas] or list(ISAS), gpus
+    return [m for m in ISAS if m in asked] or list(ISAS), gpus
 
 
 def _numbered(device: torch.device) -> torch.device:
     """The device with its number, as arguments have it."""
-    if device.type == "cpu" or device.index is not None:
+    if str(device) != "cuda":
         return device
-    return torch.device(device.type, torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 def _capability(machine: str) -> int:
@@ -151,6 +151,7 @@ def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Seque
         single=signature.single,
         weights={weight: x.detach() for weight, x in traced.state.items()},
         constants=[c.detach() for c in made[0].constants],
+        constant_devices=made[0].constant_devices,
         checks=checks,
         folded=tuple(folded),
         variants=tuple(

@@ -219,11 +219,13 @@ class _Walk:
             value = getattr(value, part)
         if not isinstance(value, torch.Tensor):
             return value
-        view = self._constant(node.target, value)
+        fake = node.meta.get("val")  # its device counts: this machine may lack it
+        device = fake.device if isinstance(fake, torch.Tensor) else value.device
+        view = self._constant(node.target, value, device)
         self.constants[node.target] = view
         return view
 
-    def _constant(self, target: str, value: torch.Tensor) -> View:
+    def _constant(self, target: str, value: torch.Tensor, device: torch.device) -> View:
         ctx = self.ctx
         name = f"const{len(ctx.constants)}"
         dense = value.layout == torch.strided
@@ -235,12 +237,12 @@ class _Walk:
             and ctx.cfg.kernels
             and dtype in LOOP_DTYPES
             and type(value) is torch.Tensor
-            and value.device.type == "cpu"
+            and device.type == "cpu"
         ):
             with torch.utils._python_dispatch._disable_current_modes():  # value is no fake tensor
                 number = value.item()  # a literal: fused like any number
             return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
-        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(value.device), fixed=True)
+        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(device), fixed=True)
         ctx.constants.append(name)
         ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
         return ctx.whole(name)

@@ -30,12 +30,16 @@ PyObject* texts(const std::vector<std::string>& list) {
 PyObject* package_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   return guarded([&]() -> PyObject* {
     static const char* keywords[] = {"path", "device", "verify_weights", "machine", nullptr};
-    const char *path = nullptr, *device = nullptr, *machine = nullptr;
+    PyObject* path = nullptr;
+    const char *device = nullptr, *machine = nullptr;
     int verify_weights = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|zpz", const_cast<char**>(keywords), &path,
-                                     &device, &verify_weights, &machine))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|zpz", const_cast<char**>(keywords),
+                                     PyUnicode_FSConverter, &path, &device, &verify_weights,
+                                     &machine))
       return nullptr;
-    OpenPackage open(path, device ? device : "", verify_weights != 0, machine ? machine : "");
+    const Ref bytes(path);
+    OpenPackage open(PyBytes_AS_STRING(path), device ? device : "", verify_weights != 0,
+                     machine ? machine : "");
     const Manifest& m = open.file.manifest();
     Ref self = Ref::check(type->tp_alloc(type, 0));
     auto* p = reinterpret_cast<PyPackage*>(self.get());

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>
@@ -121,6 +122,7 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     const std::string there = gpu ? gpu->str() : "cpu";
     retarget(plan, there);
     for (InputSpec& s : signature.inputs) retarget(s.device, there);
+    const c10::InferenceMode normal(false);  // weights may be changed in any mode
     const at::NoGradGuard no_grad;
     std::vector<std::string> places;
     for (const Manifest::Storage& s : m.storages) retarget(places.emplace_back(s.device), there);

@@ -64,8 +64,8 @@ class PLAIT_API Package {
   // Parameters and buffers. Writing to one changes the program's own copy in memory, never the
   // file.
   const std::vector<std::pair<std::string, at::Tensor>>& weights() const;
-  // Copies value into a weight; calls that are under way see the old values or the new ones. Throws
-  // PackageError where there is no such weight, or dtype or sizes differ.
+  // Copies value into a weight, in place: a call that is under way may see some of both values.
+  // Throws PackageError where there is no such weight, or dtype or sizes differ.
   void set_weight(const std::string& name, const at::Tensor& value);
 
   const std::string& machine() const;  // the variant that runs, such as "avx512"

@@ -496,3 +496,28 @@ def test_mistakes_of_a_compiler_are_told() -> None:
         assert message in str(error.value)
     with pytest.raises(UserError, match="unknown option 'wrappers'"):
         torch.compile(lambda x: x + 1, backend=Wrong(3), options={"wrappers": 1})(torch.ones(2))
+
+
+def test_symbols_are_placeholders_with_hints_and_assertions_stay() -> None:
+    graphs: list[GraphModule] = []
+
+    class Cleaning(plait.FxCompiler):
+        def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
+            graphs.append(cleaned(gm))
+            return gm
+
+    def fn(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        torch._check(n < 100, lambda: "n is small")
+        y = x.exp()
+        return y.view(-1, 2)[1:], y.repeat(n, 1).cumsum(0)
+
+    compiled = torch.compile(fn, backend=Cleaning(), dynamic=True)
+    x = torch.randn(6, 4)
+    for n in (3, 5):
+        torch.testing.assert_close(compiled(x, n), fn(x, n))
+    (graph,) = graphs
+    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    hints = [v.node.hint for v in inputs if isinstance(v, torch.SymInt)]
+    assert 3 in hints and None not in hints
+    targets = [n.target for n in graph.graph.nodes]
+    assert ATEN._assert_scalar.default in targets and ATEN.as_strided.default in targets

@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kReleaseGilTicks = 100 * kTicksPerUs;
 // Going parallel pays once the time saved exceeds the cost of a region: about 2 us while the pool's
 // threads still spin, 39 us after.
-constexpr int64_t kColdRegionNs = 60'000, kWarmRegionNs = 6'000;
+constexpr int64_t kColdRegionNs = 60'000, kWarmRegionNs = kSerialRegionNs;
 constexpr uint64_t kWarmTicks = 500 * kTicksPerUs;
 constexpr int64_t kThreadNs = 8'000;  // least share of a region for a thread
 constexpr int64_t kBarrierNs = 300;

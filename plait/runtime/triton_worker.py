@@ -72,8 +72,12 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     target = GPUTarget("cuda", job["capability"], 32)
     # Triton reads this variable once, when loaded.
     made = triton.compile(source, target, {"ptx_options": os.environ.get("PTXAS_OPTIONS"), **job["options"]})
-    m = made.metadata
-    facts = {
+    return facts_of(made.metadata), made.asm["cubin"]
+
+
+def facts_of(m: Any) -> dict[str, Any]:
+    """What a launcher needs of the compiler's metadata."""
+    return {
         "symbol": m.name,
         "num_warps": m.num_warps,
         "num_ctas": m.num_ctas,
@@ -83,7 +87,6 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
         "cooperative": bool(m.launch_cooperative_grid),
         "pdl": bool(m.launch_pdl),
     }
-    return facts, made.asm["cubin"]
 
 
 def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any], bytes]:

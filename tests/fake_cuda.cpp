@@ -123,19 +123,24 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* siz
   return 0;
 }
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void** extra) {
-  note("launch %s grid %u %u %u block %u %u %u shared %u stream %zu extra %d first %lld",
-       of(function).symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
-       c->block_z, c->shared, reinterpret_cast<size_t>(c->stream), extra != nullptr,
-       static_cast<long long>(*static_cast<int64_t*>(parameters[0])));
-  for (uint32_t k = 0; k < c->n_attributes; ++k)
-    note(" attribute %d %u %u %u", static_cast<int>(c->attributes[k].id), c->attributes[k].value[0],
-         c->attributes[k].value[1], c->attributes[k].value[2]);
+  char text[256];
+  std::snprintf(text, sizeof text,
+                "launch %s grid %u %u %u block %u %u %u shared %u stream %zu extra %d first %lld",
+                of(function).symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
+                c->block_z, c->shared, reinterpret_cast<size_t>(c->stream), extra != nullptr,
+                static_cast<long long>(*static_cast<int64_t*>(parameters[0])));
+  std::ostringstream line;  // written at once: threads launch together
+  line << text;
+  for (uint32_t k = 0; k < c->n_attributes; ++k) {
+    const auto& [id, pad, value] = c->attributes[k];
+    line << " attribute " << id << ' ' << value[0] << ' ' << value[1] << ' ' << value[2];
+  }
   for (size_t k = 0; std::getenv("FAKE_CUDA_WORDS") && k < of(function).parameters; ++k) {
     uint64_t word = 0;
     std::memcpy(&word, parameters[k], of(function).nbytes[k]);
-    note(" %llx", static_cast<unsigned long long>(word));
+    line << ' ' << std::hex << word;
   }
-  note("%s", "\n");
+  note("%s\n", line.str().c_str());
   return reinterpret_cast<size_t>(c->stream) == 13 ? 719 : 0;
 }
 int cuCtxSynchronize() { return 0; }

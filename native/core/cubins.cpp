@@ -53,7 +53,7 @@ Cubins::Cubins(const std::string& path) : Cubins(contents(path), path) {}
 Cubins::Cubins(const std::string& data, std::string path) : path_(std::move(path)) {
   Bytes in(data, path_);
   if (in.take(8) != std::string(kMagic, 8) || in.word() != kVersion)
-    throw LoadError(path + " is no kernel file of this version");
+    throw LoadError(path_ + " is no kernel file of this version");
   for (int64_t n = in.word(); n > 0; --n) {
     int64_t w[kWords];
     for (int64_t& value : w) value = in.word();

@@ -89,7 +89,7 @@ def _read(signature: str) -> tuple[str, str, str]:
     function, _, rest = signature.strip().partition(" ")
     # Options begin with a name, which a specialization has nowhere.
     specialization, options = rest, ""
-    if (found := re.search(r"(^|\s)[A-Za-z_]\w*=", rest)) is not None:
+    if (found := re.search(r"(^|\s)[A-Za-z_]\w*\s*=", rest)) is not None:
         specialization, options = rest[: found.start()], rest[found.start() :]
     try:
         items = ",".join(map(write_item, read_specialization(specialization)))

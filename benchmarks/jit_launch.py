@@ -45,9 +45,7 @@ def types(n: int) -> list[str]:
 
 def source() -> str:
     """Kernels that do nothing with their arguments."""
-    functions = (
-        f"\n\n@triton.jit\ndef args{n}({', '.join(f'a{k}' for k in range(n))}):\n    pass\n" for n in COUNTS
-    )
+    functions = (f"\n\n@triton.jit\ndef args{n}({', '.join(f'a{k}' for k in range(n))}):\n    pass\n" for n in COUNTS)
     return "import triton\n" + "".join(functions)
 
 

@@ -20,6 +20,7 @@ struct Image {
   size_t parameters;
   int fixed;
   std::vector<size_t> nbytes;
+  void* context = nullptr;
 };
 
 thread_local void* current = nullptr;
@@ -83,6 +84,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
 }
 int cuModuleLoadData(void** module, const void* image) {
   auto* made = new Image;
+  made->context = current;
   *module = made;
   if (std::memcmp(image, "\177ELF", 4) == 0) {
     read_cubin(static_cast<const char*>(image), *made);
@@ -123,6 +125,7 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* siz
   return 0;
 }
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void** extra) {
+  if (of(function).context != current) return 400;
   char text[256];
   std::snprintf(text, sizeof text,
                 "launch %s grid %u %u %u block %u %u %u shared %u stream %zu extra %d first %lld",

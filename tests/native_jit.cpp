@@ -8,6 +8,8 @@
 
 #include <plait/triton.h>
 
+#include "core/cuda.h"
+
 using namespace plait::triton;
 using plait::arg, plait::constexpr_, plait::constexpr_value;
 
@@ -236,6 +238,22 @@ void launches() {
   expect_error([&] { from_pack(fake, "wrong")[{1}](2); });
 }
 
+// Two contexts, as two GPUs have: one compilation, a handle each. Stale ones are refused by the driver.
+void contexts() {
+  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{{"k", "\nx|||"}});
+  const auto& driver = plait::cuda::Driver::machine();
+  const Kernel k = from_pack(fake, "k");
+  for (const int device : {3, 5, 3}) {
+    void* context = nullptr;
+    driver.retain_context(&context, device);
+    driver.set_context(context);
+    k[{1}](16);
+    k.bind({1}, 32)(nullptr);
+  }
+  const Bound bound = k.bind({1}, 48);
+  std::thread([&] { expect_error([&] { bound(nullptr); }); }).join();  // a thread without a context
+}
+
 // A cold start of many threads: each key is compiled once, each launch is right.
 void threads() {
   std::map<std::string, std::string> signatures;
@@ -285,6 +303,7 @@ int main(int, char** argv) {
   const std::string_view what = argv[1];
   if (what == "kinds") kinds();
   if (what == "launches") launches();
+  if (what == "contexts") contexts();
   if (what == "threads") threads();
   if (what == "real") real(argv + 2);
 }

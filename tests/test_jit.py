@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -445,6 +446,13 @@ def test_launches(program: Path) -> None:
     assert done == DONE.splitlines()
 
 
+def test_each_context_has_its_handle(program: Path) -> None:
+    said, done = run(program, "contexts")
+    refused = "error: kernel k: k: out of luck (400)\n  specialization: i32:D [k] -1\n"
+    assert said == "k i32:D [] sm_90\n" + refused
+    assert sum(line.startswith("launch") for line in done) == 6
+
+
 def test_threads_compile_once(program: Path) -> None:
     said, done = run(program, "threads")
     assert said == "51 kernels\n"
@@ -515,6 +523,13 @@ def test_torch_adapter(tmp_path: Path) -> None:
     )
     folders = include_paths()
     build("-fsyntax-only", *(x for f in folders for x in ("-isystem", f)), source)
+
+
+def test_the_page_compiles(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL)
+    source = tmp_path / "page.cpp"
+    source.write_text(block)
+    build("-fsyntax-only", "-Werror", source)
 
 
 CASES = {f.__name__: f for f in (specializes_as_triton, packs)}

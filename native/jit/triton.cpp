@@ -427,7 +427,12 @@ Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function) {
   return jit("", function, std::move(pack));
 }
 Kernel from_pack(const std::string& path, const std::string& function) {
-  return from_pack(open_pack(path), function);
+  static std::mutex mutex;
+  static auto* all = new std::map<std::string, std::shared_ptr<Provider>>;
+  const std::scoped_lock lock(mutex);
+  std::shared_ptr<Provider>& pack = (*all)[path];
+  if (!pack) pack = open_pack(path);
+  return from_pack(pack, function);
 }
 
 }  // namespace plait::triton

@@ -495,7 +495,7 @@ class Kernel {
 Kernel jit(const std::string& file, const std::string& function,
            std::shared_ptr<Provider> provider = worker());
 Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
-Kernel from_pack(const std::string& path, const std::string& function);
+Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
 
 }  // namespace plait::triton
 

@@ -103,9 +103,9 @@ struct Record {
   Specialization specialization;
   std::vector<uint64_t> key;
   std::vector<std::string> strings;
-  std::vector<uint32_t> offsets;             // of each parameter in the call's words, in bytes
-  std::vector<uint32_t> defaults, fixes;     // slots that are not simply the call's
-  bool plain = true;                         // neither of them, nor scratch memory
+  std::vector<uint32_t> offsets;          // of each parameter in the call's words, in bytes
+  std::vector<uint32_t> defaults, fixes;  // slots that are not simply the call's
+  bool plain = true;                      // there are none of them
 
   // Fills the addresses of the parameters; the words may change.
   void address(uint64_t* words, void** parameters) const {

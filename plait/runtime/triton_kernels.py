@@ -32,6 +32,9 @@ MAX_TENSOR_MEMORY = 512
 LOCKS = 64
 """Files in Triton's cache that processes lock while they compile."""
 
+SHAPES = ("launch_cooperative_grid", "launch_pdl", "num_ctas", "num_stages", "num_warps")
+"""Options whose defaults nothing in the environment changes: to name one with its default is to leave it out."""
+
 _DTYPES = {f"{k[0]}{n}": f"{'u' if k == 'u' else ''}int{n}" for k in ("i", "u") for n in (8, 16, 32, 64)} | {
     k: k
     for k in ("fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16")
@@ -176,8 +179,7 @@ def describe(fn: Any) -> str:
     """The signature of a function, for C++."""
     from triton.backends.nvidia.compiler import CUDAOptions
 
-    options = {f.name: f.default for f in dataclasses.fields(CUDAOptions) if isinstance(f.default, int)}
-    lines = [";".join(f"{k}={v}" for k, v in sorted(options.items()))]
+    lines = [";".join(f"{k}={getattr(CUDAOptions, k)}" for k in SHAPES)]
     for p in fn.params:
         flags = {
             "c": p.is_constexpr, "k": p.is_const, "s": p.do_not_specialize, "a": p.do_not_specialize_on_alignment,

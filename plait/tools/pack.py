@@ -14,7 +14,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -79,9 +78,9 @@ def triton_pack(
         kernels = {name: cubin for share in done for name, cubin in share.items()}
     data = pack(dict(sorted(kernels.items())), texts)
     path = Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as out:
-        out.write(data)
-    Path(out.name).replace(path)
+    whole = path.with_name(f".{path.name}.{os.getpid()}")  # nobody sees half a file
+    whole.write_bytes(data)
+    whole.replace(path)
 
 
 def _read(signature: str) -> tuple[str, str, str]:

@@ -426,8 +426,8 @@ struct Frame {
 
   explicit Frame(const A&... arguments) {
     if constexpr (!leaves.empty()) words[first_value - 1] = 0;  // the bytes beyond the last leaf's
-    [[maybe_unused]] Writer w{
-        reinterpret_cast<uint8_t*>(&words[n_head_words]), &words[first_value], strings.data()};
+    [[maybe_unused]] Writer w{reinterpret_cast<uint8_t*>(words.data() + n_head_words),
+                              words.data() + first_value, strings.data()};
     (TraitsOf<A>::write(w, arguments), ...);
   }
   Call call(const Function* function, const Launch& launch) {

@@ -13,7 +13,7 @@ TOOLS  := g++ make git
 BUILD_TOOLS := scikit-build-core cmake ninja
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: env native demo test test-full test-gpu bench bench-peers bench-gpu lint format clean
+.PHONY: env native demo test test-full test-gpu bench bench-peers bench-gpu bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMPS)/plait $(STAMPS)/triton-$(TRITON) native
@@ -78,6 +78,10 @@ bench-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	$(NO_HUB) $(PY) benchmarks/gpu.py $(GROUP) $(ARGS)
+
+# What a launch from C++ costs, against a driver that does nothing; on a GPU: `make bench-jit ARGS=--gpu`.
+bench-jit: env
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(VENV)/triton $(PY) benchmarks/jit_launch.py $(ARGS)
 
 # The peers live in environments of their own: what they ask for must not change what plait is tested with.
 $(STAMPS)/peer-ort: | $(STAMPS)/packages

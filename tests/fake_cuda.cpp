@@ -1,11 +1,16 @@
 // tests/fake_cuda.cpp: a CUDA driver that launches nothing and writes down what it was told.
 //
-// Lines go to the file that $FAKE_CUDA_LOG names. An image is text: "symbol parameters static".
+// Lines go to the file that $FAKE_CUDA_LOG names. An image is text: "symbol parameters static", and the
+// bytes of each parameter where they are not 8; or a real cubin, which says the same in its own way.
+// With $FAKE_CUDA_WORDS a launch's parameters are all written down.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "core/cuda.h"
 
@@ -14,7 +19,30 @@ struct Image {
   std::string symbol;
   size_t parameters;
   int fixed;
+  std::vector<size_t> nbytes;
+  void* context = nullptr;
 };
+
+thread_local void* current = nullptr;
+size_t n_allocated = 0;
+
+// A cubin's records of parameters are 04 17 0c 00, 4 bytes, u16 ordinal, u16 offset, u32 with the bytes
+// of the parameter from bit 18 on. How long the file is follows from where its table of sections ends.
+void read_cubin(const char* data, Image& image) {
+  uint64_t sections;
+  uint16_t size, n;
+  std::memcpy(&sections, data + 40, 8);
+  std::memcpy(&size, data + 58, 2);
+  std::memcpy(&n, data + 60, 2);
+  for (const char* at = data; at + 16 < data + sections + size * n; at += 4) {
+    uint32_t words[4];
+    std::memcpy(words, at, sizeof words);
+    if (words[0] != 0x000c1704 || words[1] != 0) continue;
+    image.nbytes.resize(std::max<size_t>(image.nbytes.size(), (words[2] & 0xffff) + 1));
+    image.nbytes[words[2] & 0xffff] = words[3] >> 18;
+  }
+  image.parameters = image.nbytes.size();
+}
 
 template <class... Args>
 void note(const char* format, Args... args) {
@@ -37,29 +65,38 @@ int cuCtxGetDevice(int* device) {
   return 0;
 }
 int cuCtxGetCurrent(void** context) {
-  *context = nullptr;
+  *context = current;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
+  static char contexts[8];
   note("retain %d\n", device);
-  *context = context;
+  *context = &contexts[device];
   return 0;
 }
-int cuCtxSetCurrent(void*) { return 0; }
+int cuCtxSetCurrent(void* context) {
+  current = context;
+  return 0;
+}
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 97 && device == 3 ? 232448 : -1;
+  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
   auto* made = new Image;
-  char symbol[64];
-  if (std::sscanf(static_cast<const char*>(image), "%63s %zu %d", symbol, &made->parameters,
-                  &made->fixed) != 3) {
+  made->context = current;
+  *module = made;
+  if (std::memcmp(image, "\177ELF", 4) == 0) {
+    read_cubin(static_cast<const char*>(image), *made);
+    return 0;
+  }
+  std::istringstream text(static_cast<const char*>(image));
+  if (!(text >> made->symbol >> made->parameters >> made->fixed)) {
     delete made;
     return 200;
   }
-  made->symbol = symbol;
-  *module = made;
+  for (size_t n; text >> n;) made->nbytes.push_back(n);
+  made->nbytes.resize(made->parameters, 8);
   return 0;
 }
 int cuModuleUnload(void* module) {
@@ -68,6 +105,7 @@ int cuModuleUnload(void* module) {
   return 0;
 }
 int cuModuleGetFunction(void** function, void* module, const char* name) {
+  if (of(module).symbol.empty()) of(module).symbol = name;  // a cubin
   if (of(module).symbol != name) return 500;
   *function = module;
   return 0;
@@ -83,18 +121,29 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
 int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* size) {
   if (index >= of(function).parameters) return 1;
   *offset = 8 * index;
-  *size = 8;
+  *size = of(function).nbytes[index];
   return 0;
 }
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void** extra) {
-  note("launch %s grid %u %u %u block %u %u %u shared %u stream %zu extra %d first %lld",
-       of(function).symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
-       c->block_z, c->shared, reinterpret_cast<size_t>(c->stream), extra != nullptr,
-       static_cast<long long>(*static_cast<int64_t*>(parameters[0])));
-  for (uint32_t k = 0; k < c->n_attributes; ++k)
-    note(" attribute %d %u %u %u", static_cast<int>(c->attributes[k].id), c->attributes[k].value[0],
-         c->attributes[k].value[1], c->attributes[k].value[2]);
-  note("%s", "\n");
+  if (of(function).context != current) return 400;
+  char text[256];
+  std::snprintf(text, sizeof text,
+                "launch %s grid %u %u %u block %u %u %u shared %u stream %zu extra %d first %lld",
+                of(function).symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
+                c->block_z, c->shared, reinterpret_cast<size_t>(c->stream), extra != nullptr,
+                static_cast<long long>(*static_cast<int64_t*>(parameters[0])));
+  std::ostringstream line;  // written at once: threads launch together
+  line << text;
+  for (uint32_t k = 0; k < c->n_attributes; ++k) {
+    const auto& [id, pad, value] = c->attributes[k];
+    line << " attribute " << id << ' ' << value[0] << ' ' << value[1] << ' ' << value[2];
+  }
+  for (size_t k = 0; std::getenv("FAKE_CUDA_WORDS") && k < of(function).parameters; ++k) {
+    uint64_t word = 0;
+    std::memcpy(&word, parameters[k], of(function).nbytes[k]);
+    line << ' ' << std::hex << word;
+  }
+  note("%s\n", line.str().c_str());
   return reinterpret_cast<size_t>(c->stream) == 13 ? 719 : 0;
 }
 int cuCtxSynchronize() { return 0; }
@@ -131,6 +180,15 @@ int cuGraphLaunch(void* graph, void* stream) {
 }
 int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t nbytes, void*) {
   std::memcpy(to, from, nbytes);
+  return 0;
+}
+int cuMemAllocAsync(void** memory, size_t nbytes, void* stream) {
+  note("allocate %zu on %zu\n", nbytes, reinterpret_cast<size_t>(stream));
+  *memory = reinterpret_cast<void*>(0x1000 * ++n_allocated);
+  return 0;
+}
+int cuMemFreeAsync(void* memory, void* stream) {
+  note("free %zx on %zu\n", reinterpret_cast<size_t>(memory), reinterpret_cast<size_t>(stream));
   return 0;
 }
 int cuEventCreate(void** event, unsigned) {

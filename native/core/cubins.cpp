@@ -2,7 +2,8 @@
 //
 // Layout, little-endian: 8 bytes magic "PLAITCUB", i64 version, i64 number of kernels; then for each
 // the words (bytes of name, bytes of symbol, bytes of image, num_warps, num_ctas, shared, global
-// scratch, profile scratch, cooperative, pdl), the name, the symbol and the image.
+// scratch and its alignment, profile scratch and its alignment, cooperative, pdl), the name, the symbol
+// and the image; then an i64 number of texts and for each the bytes of name and text, name, text.
 #include "core/cubins.h"
 
 #include <cstring>
@@ -16,8 +17,8 @@
 namespace plait {
 namespace {
 constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'C', 'U', 'B'};
-constexpr int64_t kVersion = 1;
-constexpr int kWords = 10;
+constexpr int64_t kVersion = 2;
+constexpr int kWords = 12;
 
 class Bytes {
  public:
@@ -39,6 +40,7 @@ class Bytes {
   const std::string& path_;
   size_t at_ = 0;
 };
+
 }  // namespace
 
 Cubins Cubins::read(const std::string& path) {
@@ -50,7 +52,7 @@ Cubins Cubins::read(const std::string& path) {
 Cubins::Cubins(const std::string& data, const std::string& path) : path_(path) {
   Bytes in(data, path_);
   if (in.take(8) != std::string(kMagic, 8) || in.word() != kVersion)
-    throw LoadError(path + " is no kernel file of this version");
+    throw LoadError(path_ + " is no kernel file of this version");
   for (int64_t n = in.word(); n > 0; --n) {
     int64_t w[kWords];
     for (int64_t& value : w) value = in.word();
@@ -61,17 +63,34 @@ Cubins::Cubins(const std::string& data, const std::string& path) : path_(path) {
                .num_ctas = static_cast<uint32_t>(w[4]),
                .shared = static_cast<uint32_t>(w[5]),
                .global_scratch = w[6],
-               .profile_scratch = w[7],
-               .cooperative = w[8] != 0,
-               .pdl = w[9] != 0};
+               .global_alignment = w[7],
+               .profile_scratch = w[8],
+               .profile_alignment = w[9],
+               .cooperative = w[10] != 0,
+               .pdl = w[11] != 0};
     e.image = in.take(w[2]);
+  }
+  for (int64_t n = in.word(); n > 0; --n) {
+    const int64_t n_name = in.word(), n_text = in.word();
+    const std::string name = in.take(n_name);
+    texts_[name] = in.take(n_text);
   }
 }
 
-const Cubins::Entry& Cubins::entry(const std::string& name) const {
+const Cubins::Entry* Cubins::find(const std::string& name) const {
   const auto found = entries_.find(name);
-  if (found == entries_.end()) throw LoadError("kernel '" + name + "' is not in " + path_);
-  return found->second;
+  return found == entries_.end() ? nullptr : &found->second;
+}
+
+const std::string* Cubins::text(const std::string& name) const {
+  const auto found = texts_.find(name);
+  return found == texts_.end() ? nullptr : &found->second;
+}
+
+const Cubins::Entry& Cubins::entry(const std::string& name) const {
+  const Entry* found = find(name);
+  if (!found) throw LoadError("kernel '" + name + "' is not in " + path_);
+  return *found;
 }
 
 const cuda::Kernel* Cubins::share(const std::string& name, size_t n_arguments) const {

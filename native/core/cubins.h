@@ -9,12 +9,20 @@
 
 namespace plait {
 
-// The kernels of a program, by name. The images stay in memory: they are loaded into the context of
-// whichever device asks.
+// The kernels of a program, by name, and texts that go with them. The images stay in memory: they
+// are loaded into the context of whichever device asks.
 class Cubins {
  public:
+  struct Entry {
+    cuda::KernelFacts facts;
+    std::string image;
+  };
+
   static Cubins read(const std::string& path);                   // throws LoadError
   Cubins(const std::string& data, const std::string& path);  // the bytes of a file, and what errors call it
+
+  const Entry* find(const std::string& name) const;  // null: there is none
+  const std::string* text(const std::string& name) const;
 
   // The kernel `name` in the current context, with this many arguments. Throws LoadError if there is
   // none, DriverError if the driver refuses it.
@@ -24,14 +32,11 @@ class Cubins {
   const cuda::Kernel* share(const std::string& name, size_t n_arguments) const;
 
  private:
-  struct Entry {
-    cuda::KernelFacts facts;
-    std::string image;
-  };
   const Entry& entry(const std::string& name) const;
 
   std::string path_;
   std::map<std::string, Entry> entries_;
+  std::map<std::string, std::string> texts_;
 };
 
 }  // namespace plait

@@ -57,6 +57,8 @@ Driver::Driver(const char* library) {
   find(handle, record_event, "cuEventRecord");
   find(handle, wait_event, "cuStreamWaitEvent");
   find(handle, synchronize, "cuCtxSynchronize");
+  find(handle, allocate, "cuMemAllocAsync", false);
+  find(handle, free, "cuMemFreeAsync", false);
   check(init(0), "cuInit");
 }
 
@@ -149,9 +151,16 @@ void Kernel::check_parameters() const {
                            std::to_string(n_parameters_) + " parameters that plait launches it with");
 }
 
-void Kernel::too_large(uint64_t grid) const {
-  throw std::runtime_error(symbol_ + ": a grid of " + std::to_string(grid) +
-                           " programs is more than the device takes");
+size_t Kernel::parameter_nbytes(size_t index) const {
+  size_t offset = 0, bytes = 0;
+  if (driver_.parameter) driver_.check(driver_.parameter(function_, index, &offset, &bytes), symbol_);
+  return bytes;
+}
+
+void Kernel::too_large(uint64_t x, uint64_t y, uint64_t z) const {
+  std::string grid = std::to_string(x);
+  if (y != 1 || z != 1) grid += " x " + std::to_string(y) + " x " + std::to_string(z);
+  throw std::runtime_error(symbol_ + ": a grid of " + grid + " programs is more than the device takes");
 }
 
 }  // namespace plait::cuda

@@ -128,13 +128,16 @@ class Driver {
   int (*record_event)(Event, Stream);
   int (*wait_event)(Stream, Event, unsigned);
   int (*synchronize)();
+  int (*allocate)(void**, size_t, Stream);  // these two are null in drivers before 11.2
+  int (*free)(void*, Stream);
 };
 
-// What the compiler's metadata says of a kernel. Scratch: bytes a program.
+// What the compiler's metadata says of a kernel. Scratch: bytes a program
+// and alignment.
 struct KernelFacts {
   std::string symbol;
   uint32_t num_warps = 4, num_ctas = 1, shared = 0;
-  int64_t global_scratch = 0, profile_scratch = 0;
+  int64_t global_scratch = 0, global_alignment = 1, profile_scratch = 0, profile_alignment = 1;
   bool cooperative = false, pdl = false;
 };
 
@@ -152,18 +155,30 @@ class Kernel {
   // pointers. An empty grid is no launch.
   void launch(Stream stream, uint64_t grid, void** parameters) const {
     if (grid == 0) return;
-    if (grid > max_grid_) [[unlikely]]
-      too_large(grid);
-    Config config = config_;
-    config.grid_x = static_cast<uint32_t>(grid) * num_ctas_;
+    Config config = config_of(grid);
     config.stream = stream;
+    launch(config, parameters);
+  }
+  void launch(const Config& config, void** parameters) const {
     driver_.check(driver_.launch(&config, function_, parameters, nullptr), symbol_);
+  }
+
+  // What `launch` takes for a grid that is not empty, but for the stream.
+  Config config_of(uint64_t x, uint64_t y = 1, uint64_t z = 1) const {
+    if (x > max_grid_ || y > kMaxGridYZ || z > kMaxGridYZ) [[unlikely]]
+      too_large(x, y, z);
+    Config config = config_;
+    config.grid_x = static_cast<uint32_t>(x) * num_ctas_;
+    config.grid_y = static_cast<uint32_t>(y);
+    config.grid_z = static_cast<uint32_t>(z);
+    return config;
   }
 
   // The parameters of one launch inside a recorded graph, from its next launch on.
   void set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const;
 
   size_t n_parameters() const { return n_parameters_; }
+  size_t parameter_nbytes(size_t index) const;  // 0: the driver is too old to say
   const std::string& symbol() const { return symbol_; }
   const KernelFacts& facts() const { return facts_; }
 
@@ -171,7 +186,9 @@ class Kernel {
   void prepare_shared(uint32_t bytes);
   void prepare_attributes();
   void check_parameters() const;
-  [[noreturn]] void too_large(uint64_t grid) const;
+  [[noreturn]] void too_large(uint64_t x, uint64_t y, uint64_t z) const;
+
+  static constexpr uint64_t kMaxGridYZ = 65535;
 
   const Driver& driver_;
   KernelFacts facts_;

@@ -385,23 +385,28 @@ class CubinPool:
             thread.join()
 
 
-_PACK = struct.Struct("<10q")
+_PACK = struct.Struct("<12q")
+_PACK_VERSION = 2
 
 
-def pack(cubins: Mapping[str, Cubin]) -> bytes:
-    """Kernels by name as one file; native/core/cubins.cpp says how and reads it."""
-    parts = [b"PLAITCUB", struct.pack("<2q", 1, len(cubins))]
+def pack(cubins: Mapping[str, Cubin], texts: Mapping[str, str] | None = None) -> bytes:
+    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it."""
+    parts = [b"PLAITCUB", struct.pack("<2q", _PACK_VERSION, len(cubins))]
     for name, c in cubins.items():
-        texts = (name.encode(), c.symbol.encode(), c.image)
-        facts = (c.num_warps, c.num_ctas, c.shared, c.global_scratch[0], c.profile_scratch[0], c.cooperative, c.pdl)
-        parts += [_PACK.pack(*map(len, texts), *facts), *texts]
+        words = (name.encode(), c.symbol.encode(), c.image)
+        facts = (c.num_warps, c.num_ctas, c.shared, *c.global_scratch, *c.profile_scratch, c.cooperative, c.pdl)
+        parts += [_PACK.pack(*map(len, words), *facts), *words]
+    parts.append(struct.pack("<q", len(texts or {})))
+    for name, text in (texts or {}).items():
+        pair = (name.encode(), text.encode())
+        parts += [struct.pack("<2q", *map(len, pair)), *pair]
     return b"".join(parts)
 
 
 def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:
     """The file with all kernels, each under its job's name. Raises ToolchainError for the first that Triton refuses."""
     store = Store(Path(cfg.cache_dir) / "kernels", ".cubins")
-    key = key_of(f"{job.name} {job.key()}" for job in jobs)
+    key = key_of([f"pack {_PACK_VERSION}", *(f"{job.name} {job.key()}" for job in jobs)])
     found = store.find(key)
     if found is not None:
         return Built(found, True)

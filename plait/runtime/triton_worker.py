@@ -72,8 +72,14 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     target = GPUTarget("cuda", job["capability"], 32)
     # Triton reads this variable once, when loaded.
     made = triton.compile(source, target, {"ptx_options": os.environ.get("PTXAS_OPTIONS"), **job["options"]})
-    m = made.metadata
-    facts = {
+    image = made.asm[job["image"]]
+    text = image if isinstance(image, bytes) else image.encode() + b"\0"  # as the driver wants it
+    return facts_of(made.metadata), text
+
+
+def facts_of(m: Any) -> dict[str, Any]:
+    """What a launcher needs of the compiler's metadata."""
+    return {
         "symbol": m.name,
         "num_warps": m.num_warps,
         "num_ctas": m.num_ctas,
@@ -83,8 +89,6 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
         "cooperative": bool(m.launch_cooperative_grid),
         "pdl": bool(m.launch_pdl),
     }
-    image = made.asm[job["image"]]
-    return facts, image if isinstance(image, bytes) else image.encode() + b"\0"  # text, as the driver wants it
 
 
 def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any], bytes]:

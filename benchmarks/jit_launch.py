@@ -1,0 +1,120 @@
+"""CPU time of a launch of Triton kernels from C++, above the bare driver call: ad hoc, bound, and on a GPU Triton's own
+launch from Python.
+
+Usage: jit_launch.py [--gpu]. Without --gpu the driver is a stub whose calls do nothing, so that all that is measured is
+the launcher. Triton must be on the path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from table import render
+
+from plait.runtime.triton_worker import load_module
+from plait.tools.pack import triton_pack
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNTS = (0, 3, 19, 58)
+STUB = """\
+#include <stddef.h>
+static long context, module;
+int cuCtxGetCurrent(void** c) { *c = &context; return 0; }
+int cuDeviceGetAttribute(int* v, int a, int d) { *v = a == 75 ? 9 : 0; return 0; }
+int cuModuleLoadData(void** m, const void* i) { *m = &module; return 0; }
+int cuModuleGetFunction(void** f, void* m, const char* n) { *f = &module; return 0; }
+int cuStreamIsCapturing(void* s, int* c) { *c = 0; return 0; }
+"""
+NOTHING = """cuInit cuGetErrorString cuCtxGetDevice cuDevicePrimaryCtxRetain cuCtxSetCurrent cuModuleUnload
+cuFuncGetAttribute cuFuncSetAttribute cuLaunchKernelEx cuStreamGetCaptureInfo_v2 cuGraphExecKernelNodeSetParams_v2
+cuGraphMemcpyNodeGetParams cuGraphExecMemcpyNodeSetParams cuGraphLaunch cuMemcpyDtoDAsync_v2 cuEventCreate cuEventRecord
+cuStreamWaitEvent cuCtxSynchronize"""
+
+
+def types(n: int) -> list[str]:
+    """Of a kernel with n arguments."""
+    n_pointers = (2 * n + 1) // 3
+    return ["*fp32:D"] * n_pointers + ["i32"] * (n - n_pointers)
+
+
+def source() -> str:
+    """Kernels that do nothing with their arguments."""
+    functions = (f"\n\n@triton.jit\ndef args{n}({', '.join(f'a{k}' for k in range(n))}):\n    pass\n" for n in COUNTS)
+    return "import triton\n" + "".join(functions)
+
+
+def python_ns(folder: Path) -> dict[int, tuple[float, float]]:
+    """Median and 99th percentile of launches through Triton's Python launcher."""
+    import torch
+
+    module = load_module("kernels", source(), folder)
+    found = {}
+    for n in COUNTS:
+        bound = getattr(module, f"args{n}")[(1,)]
+        memory = torch.zeros(4, device="cuda")
+        args = [memory if t.startswith("*") else 100 for t in types(n)]
+        samples = []
+        for k in range(1000):
+            start = time.perf_counter_ns()
+            for _ in range(16):
+                bound(*args)
+            samples.append((time.perf_counter_ns() - start) / 16)
+            if k % 8 == 0:
+                torch.cuda.synchronize()
+        samples.sort()
+        found[n] = samples[len(samples) // 2], samples[len(samples) * 99 // 100]
+    return found
+
+
+def main() -> None:
+    """Builds pack, stub and timer; prints a table."""
+    gpu = "--gpu" in sys.argv[1:]
+    capability = 90
+    if gpu:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        capability = 10 * major + minor
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "kernels.py").write_text(source())
+        signatures = [f"args{n} {','.join(types(n))}" for n in COUNTS]
+        triton_pack(folder / "kernels.pack", folder / "kernels.py", signatures, [capability])
+        env = dict(os.environ)
+        if not gpu:
+            (folder / "stub.c").write_text(STUB + "".join(f"int {f}() {{ return 0; }}\n" for f in NOTHING.split()))
+            command = ["gcc", "-O2", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "stub.c"]
+            subprocess.run(command, check=True)
+            env["LD_LIBRARY_PATH"] = str(folder)
+        native = ROOT / "native"
+        sources = [ROOT / "benchmarks" / "jit_launch.cpp", *(native / "jit").glob("*.cpp")]
+        sources += [native / "core" / "cuda.cpp", native / "core" / "cubins.cpp"]
+        subprocess.run(
+            ["g++", "-std=c++20", "-O2", "-I", native, "-I", ROOT / "plait" / "include", "-o", folder / "timer",
+             *sources, "-ldl"],
+            check=True,
+        )  # fmt: skip
+        done = subprocess.run([folder / "timer", folder / "kernels.pack"], env=env, check=True, stdout=subprocess.PIPE)
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        python = python_ns(folder) if gpu else {}
+    header = ["arguments", "bare p50", "p99", "ad hoc: more", "p99", "bound: more", "p99", "first launch"]
+    table = []
+    for r in rows:
+        cells = [f"{r['bare p50']:.0f} ns", f"{r['bare p99']:.0f}"]
+        for way in ("ad hoc", "bound"):
+            cells += [f"{r[f'{way} p50'] - r['bare p50']:.0f} ns", f"{r[f'{way} p99'] - r['bare p99']:.0f}"]
+        cells.append(f"{r['first ms']:.1f} ms")
+        if gpu:
+            cells += [f"{ns / 1000:.1f} us" for ns in python[r["arguments"]]]
+        table.append([str(r["arguments"]), *cells])
+    print(render((*header, *(("Python p50", "p99") if gpu else ())), table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,444 @@
+// native/jit/specialize.cpp: Triton's rules of specialization (runtime/jit.py and specialize.cc of 3.6).
+#include "jit/specialize.h"
+
+#include <charconv>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <set>
+
+namespace plait::triton {
+namespace {
+constexpr const char* kNames[] = {"",     "u1",   "i8",   "i16",  "i32",     "i64",    "u8",
+                                  "u16",  "u32",  "u64",  "fp16", "bf16",    "fp32",   "fp64",
+                                  "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"};
+constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1};
+const char* name_of(DType t) { return kNames[static_cast<size_t>(t)]; }
+
+std::optional<DType> dtype_named(std::string_view name) {
+  for (size_t k = 1; k < std::size(kNames); ++k)
+    if (name == kNames[k]) return static_cast<DType>(k);
+  return std::nullopt;
+}
+bool is_float(DType t) { return t >= DType::fp16 && t <= DType::fp64; }
+bool is_signed(DType t) { return t >= DType::i8 && t <= DType::i64; }
+
+std::vector<std::string_view> split(std::string_view text, char at) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const size_t end = text.find(at);
+    parts.push_back(text.substr(0, end));
+    if (end == text.npos) return parts;
+    text.remove_prefix(end + 1);
+  }
+}
+
+std::string quoted(std::string_view s) {
+  constexpr char digits[] = "0123456789ABCDEF";
+  std::string out = "'";
+  for (const unsigned char c : s) {
+    const bool plain = (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
+                       std::string_view("_.-~").find(static_cast<char>(c)) != std::string_view::npos;
+    if (plain)
+      out += static_cast<char>(c);
+    else
+      out += {'%', digits[c >> 4], digits[c & 15]};
+  }
+  return out + "'";
+}
+
+std::string float_text(double v) {
+  if (std::isnan(v)) return "nan";
+  char text[40];
+  const auto end = std::to_chars(text, text + sizeof text, v, std::chars_format::general, 17).ptr;
+  std::string out(text, end);
+  return out.find_first_of(".ein") == out.npos ? out + ".0" : out;
+}
+
+// Leaves and their values, made from the text of a parameter's default.
+struct Values {
+  std::vector<Leaf> leaves;
+  std::vector<uint8_t> states;
+  std::vector<uint64_t> words;
+
+  template <class T>
+  void add(const T& value) {
+    detail::Frame<T> frame(value);
+    leaves.insert(leaves.end(), frame.leaves.begin(), frame.leaves.end());
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&frame.words[detail::n_head_words]);
+    states.insert(states.end(), bytes, bytes + frame.leaves.size());
+    words.insert(words.end(), frame.words.begin() + frame.first_value, frame.words.end());
+  }
+
+  // Reads one value from the front of the text; false if it is none that a launch could take.
+  bool read(std::string_view& text) {
+    if (text.starts_with("(")) {
+      const size_t at = leaves.size();
+      add(std::tuple<>());
+      text.remove_prefix(1);
+      while (!text.empty() && text[0] != ')') {
+        if (!read(text)) return false;
+        if (text.starts_with(",")) text.remove_prefix(1);
+      }
+      if (text.empty()) return false;
+      text.remove_prefix(1);
+      leaves[at].n_inside = static_cast<uint16_t>(leaves.size() - at - 1);
+      return true;
+    }
+    const std::string_view word = text.substr(0, text.find_first_of(",)"));
+    text.remove_prefix(word.size());
+    if (word == "None") return add(std::nullopt), true;
+    if (word == "True" || word == "False") return add(word == "True"), true;
+    const auto number = [&](auto value) {
+      const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+      const bool all = error == std::errc() && end == word.data() + word.size();
+      if (all) add(value);
+      return all;
+    };
+    return number(int64_t{}) || number(uint64_t{}) || number(double{});
+  }
+};
+
+struct Rules {
+  std::string annotation;
+  bool constant = false, is_const = false, specialize = true, align = true;
+};
+Rules rules_of(const Parameter& p) {
+  Rules r{p.annotation, p.constant, p.is_const, !p.unspecialized, !p.unaligned};
+  // An annotated bool or float is never specialized.
+  if (r.annotation == "u1" || r.annotation.starts_with("fp") || r.annotation.starts_with("bf"))
+    r.specialize = false;
+  return r;
+}
+
+// One parameter's part of a specialization.
+struct Item {
+  const Signature& signature;
+  const Arguments& from;
+  int parameter;
+  bool is_default;
+  Specialization& out;
+
+  [[noreturn]] void refuse(const std::string& why) const {
+    const std::string& name = signature.parameters[static_cast<size_t>(parameter)].name;
+    throw Error("argument " + std::to_string(parameter) + " (" + name + "): " + why,
+                signature.function, out.text, parameter);
+  }
+
+  void constant(size_t k) const {
+    try {
+      out.text += "=" + from.value(k);
+    } catch (const std::invalid_argument& error) {
+      refuse(error.what());
+    }
+  }
+
+  void slot(size_t k, DType to, bool fix, size_t extra_words = 0) const {
+    out.slots.push_back({parameter, is_default, static_cast<uint32_t>(k),
+                         static_cast<uint32_t>(from.word(k) + extra_words),
+                         kBytes[static_cast<size_t>(to)], from.leaf(k).kind, to, fix});
+  }
+
+  void add(size_t k, const Rules& rules) const {
+    const Leaf& leaf = from.leaf(k);
+    const uint8_t state = from.state(k);
+    const std::string& annotation = rules.annotation;
+    if (rules.constant || (annotation.empty() && (leaf.constant || state & state::none)))
+      return constant(k);
+    const bool divisible = rules.specialize && rules.align && state & state::aligned;
+    const auto type = [&](const std::string& inferred, bool attributes) {
+      out.text += annotation.empty() ? inferred : annotation;
+      if (attributes && divisible) out.text += ":D";
+    };
+    const bool to_pointer = annotation.starts_with("*");
+    const DType to = dtype_named(annotation).value_or(DType::u64);
+    if (state & state::none) {  // a null pointer
+      if (!to_pointer) refuse("None for a parameter annotated " + annotation);
+      return type("", true), slot(k, DType::u64, false);
+    }
+    switch (leaf.kind) {
+      case Kind::pointer:
+        if (!annotation.empty() && !to_pointer) refuse("a pointer for a parameter annotated " + annotation);
+        type((rules.is_const ? "*k" : "*") + std::string(name_of(state::type_of(state))), true);
+        return slot(k, DType::u64, false);
+      case Kind::integer: {
+        if (annotation.empty() && rules.specialize && state & state::one) return constant(k);
+        const DType found = state::type_of(state);
+        type(name_of(found), true);
+        return slot(k, annotation.empty() ? found : to, !annotation.empty() && !to_pointer);
+      }
+      case Kind::boolean:
+        if (to_pointer) refuse("a bool for a parameter annotated " + annotation);
+        type("u1", false);
+        return slot(k, annotation.empty() ? DType::u1 : to, is_float(to));
+      case Kind::floating:
+        if (!annotation.empty() && !is_float(to)) refuse("a float for a parameter annotated " + annotation);
+        type("fp32", false);
+        return slot(k, annotation.empty() ? DType::fp32 : to, to == DType::fp16 || to == DType::bf16,
+                    to == DType::fp64);
+      case Kind::tuple:
+        if (!annotation.empty()) refuse("a tuple for a parameter annotated " + annotation);
+        out.text += "(";
+        for (size_t j = k + 1; j < from.next(k); j = from.next(j)) {
+          if (j != k + 1) out.text += ",";
+          add(j, Rules());
+        }
+        out.text += ")";
+        return;
+      case Kind::none:
+      case Kind::dtype:
+      case Kind::string:
+        refuse("a string or dtype is passed only to a tl.constexpr parameter");
+    }
+  }
+};
+
+// IEEE half of a double, rounded to the nearest, ties to even.
+uint16_t half_of(double v) {
+  const uint16_t sign = std::signbit(v) ? 0x8000 : 0;
+  v = std::fabs(v);
+  if (v == 0) return sign;
+  if (std::isnan(v)) return sign | 0x7e00;
+  if (v >= 65520) return sign | 0x7c00;
+  int exponent = 0;
+  std::frexp(v, &exponent);
+  const int unit = std::max(exponent - 11, -24);  // of the last place
+  const auto steps = static_cast<uint16_t>(std::nearbyint(std::ldexp(v, -unit)));
+  // Counted from 2^-24, halves with one exponent are 1024 steps; what rounds up carries into the next.
+  return static_cast<uint16_t>(sign | (((unit + 24) << 10) + steps));
+}
+
+void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* states, uint64_t* words,
+          const std::vector<size_t>& first_word) {
+  const Leaf& leaf = leaves[k];
+  const bool constant = rules.constant || (leaf.constant && rules.annotation.empty());
+  uint8_t mask = 0xff;
+  if (!constant) {
+    if (!rules.annotation.empty()) mask = state::none | state::aligned;
+    if (!rules.specialize) mask &= static_cast<uint8_t>(~(state::one | state::aligned));
+    if (!rules.align) mask &= static_cast<uint8_t>(~state::aligned);
+  }
+  states[k] = mask;
+  for (size_t w = 0; constant && w < leaf.n_words(); ++w) words[first_word[k] + w] = ~uint64_t{0};
+  Rules inside;
+  inside.constant = constant;
+  for (size_t j = k + 1; j < k + 1 + leaf.n_inside; j += 1 + leaves[j].n_inside)
+    mark(leaves, j, inside, states, words, first_word);
+}
+}  // namespace
+
+Error::Error(const std::string& what, std::string kernel, std::string specialization, int argument,
+             std::string traceback)
+    : std::runtime_error("kernel " + kernel + ": " + what +
+                         (specialization.empty() ? "" : "\n  specialization: " + specialization) +
+                         (traceback.empty() ? "" : "\n" + traceback)),
+      kernel(std::move(kernel)),
+      specialization(std::move(specialization)),
+      traceback(std::move(traceback)),
+      argument(argument) {}
+
+Signature::Signature(const std::string& function, const std::string& text) : function(function) {
+  const auto lines = split(text, '\n');
+  for (const std::string_view option : split(lines[0], ';')) {
+    const size_t at = option.find('=');
+    if (at != option.npos) options.emplace_back(option.substr(0, at), option.substr(at + 1));
+  }
+  for (size_t k = 1; k < lines.size(); ++k) {
+    if (lines[k].empty()) continue;
+    const auto fields = split(lines[k], '|');
+    if (fields.size() != 4) throw Error("its signature cannot be read", function);
+    const auto has = [&](char flag) { return fields[2].find(flag) != std::string_view::npos; };
+    parameters.push_back({std::string(fields[0]), std::string(fields[1]), std::string(fields[3]),
+                          has('c'), has('k'), has('s'), has('a')});
+  }
+}
+
+Arguments::Arguments(std::span<const Leaf> leaves, const uint8_t* states, const uint64_t* words,
+                     std::span<const std::string_view> strings)
+    : leaves_(leaves), states_(states), words_(words), strings_(strings) {
+  uint32_t word = 0, string = 0;
+  for (const Leaf& leaf : leaves) {
+    first_word_.push_back(word);
+    first_string_.push_back(string);
+    word += leaf.n_words();
+    string += leaf.kind == Kind::string;
+  }
+}
+
+std::string Arguments::value(size_t k) const {
+  const uint64_t* word = words_ + first_word_[k];
+  if (states_[k] & state::none) return "None";
+  switch (leaves_[k].kind) {
+    case Kind::pointer: throw std::invalid_argument("a pointer cannot be a constant");
+    case Kind::integer:
+      return state::type_of(states_[k]) == DType::u64 ? std::to_string(*word)
+                                                      : std::to_string(static_cast<int64_t>(*word));
+    case Kind::floating: return float_text(std::bit_cast<double>(word[1]));
+    case Kind::boolean: return *word ? "True" : "False";
+    case Kind::none: return "None";
+    case Kind::dtype: return name_of(state::type_of(states_[k]));
+    case Kind::string: return quoted(strings_[first_string_[k]]);
+    case Kind::tuple: break;
+  }
+  std::string out = "(";
+  for (size_t j = k + 1; j < next(k); j = next(j)) out += (j == k + 1 ? "" : ",") + value(j);
+  return out + ")";
+}
+
+Binding bind(const Signature& signature, std::span<const Leaf> leaves) {
+  const std::vector<Parameter>& parameters = signature.parameters;
+  Binding b;
+  b.sources.assign(parameters.size(), -1);
+  std::vector<size_t> first_word;
+  size_t n_words = 0;
+  for (const Leaf& leaf : leaves) {
+    first_word.push_back(n_words);
+    n_words += leaf.n_words();
+  }
+  const size_t n_states = detail::n_state_words(leaves.size());
+  b.mask.assign(n_states + n_words, 0);
+  auto* states = reinterpret_cast<uint8_t*>(b.mask.data());
+  size_t position = 0;
+  for (size_t k = 0; k < leaves.size(); k += 1 + leaves[k].n_inside) {
+    size_t p = position++;
+    if (leaves[k].name) {
+      for (p = 0; p < parameters.size() && parameters[p].name != leaves[k].name;) ++p;
+      if (p == parameters.size())
+        throw Error(std::string("there is no parameter ") + leaves[k].name, signature.function);
+    }
+    if (p >= parameters.size())
+      throw Error("it takes " + std::to_string(parameters.size()) + " arguments", signature.function);
+    if (b.sources[p] != -1)
+      throw Error("two values for argument " + std::to_string(p) + " (" + parameters[p].name + ")",
+                  signature.function, "", static_cast<int>(p));
+    b.sources[p] = static_cast<int>(k);
+    mark(leaves, k, rules_of(parameters[p]), states, b.mask.data() + n_states, first_word);
+  }
+  for (size_t p = 0; p < parameters.size(); ++p)
+    if (b.sources[p] == -1 && parameters[p].fallback.empty())
+      throw Error("argument " + std::to_string(p) + " (" + parameters[p].name + ") is missing",
+                  signature.function, "", static_cast<int>(p));
+  b.n_compared = b.mask.size();
+  while (b.n_compared > 0 && b.mask[b.n_compared - 1] == 0) --b.n_compared;
+  return b;
+}
+
+Specialization specialize(const Signature& signature, const Binding& binding, const Arguments& call) {
+  Specialization out;
+  for (size_t p = 0; p < signature.parameters.size(); ++p) {
+    const Parameter& parameter = signature.parameters[p];
+    if (p) out.text += ",";
+    const int source = binding.sources[p], index = static_cast<int>(p);
+    if (source >= 0) {
+      Item{signature, call, index, false, out}.add(static_cast<size_t>(source), rules_of(parameter));
+    } else if (parameter.constant) {
+      out.text += "=" + parameter.fallback;
+    } else {
+      Values values;
+      std::string_view text = parameter.fallback;
+      const bool known = values.read(text);
+      const Arguments from(values.leaves, values.states.data(), values.words.data(), {});
+      const Item item{signature, from, index, true, out};
+      if (!known) item.refuse("its default " + parameter.fallback + " cannot be passed to a kernel");
+      const size_t before = out.slots.size();
+      item.add(0, rules_of(parameter));
+      for (size_t k = before; k < out.slots.size(); ++k) {
+        Slot& slot = out.slots[k];
+        fix(slot, signature, values.states[slot.leaf], &values.words[slot.word]);
+        slot.word += static_cast<uint32_t>(out.defaults.size());
+      }
+      out.defaults.insert(out.defaults.end(), values.words.begin(), values.words.end());
+    }
+  }
+  return out;
+}
+
+void fix(const Slot& slot, const Signature& signature, uint8_t state, uint64_t* word) {
+  if (!slot.fix) return;
+  const bool is_unsigned = state::type_of(state) == DType::u64;
+  double v = 0;
+  if (slot.from == Kind::floating) {
+    v = std::bit_cast<double>(word[1]);
+  } else {
+    const auto whole = static_cast<int64_t>(*word);
+    if (is_signed(slot.to)) {
+      const int64_t most = std::numeric_limits<int64_t>::max() >> (64 - 8 * slot.nbytes);
+      if (is_unsigned || whole > most || whole < -most - 1) {
+        const Parameter& p = signature.parameters[static_cast<size_t>(slot.parameter)];
+        throw Error("argument " + std::to_string(slot.parameter) + " (" + p.name +
+                        "): a value that is annotated " + p.annotation + " does not fit",
+                    signature.function, "", slot.parameter);
+      }
+    }
+    v = is_unsigned ? static_cast<double>(*word) : static_cast<double>(whole);
+  }
+  const auto single = std::bit_cast<uint32_t>(static_cast<float>(v));
+  if (slot.to == DType::fp16) *word = half_of(v);
+  if (slot.to == DType::bf16) *word = single >> 16;  // cut off, as Triton's launcher does
+  if (slot.to == DType::fp32) *word = single;
+  if (slot.to == DType::fp64) *word = std::bit_cast<uint64_t>(v);
+}
+
+// Sets of options by their text; they stay for good.
+class OptionSet {
+ public:
+  std::vector<std::pair<std::string, std::string>> options;
+};
+
+const OptionSet* option_set(std::initializer_list<Option> options) {
+  static std::mutex mutex;
+  static auto* all = new std::map<std::vector<std::pair<std::string, std::string>>, OptionSet>;
+  std::vector<std::pair<std::string, std::string>> pairs;
+  for (const Option& o : options) pairs.emplace_back(o.name, o.value);
+  std::sort(pairs.begin(), pairs.end());
+  const std::scoped_lock lock(mutex);
+  return &all->try_emplace(pairs, OptionSet{pairs}).first->second;
+}
+
+std::string options_text(const Signature& signature, const Options& o) {
+  std::map<std::string, std::string> set;
+  const auto number = [&](const char* name, int16_t value) {
+    if (value >= 0) set[name] = std::to_string(value);
+  };
+  number("num_warps", o.num_warps);
+  number("num_stages", o.num_stages);
+  number("num_ctas", o.num_ctas);
+  number("maxnreg", o.maxnreg);
+  if (o.cooperative) set["launch_cooperative_grid"] = "True";
+  if (o.pdl) set["launch_pdl"] = "True";
+  if (o.others)
+    for (const auto& [name, value] : o.others->options) set[name] = value;
+  for (const auto& [name, value] : signature.options) {
+    const auto found = set.find(name);
+    if (found != set.end() && found->second == value) set.erase(found);
+  }
+  std::string text;
+  for (const auto& [name, value] : set) text += (text.empty() ? "" : ";") + name + "=" + value;
+  return text;
+}
+
+DType detail::dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes) {
+  static constexpr struct {
+    unsigned code, bits;
+    DType dtype;
+  } known[] = {
+      {2, 32, DType::fp32},   {4, 16, DType::bf16},    {2, 16, DType::fp16},    {2, 64, DType::fp64},
+      {0, 32, DType::i32},    {0, 64, DType::i64},     {0, 8, DType::i8},       {0, 16, DType::i16},
+      {1, 8, DType::u8},      {1, 16, DType::u16},     {1, 32, DType::u32},     {1, 64, DType::u64},
+      {6, 8, DType::u1},      {10, 8, DType::fp8e4nv}, {11, 8, DType::fp8e4b8}, {12, 8, DType::fp8e5},
+      {13, 8, DType::fp8e5b16}};
+  for (const auto& k : known)
+    if (k.code == code && k.bits == bits && lanes == 1) return k.dtype;
+  throw Error("Triton has no type for DLPack's code " + std::to_string(code) + " with " +
+                  std::to_string(bits) + " bits and " + std::to_string(lanes) + " lanes",
+              "(a tensor argument)");
+}
+
+std::string detail::value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
+                               std::span<const std::string_view> strings) {
+  const uint64_t* values = &words[n_head_words + n_state_words(leaves.size())];
+  return Arguments(leaves, reinterpret_cast<const uint8_t*>(&words[n_head_words]), values, strings)
+      .value(0);
+}
+
+}  // namespace plait::triton

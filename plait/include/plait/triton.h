@@ -1,0 +1,511 @@
+// plait/triton.h: Triton kernels from C++ for what a bare launch costs.
+//
+//   auto add = plait::triton::from_pack("kernels.pack", "add_kernel");  // or jit("add.py", "add_kernel")
+//   add[{blocks, stream}](x, y, out, n, plait::constexpr_<1024>);
+//   auto bound = add.bind({blocks}, x, y, out, n, plait::arg<"BLOCK"> = 1024);
+//   bound(stream);
+//
+// Needs neither torch nor Python nor CUDA's headers. docs/triton-cpp.md is for users; here is what goes
+// over the borders between the stages:
+//
+//   arguments -> leaves   Each C++ argument becomes one leaf, a tuple one more and those of its elements.
+//                         What the types say is a table made at compile time (Leaf); what values say is
+//                         one byte a leaf (type, "is 1", "divisible by 16", "is None") and the value in
+//                         8-byte words, which are what the launch hands to the driver.
+//   call -> record        A call's words are: context, options, the leaves' bytes, the values. A mask that
+//                         the Python signature gives (constexpr, do_not_specialize, annotations) makes them
+//                         the key. The same types on the same function are a Site: its last record, then its
+//                         table, are looked at without a lock. Sites, records and functions are never freed.
+//   record <- provider    A key that is new becomes text, `*fp32:D,i32,=1024`: the types and attributes
+//                         that Triton itself would find. A Provider makes a cubin and its facts of that.
+//
+// A host tensor descriptor will be a kind of leaf with 16 words, a JIT function as constexpr a kind with
+// one (its identity): Leaf has room for both.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+struct CUstream_st;
+
+namespace plait::triton {
+
+using Stream = CUstream_st*;  // CUstream, cudaStream_t
+
+// What went wrong with a kernel. argument: its index in the Python signature, or -1. traceback: Python's.
+struct Error : std::runtime_error {
+  Error(const std::string& what, std::string kernel, std::string specialization = "",
+        int argument = -1, std::string traceback = "");
+  std::string kernel, specialization, traceback;
+  int argument;
+};
+
+enum class DType : uint8_t {
+  u1 = 1, i8, i16, i32, i64, u8, u16, u32, u64, fp16, bf16, fp32, fp64,
+  fp8e4nv, fp8e5, fp8e4b15, fp8e4b8, fp8e5b16,
+};
+
+// The element type that a pointer to T has for Triton. Specialize it for types of your own.
+template <class T>
+inline constexpr auto dtype_of = nullptr;
+template <> inline constexpr DType dtype_of<bool> = DType::u1;
+template <> inline constexpr DType dtype_of<float> = DType::fp32;
+template <> inline constexpr DType dtype_of<double> = DType::fp64;
+template <std::integral T>
+  requires(!std::same_as<T, bool>)
+inline constexpr DType dtype_of<T> = static_cast<DType>(
+    static_cast<int>(std::is_signed_v<T> ? DType::i8 : DType::u8) + std::countr_zero(sizeof(T)));
+
+// Device memory whose element type is known at run time only.
+struct Pointer {
+  const void* data;
+  DType dtype;
+};
+
+// A value that is a constant of the compiled kernel, whatever the signature says of its parameter.
+template <class T>
+struct Constant {
+  T value;
+};
+
+enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, tuple };
+
+// What is known of an argument when its call is compiled.
+struct Leaf {
+  Kind kind;
+  bool constant = false;       // made by constexpr_
+  uint16_t n_inside = 0;       // of a tuple: leaves that follow and belong to it
+  const char* name = nullptr;  // of a keyword argument
+  constexpr uint16_t n_words() const {
+    return kind == Kind::tuple ? 0 : kind == Kind::floating ? 2 : 1;  // a floating one: as fp32, as fp64
+  }
+};
+
+// What is known of a leaf when it is called, in one byte.
+namespace state {
+inline constexpr uint8_t aligned = 1, one = 2, none = 0x80, type = 0x7c;
+constexpr uint8_t of(DType t) { return static_cast<uint8_t>(static_cast<int>(t) << 2); }
+constexpr DType type_of(uint8_t byte) { return static_cast<DType>((byte & type) >> 2); }
+}  // namespace state
+
+// Where the leaves of a call are written to.
+struct Writer {
+  uint8_t* states;
+  uint64_t* words;
+  std::string_view* strings;
+  void put(uint8_t byte, uint64_t word) {
+    *states++ = byte;
+    *words++ = word;
+  }
+};
+
+// How a type is passed: its leaves, and `write`. Specialize it for types of your own.
+template <class T>
+struct Traits {
+  static_assert(sizeof(T) == 0, "plait::triton cannot pass this type to a kernel: specialize Traits for it");
+};
+
+template <class T>
+using TraitsOf = Traits<std::remove_cvref_t<T>>;
+
+namespace detail {
+template <class... A>
+consteval auto concatenate(const A&... arrays) {
+  std::array<Leaf, (0 + ... + std::tuple_size_v<A>)> all{};
+  [[maybe_unused]] size_t at = 0;
+  ((std::copy(arrays.begin(), arrays.end(), all.begin() + at), at += arrays.size()), ...);
+  return all;
+}
+template <Kind K>
+struct One {
+  static constexpr std::array<Leaf, 1> leaves{Leaf{K}};
+};
+inline uint64_t address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
+inline void put_pointer(Writer& w, const void* p, DType t) {
+  const uint64_t a = address(p);
+  w.put(state::of(t) | (a % 16 == 0 ? state::aligned : 0), a);
+}
+// Also what dlpack.h declares, and anything that has its fields.
+template <class T>
+concept DlTensor = requires(const T& t) {
+  { t.data } -> std::convertible_to<const void*>;
+  t.byte_offset;
+  t.dtype.code;
+  t.dtype.bits;
+  t.dtype.lanes;
+};
+DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);
+}  // namespace detail
+
+template <std::integral T>
+struct Traits<T> : detail::One<Kind::integer> {
+  // Python's integers have no width: the smallest of i32, i64, u64 that holds the value.
+  static void write(Writer& w, T v) {
+    const std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t> wide = v;
+    DType type = DType::i32;
+    if (!std::in_range<int32_t>(wide)) type = std::in_range<int64_t>(wide) ? DType::i64 : DType::u64;
+    w.put(state::of(type) | (v == 1 ? state::one : 0) | (v % 16 == 0 ? state::aligned : 0),
+          static_cast<uint64_t>(wide));
+  }
+};
+
+template <>
+struct Traits<bool> : detail::One<Kind::boolean> {
+  static void write(Writer& w, bool v) { w.put(state::of(DType::u1), v); }
+};
+
+template <std::floating_point T>
+  requires(sizeof(T) <= 8)
+struct Traits<T> : detail::One<Kind::floating> {
+  static void write(Writer& w, T v) {
+    w.put(state::of(DType::fp32), std::bit_cast<uint32_t>(static_cast<float>(v)));
+    *w.words++ = std::bit_cast<uint64_t>(static_cast<double>(v));
+  }
+};
+
+template <class T>
+  requires(!detail::DlTensor<T> && !std::same_as<std::remove_const_t<T>, char>)
+struct Traits<T*> : detail::One<Kind::pointer> {
+  static_assert(std::same_as<std::remove_const_t<decltype(dtype_of<std::remove_const_t<T>>)>, DType>,
+                "plait::triton knows no element type for this pointer: pass plait::triton::Pointer{p, dtype} "
+                "or specialize dtype_of");
+  static void write(Writer& w, const T* p) {
+    detail::put_pointer(w, p, dtype_of<std::remove_const_t<T>>);
+  }
+};
+
+template <>
+struct Traits<Pointer> : detail::One<Kind::pointer> {
+  static void write(Writer& w, Pointer p) { detail::put_pointer(w, p.data, p.dtype); }
+};
+
+template <detail::DlTensor T>
+struct Traits<T> : detail::One<Kind::pointer> {
+  static void write(Writer& w, const T& t) {
+    detail::put_pointer(w, static_cast<const char*>(t.data) + t.byte_offset,
+                        detail::dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes));
+  }
+};
+template <detail::DlTensor T>
+struct Traits<T*> : Traits<std::remove_const_t<T>> {
+  static void write(Writer& w, const T* t) { Traits<std::remove_const_t<T>>::write(w, *t); }
+};
+
+template <>
+struct Traits<std::nullopt_t> : detail::One<Kind::none> {
+  static void write(Writer& w, std::nullopt_t) { w.put(state::none, 0); }
+};
+template <>
+struct Traits<std::nullptr_t> : Traits<std::nullopt_t> {
+  static void write(Writer& w, std::nullptr_t) { w.put(state::none, 0); }
+};
+
+template <class T>
+struct Traits<std::optional<T>> {
+  static constexpr auto leaves = Traits<T>::leaves;
+  static_assert(leaves.size() == 1, "an optional tuple has no Triton type of its own");
+  static void write(Writer& w, const std::optional<T>& v) {
+    if (v) return Traits<T>::write(w, *v);
+    w.put(state::none, 0);
+    for (uint16_t k = 1; k < leaves[0].n_words(); ++k) *w.words++ = 0;
+    if (leaves[0].kind == Kind::string) *w.strings++ = {};
+  }
+};
+
+template <>
+struct Traits<DType> : detail::One<Kind::dtype> {
+  static void write(Writer& w, DType t) { w.put(state::of(t), static_cast<uint64_t>(t)); }
+};
+
+template <>
+struct Traits<std::string_view> : detail::One<Kind::string> {
+  static void write(Writer& w, std::string_view s) {
+    w.put(0, s.size());
+    *w.strings++ = s;
+  }
+};
+template <>
+struct Traits<std::string> : Traits<std::string_view> {};
+template <>
+struct Traits<const char*> : Traits<std::string_view> {};
+template <>
+struct Traits<char*> : Traits<std::string_view> {};
+template <size_t N>
+struct Traits<char[N]> : Traits<std::string_view> {};
+
+template <class... T>
+struct Traits<std::tuple<T...>> {
+  static constexpr auto leaves = [] {
+    constexpr auto inside = detail::concatenate(TraitsOf<T>::leaves...);
+    return detail::concatenate(std::array{Leaf{Kind::tuple, false, inside.size()}}, inside);
+  }();
+  static void write(Writer& w, const std::tuple<T...>& t) {
+    *w.states++ = 0;
+    std::apply([&](const T&... v) { (TraitsOf<T>::write(w, v), ...); }, t);
+  }
+};
+template <class A, class B>
+struct Traits<std::pair<A, B>> : Traits<std::tuple<A, B>> {};
+
+template <class T>
+struct Traits<Constant<T>> {
+  static constexpr auto leaves = [] {
+    auto all = Traits<T>::leaves;
+    for (Leaf& leaf : all) leaf.constant = true;
+    return all;
+  }();
+  static void write(Writer& w, const Constant<T>& c) { Traits<T>::write(w, c.value); }
+};
+
+namespace detail {
+template <size_t N>
+struct Name {
+  char text[N];
+  consteval Name(const char (&s)[N]) { std::copy_n(s, N, text); }
+};
+template <Name N, class T>
+struct Named {
+  const T& value;
+};
+template <Name N>
+struct Keyword {
+  template <class T>
+  constexpr Named<N, T> operator=(const T& value) const {
+    return {value};
+  }
+};
+}  // namespace detail
+
+template <detail::Name N, class T>
+struct Traits<detail::Named<N, T>> {
+  static constexpr auto name = N;
+  static constexpr auto leaves = [] {
+    auto all = Traits<T>::leaves;
+    all[0].name = name.text;
+    return all;
+  }();
+  static void write(Writer& w, const detail::Named<N, T>& n) { Traits<T>::write(w, n.value); }
+};
+
+// Options of the compiler that Options does not name, such as {{"enable_fp_fusion", false}}. Equal sets
+// are one: make it once and keep it.
+class OptionSet;
+struct Option {
+  template <class T>
+  Option(std::string_view name, const T& value);
+  std::string name, value;
+};
+const OptionSet* option_set(std::initializer_list<Option> options);
+
+// -1: as Triton has it.
+struct Options {
+  int16_t num_warps = -1, num_stages = -1, num_ctas = -1, maxnreg = -1;
+  bool cooperative = false, pdl = false;
+  const OptionSet* others = nullptr;
+};
+
+struct Grid {
+  template <std::integral X, std::integral Y = int, std::integral Z = int>
+  Grid(X x, Y y = 1, Z z = 1)
+      : x(static_cast<int64_t>(x)), y(static_cast<int64_t>(y)), z(static_cast<int64_t>(z)) {}
+  int64_t x, y, z;
+};
+
+struct Launch {
+  Launch(Grid grid, Stream stream = nullptr, Options options = {})
+      : grid(grid), stream(stream), options(options) {}
+  template <std::integral X, std::integral Y>
+  Launch(X x, Y y) : grid(x, y) {}
+  template <std::integral X, std::integral Y, std::integral Z>
+  Launch(X x, Y y, Z z) : grid(x, y, z) {}
+  Grid grid;
+  Stream stream = nullptr;
+  Options options;
+};
+
+// A compiled kernel and what its launch must respect, as Triton's metadata has it.
+struct Binary {
+  std::string image, symbol;
+  uint32_t num_warps = 4, num_ctas = 1, shared = 0;
+  int64_t global_scratch = 0, global_alignment = 1, profile_scratch = 0, profile_alignment = 1;
+  bool cooperative = false, pdl = false;
+};
+
+struct Request {
+  std::string file, function, specialization, options;
+  int capability;  // such as 90
+};
+
+// Where kernels come from. Its functions may be called by several threads.
+class Provider {
+ public:
+  virtual ~Provider() = default;
+  // The function's parameters, a line each; native/jit/specialize.h says how.
+  virtual std::string describe(const std::string& file, const std::string& function) = 0;
+  virtual Binary compile(const Request& request) = 0;
+};
+// A file that `python -m plait.tools.pack` wrote.
+std::shared_ptr<Provider> open_pack(const std::string& path);
+// A Python process, started when first asked, that has plait and Triton on its path.
+std::shared_ptr<Provider> worker(const std::string& python = "python3");
+
+// What is told of a launch; see set_hooks.
+struct Launched {
+  std::string_view kernel, symbol, specialization;
+  uint32_t num_warps, num_ctas, shared;
+  Grid grid;
+  Stream stream;
+};
+struct Hooks {
+  void (*enter)(void* user, const Launched&) = nullptr;
+  void (*exit)(void* user, const Launched&) = nullptr;
+  void* user = nullptr;
+};
+// Called around every launch from now on; nullptr: no more. What it points to must stay.
+void set_hooks(const Hooks* hooks);
+
+// Scratch memory of kernels that want some, ordered as the stream is. Without one, the driver's
+// cuMemAllocAsync serves. free may be null.
+struct Scratch {
+  void* (*allocate)(void* user, size_t nbytes, size_t alignment, Stream stream);
+  void (*free)(void* user, void* memory, Stream stream);
+  void* user = nullptr;
+};
+void set_scratch(const Scratch* scratch);
+
+namespace detail {
+class Function;
+struct Site;
+struct Plan;
+
+// The functions that were called with the same types at one place of the program's code.
+struct Sites {
+  static constexpr size_t n_quick = 8;
+  std::atomic<Site*> quick[n_quick]{};
+  std::atomic<Site*> all{};
+};
+
+// words: context, options, other options, the leaves' states, their values.
+inline constexpr size_t n_head_words = 3;
+constexpr size_t n_state_words(size_t n_leaves) { return (n_leaves + 7) / 8; }
+struct Call {
+  const Function* function;
+  const Launch& launch;
+  std::span<const Leaf> leaves;
+  std::span<uint64_t> words;
+  std::span<const std::string_view> strings;
+};
+
+template <class... A>
+struct Frame {
+  static constexpr auto leaves = concatenate(TraitsOf<A>::leaves...);
+  static constexpr size_t n_values = [] {
+    size_t n = 0;
+    for (const Leaf& leaf : leaves) n += leaf.n_words();
+    return n;
+  }();
+  static constexpr size_t n_strings = std::count_if(
+      leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.kind == Kind::string; });
+  static constexpr size_t first_value = n_head_words + n_state_words(leaves.size());
+
+  explicit Frame(const A&... arguments) {
+    if constexpr (!leaves.empty()) words[first_value - 1] = 0;  // the bytes beyond the last leaf's
+    [[maybe_unused]] Writer w{reinterpret_cast<uint8_t*>(words.data() + n_head_words),
+                              words.data() + first_value, strings.data()};
+    (TraitsOf<A>::write(w, arguments), ...);
+  }
+  Call call(const Function* function, const Launch& launch) {
+    return {function, launch, leaves, words, strings};
+  }
+
+  std::array<uint64_t, first_value + n_values> words;
+  std::array<std::string_view, n_strings> strings;
+};
+
+void launch(Sites& sites, const Call& call);
+Plan* bind(Sites& sites, const Call& call);
+void launch(const Plan& plan, Stream stream);
+void destroy(Plan* plan);
+std::string value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
+                       std::span<const std::string_view> strings);
+}  // namespace detail
+
+template <class T>
+Option::Option(std::string_view name, const T& value) : name(name) {
+  const detail::Frame<T> frame(value);
+  this->value = detail::value_text(frame.leaves, frame.words, frame.strings);
+}
+
+// A launch that is resolved: kernel, arguments and grid are fixed. Threads may share it. Belongs to the
+// context that was current when it was bound.
+class Bound {
+ public:
+  explicit Bound(detail::Plan* plan) : plan_(plan, detail::destroy) {}
+  void operator()(Stream stream) const { detail::launch(*plan_, stream); }
+
+ private:
+  std::unique_ptr<detail::Plan, void (*)(detail::Plan*)> plan_;
+};
+
+// A Triton function: a name that may be copied and used by any thread.
+class Kernel {
+ public:
+  explicit Kernel(const detail::Function* function) : function_(function) {}
+
+  struct Launcher {
+    template <class... A>
+    void operator()(const A&... arguments) const {
+      static constinit detail::Sites sites;
+      detail::Frame<A...> frame(arguments...);
+      detail::launch(sites, frame.call(function, launch));
+    }
+    const detail::Function* function;
+    Launch launch;
+  };
+  Launcher operator[](const Launch& launch) const { return {function_, launch}; }
+
+  template <class... A>
+  Bound bind(const Launch& launch, const A&... arguments) const {
+    static constinit detail::Sites sites;
+    detail::Frame<A...> frame(arguments...);
+    return Bound(detail::bind(sites, frame.call(function_, launch)));
+  }
+
+ private:
+  const detail::Function* function_;
+};
+
+// The same file and function of the same provider are one kernel. Nothing is compiled yet.
+Kernel jit(const std::string& file, const std::string& function,
+           std::shared_ptr<Provider> provider = worker());
+Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
+Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
+
+}  // namespace plait::triton
+
+namespace plait {
+template <auto V>
+inline constexpr triton::Constant<std::remove_const_t<decltype(V)>> constexpr_{V};
+template <class T>
+triton::Constant<T> constexpr_value(T value) {
+  return {std::move(value)};
+}
+template <triton::detail::Name N>
+inline constexpr triton::detail::Keyword<N> arg{};
+}  // namespace plait

@@ -1,0 +1,53 @@
+// plait/triton_torch.h: at::Tensor, and the dtypes that libtorch has, as arguments of Triton kernels.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <plait/triton.h>
+
+namespace plait::triton {
+
+template <> inline constexpr DType dtype_of<c10::Half> = DType::fp16;
+template <> inline constexpr DType dtype_of<c10::BFloat16> = DType::bf16;
+template <> inline constexpr DType dtype_of<c10::Float8_e4m3fn> = DType::fp8e4nv;
+template <> inline constexpr DType dtype_of<c10::Float8_e5m2> = DType::fp8e5;
+template <> inline constexpr DType dtype_of<c10::Float8_e4m3fnuz> = DType::fp8e4b8;
+template <> inline constexpr DType dtype_of<c10::Float8_e5m2fnuz> = DType::fp8e5b16;
+
+inline DType dtype_of_torch(c10::ScalarType t) {
+  switch (t) {
+    case c10::ScalarType::Bool: return DType::u1;
+    case c10::ScalarType::Char: return DType::i8;
+    case c10::ScalarType::Short: return DType::i16;
+    case c10::ScalarType::Int: return DType::i32;
+    case c10::ScalarType::Long: return DType::i64;
+    case c10::ScalarType::Byte: return DType::u8;
+    case c10::ScalarType::UInt16: return DType::u16;
+    case c10::ScalarType::UInt32: return DType::u32;
+    case c10::ScalarType::UInt64: return DType::u64;
+    case c10::ScalarType::Half: return DType::fp16;
+    case c10::ScalarType::BFloat16: return DType::bf16;
+    case c10::ScalarType::Float: return DType::fp32;
+    case c10::ScalarType::Double: return DType::fp64;
+    case c10::ScalarType::Float8_e4m3fn: return DType::fp8e4nv;
+    case c10::ScalarType::Float8_e5m2: return DType::fp8e5;
+    case c10::ScalarType::Float8_e4m3fnuz: return DType::fp8e4b8;
+    case c10::ScalarType::Float8_e5m2fnuz: return DType::fp8e5b16;
+    default: throw Error(std::string("Triton has no type for ") + c10::toString(t), "(a tensor argument)");
+  }
+}
+
+// An undefined tensor is None.
+template <>
+struct Traits<at::Tensor> : detail::One<Kind::pointer> {
+  static void write(Writer& w, const at::Tensor& t) {
+    if (!t.defined()) return w.put(state::none, 0);
+    detail::put_pointer(w, t.data_ptr(), dtype_of_torch(t.scalar_type()));
+  }
+};
+
+template <>
+struct Traits<c10::ScalarType> : Traits<DType> {
+  static void write(Writer& w, c10::ScalarType t) { Traits<DType>::write(w, dtype_of_torch(t)); }
+};
+
+}  // namespace plait::triton

@@ -1,0 +1,286 @@
+"""Compiles functions of a user's files for C++ (native/jit): `python -m plait.runtime.triton_kernels`.
+
+Requests come in over the socket that is standard input, answers go out; native/jit/providers.cpp says how they are
+framed, native/jit/specialize.h how signatures and specializations are written. It uses Triton's own cache. Only
+functions load Triton: who imports this module to read a specialization does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import fcntl
+import hashlib
+import importlib.util
+import os
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from plait.runtime.cubin import Cubin, pack
+from plait.runtime.triton_worker import facts_of
+
+MAX_TENSOR_MEMORY = 512
+"""Columns of tensor memory that a program may use."""
+LOCKS = 64
+"""Files in Triton's cache that processes lock while they compile."""
+
+SHAPES = ("launch_cooperative_grid", "launch_pdl", "num_ctas", "num_stages", "num_warps")
+"""Options whose defaults nothing in the environment changes: to name one with its default is to leave it out."""
+
+_DTYPES = {f"{k[0]}{n}": f"{'u' if k == 'u' else ''}int{n}" for k in ("i", "u") for n in (8, 16, 32, 64)} | {
+    k: k
+    for k in ("fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16")
+} | {"u1": "int1"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DType:
+    """A dtype among constants, by Triton's short name."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """How one argument is specialized. type: Triton's, 'constexpr', or a tuple's items. value: of a constant;
+    Ellipsis: the parameter's default."""
+
+    type: str | tuple[Item, ...]
+    value: Any = None
+    divisible: bool = False
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def take(self, sign: str) -> bool:
+        found = self.text.startswith(sign, self.at)
+        self.at += len(sign) if found else 0
+        return found
+
+    def word(self) -> str:
+        start = self.at
+        while self.at < len(self.text) and self.text[self.at] not in ",()=":
+            self.at += 1
+        if start == self.at:
+            raise ValueError(f"nothing is at {self.text[: self.at]!r} of {self.text!r}")
+        return self.text[start : self.at]
+
+    def several(self, read: Any) -> tuple[Any, ...]:
+        found = []
+        while not self.take(")"):
+            found.append(read())
+            if not self.take(",") and not self.text.startswith(")", self.at):
+                raise ValueError(f"a parenthesis is open in {self.text!r}")
+        return tuple(found)
+
+    def value(self) -> Any:
+        if self.take("("):
+            return self.several(self.value)
+        word = self.word()
+        if word == "?":
+            return ...
+        if word in _DTYPES:
+            return DType(word)
+        if word in ("nan", "inf", "-inf"):
+            return float(word)
+        value = ast.literal_eval(word)
+        return unquote(value) if isinstance(value, str) else value
+
+    def item(self) -> Item:
+        if self.take("="):
+            return Item("constexpr", self.value())
+        if self.take("("):
+            return Item(self.several(self.item))
+        kind, _, hint = self.word().partition(":")
+        bare = kind.removeprefix("*")
+        if (bare.removeprefix("k") if bare != kind else bare) not in _DTYPES or hint not in ("", "D"):
+            raise ValueError(f"{kind}{':' if hint else ''}{hint} in {self.text!r} is no type of Triton's")
+        return Item(kind, divisible=hint == "D")
+
+
+def read_specialization(text: str) -> list[Item]:
+    """The items of a specialization. Raises ValueError."""
+    reader = _Reader("".join(text.split()))
+    found = [reader.item()] if reader.text else []
+    while reader.at < len(reader.text):
+        if not reader.take(","):
+            raise ValueError(f"{text!r} has more than it should after {reader.text[: reader.at]!r}")
+        found.append(reader.item())
+    return found
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Options that are written as `num_warps=8;num_stages=2`."""
+    return {name: _Reader(value).value() for name, _, value in (o.partition("=") for o in text.split(";") if o)}
+
+
+def write_value(value: Any) -> str:
+    """A constant as text. Raises TypeError for what C++ cannot say."""
+    if isinstance(value, tuple):
+        return f"({','.join(map(write_value, value))})"
+    if value is None or isinstance(value, bool | int):
+        return str(value)
+    if isinstance(value, float):
+        text = f"{value:.17g}"
+        return text if set(text) & set(".ein") else text + ".0"
+    if isinstance(value, str):
+        return f"'{quote(value, safe='')}'"
+    if isinstance(value, DType):
+        return value.name
+    raise TypeError
+
+
+def write_item(item: Item) -> str:
+    """An item as read_specialization reads it, in the one way that it is written."""
+    if isinstance(item.type, tuple):
+        return f"({','.join(map(write_item, item.type))})"
+    if item.type == "constexpr":
+        return "=?" if item.value is ... else f"={write_value(item.value)}"
+    return item.type + (":D" if item.divisible else "")
+
+
+@lru_cache(None)
+def load(file: str, function: str) -> Any:
+    """The @triton.jit function of that name. Raises TypeError for anything else."""
+    import triton
+
+    path = Path(file).resolve()
+    root, name = path.parent, path.stem
+    while (root / "__init__.py").exists():  # so that its relative imports are found
+        root, name = root.parent, f"{root.name}.{name}"
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    if (module := sys.modules.get(name)) is None or getattr(module, "__file__", None) != str(path):
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None or not path.exists():
+            raise FileNotFoundError(f"there is no Python file {file}")
+        module = importlib.util.module_from_spec(spec)
+        if "." in name:
+            importlib.import_module(name.rpartition(".")[0])
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    found = getattr(module, function)
+    if not isinstance(found, triton.runtime.jit.JITFunction):
+        raise TypeError(f"{function} of {file} is no plain @triton.jit function: it is a {type(found).__name__}")
+    return found
+
+
+def describe(fn: Any) -> str:
+    """The signature of a function, for C++."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    lines = [";".join(f"{k}={getattr(CUDAOptions, k)}" for k in SHAPES)]
+    for p in fn.params:
+        flags = {
+            "c": p.is_constexpr, "k": p.is_const, "s": p.do_not_specialize, "a": p.do_not_specialize_on_alignment,
+        }  # fmt: skip
+        default = _write_default(p.default) if p.has_default else ""
+        lines.append(f"{p.name}|{p.annotation_type}|{''.join(k for k, v in flags.items() if v)}|{default}")
+    return "\n".join(lines)
+
+
+def _write_default(value: Any) -> str:
+    import triton.language as tl
+
+    value = value.value if isinstance(value, tl.constexpr) else value
+    short = {long: k for k, long in _DTYPES.items()}
+    try:
+        return write_value(DType(short.get(str(value), str(value))) if isinstance(value, tl.dtype) else value)
+    except TypeError:
+        return "?"
+
+
+def _for_triton(value: Any) -> Any:
+    """A constant as Triton takes it."""
+    import triton.language as tl
+
+    if isinstance(value, tuple):
+        return tuple(map(_for_triton, value))
+    return tl.dtype(_DTYPES[value.name]) if isinstance(value, DType) else value
+
+
+def compile_kernel(fn: Any, capability: int, specialization: str, options: str) -> Cubin:
+    """The kernel that Triton makes of a function."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    items = read_specialization(specialization)
+    if len(items) != len(fn.params):
+        raise ValueError(f"{fn.__name__} has {len(fn.params)} parameters, {specialization!r} has {len(items)}")
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def signature(item: Item, path: tuple[int, ...]) -> Any:
+        if isinstance(item.type, tuple):
+            return tuple(signature(x, (*path, k)) for k, x in enumerate(item.type))
+        if item.type == "constexpr":
+            constants[path] = fn.params[path[0]].default if item.value is ... else _for_triton(item.value)
+        if item.divisible:
+            attributes[path] = [["tt.divisibility", 16]]
+        return item.type
+
+    types = {p.name: signature(item, (k,)) for k, (p, item) in enumerate(zip(fn.params, items, strict=True))}
+    chosen = read_options(options)
+    chosen["debug"] = chosen.get("debug", fn.debug) or triton.knobs.runtime.debug
+    unknown = sorted(chosen.keys() - set(triton.backends.nvidia.compiler.CUDAOptions.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"Triton has no option {', '.join(unknown)}")
+    source = ASTSource(fn, types, constants, attributes)
+    with _alone(f"{fn.cache_key} {capability} {specialization} {options}"):
+        made = triton.compile(source, GPUTarget("cuda", capability, 32), chosen)
+    used = made.metadata.tmem_size
+    if used is not None and used > MAX_TENSOR_MEMORY:
+        raise ValueError(f"it needs {used} columns of tensor memory, there are {MAX_TENSOR_MEMORY}")
+    return Cubin.of(facts_of(made.metadata), made.asm["cubin"])
+
+
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """No two processes compile the same kernel at once: the second one finds it in Triton's cache."""
+    import triton
+
+    folder = Path(triton.knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little") % LOCKS
+    with (folder / f"plait-{number}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def answer(request: Sequence[str]) -> bytes:
+    """What goes out for a request's lines."""
+    try:
+        kind, file, function, *more = request
+        fn = load(file, function)
+        if kind == "describe":
+            return b"k" + describe(fn).encode()
+        capability, specialization, options = more
+        made = compile_kernel(fn, int(capability), specialization, options)
+        return b"k" + (made.to_bytes() if kind == "cubin" else pack({"": made}))
+    except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
+        last = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+        return f"e{last}\n{traceback.format_exc()}".encode()
+
+
+def main() -> None:
+    """Serves until the other end is closed."""
+    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rwb") as stream:
+        while len(size := stream.read(8)) == 8:
+            said = answer(stream.read(*struct.unpack("<Q", size)).decode().split("\n"))
+            stream.write(struct.pack("<Q", len(said)) + said)
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()

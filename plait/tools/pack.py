@@ -1,0 +1,130 @@
+"""Writes packs: kernels of Triton functions, compiled ahead, for C++ programs without Python (docs/triton-cpp.md).
+
+`python -m plait.tools.pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
+function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints them. Triton runs in
+processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from plait.errors import UserError
+from plait.runtime.cubin import Cubin, pack
+from plait.runtime.triton_kernels import read_options, read_specialization, write_item, write_value
+
+MAX_PROCESSES = 8
+
+
+class _Compiler:
+    """A process that compiles, as C++ has it too."""
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs, mine:
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
+            command = [sys.executable, "-m", "plait.runtime.triton_kernels"]
+            self.process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
+            self.stream = mine.makefile("rwb")
+
+    def ask(self, *lines: str) -> bytes:
+        """An answer. Raises UserError if it is no."""
+        request = "\n".join(lines).encode()
+        self.stream.write(struct.pack("<Q", len(request)) + request)
+        self.stream.flush()
+        size = self.stream.read(8)
+        said: bytes = self.stream.read(*struct.unpack("<Q", size)) if len(size) == 8 else b"eits process ended"
+        if said[:1] == b"k":
+            return said[1:]
+        why, _, trace = said[1:].decode().partition("\n")
+        raise UserError(f"{' '.join(lines[2:])}: {why}", hint=trace)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.process.wait()
+
+
+def triton_pack(
+    path: str | Path, file: str | Path, signatures: Sequence[str], capabilities: Sequence[int] = (90,)
+) -> None:
+    """Compiles functions of a Python file and writes them to `path`.
+
+    signatures: each a function's name, its specialization and perhaps options, with spaces between them.
+    capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or what Triton refuses.
+    """
+    file = str(Path(file).resolve())
+    wanted = [_read(s) for s in dict.fromkeys(signatures)]
+    n = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(wanted) * len(capabilities)))
+    with ExitStack() as stack, ThreadPoolExecutor(n) as threads:
+        compilers = [_Compiler() for _ in range(n)]
+        for compiler in compilers:
+            stack.callback(compiler.close)
+        texts = {f: compilers[0].ask("describe", file, f).decode() for f in {f: None for f, _, _ in wanted}}
+        jobs = list(product(wanted, capabilities))
+        shares = [jobs[k::n] for k in range(n)]
+        done = threads.map(partial(_compile, file, texts), compilers, shares)
+        kernels = {name: cubin for share in done for name, cubin in share.items()}
+    data = pack(dict(sorted(kernels.items())), texts)
+    path = Path(path)
+    whole = path.with_name(f".{path.name}.{os.getpid()}")  # nobody sees half a file
+    whole.write_bytes(data)
+    whole.replace(path)
+
+
+def _read(signature: str) -> tuple[str, str, str]:
+    """The function, specialization and options of a signature, the latter two as C++ writes them."""
+    function, _, rest = signature.strip().partition(" ")
+    # Options begin with a name, which a specialization has nowhere.
+    specialization, options = rest, ""
+    if (found := re.search(r"(^|\s)[A-Za-z_]\w*\s*=", rest)) is not None:
+        specialization, options = rest[: found.start()], rest[found.start() :]
+    try:
+        items = ",".join(map(write_item, read_specialization(specialization)))
+        values = read_options("".join(options.split()))
+        return function, items, ";".join(f"{k}={write_value(v)}" for k, v in sorted(values.items()))
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise UserError(f"the signature {signature!r} cannot be read: {error}") from None
+
+
+def _compile(
+    file: str, texts: dict[str, str], compiler: _Compiler, jobs: Sequence[tuple[tuple[str, str, str], int]]
+) -> dict[str, Cubin]:
+    """Kernels by the names under which C++ looks for them."""
+    found = {}
+    for (function, specialization, options), capability in jobs:
+        defaults = texts[function].partition("\n")[0].split(";")
+        differing = ";".join(o for o in options.split(";") if o not in defaults)
+        answer = compiler.ask("cubin", file, function, str(capability), specialization, differing)
+        found[f"{function}|{specialization}|{differing}|{capability}"] = Cubin.from_bytes(answer)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m plait.tools.pack", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", help="the Python file with the functions")
+    parser.add_argument("--signatures", nargs="+", required=True, metavar="SIGNATURE")
+    parser.add_argument("--arch", nargs="+", type=int, default=[90], help="compute capabilities (90)")
+    parser.add_argument("-o", "--output", help="the pack (the file's name with .pack)")
+    given = parser.parse_args(arguments)
+    output = given.output or Path(given.file).with_suffix(".pack")
+    try:
+        triton_pack(output, given.file, given.signatures, given.arch)
+    except UserError as error:
+        sys.exit(f"plait: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+// tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever libcuda is
+// found. Prints what it asks of the provider and what goes wrong; the driver writes down the rest.
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include <plait/triton.h>
+
+#include "core/cuda.h"
+
+using namespace plait::triton;
+using plait::arg, plait::constexpr_, plait::constexpr_value;
+
+namespace {
+// "Compiles" to what the fake driver takes for a kernel with parameters of these types.
+class Fake : public Provider {
+ public:
+  explicit Fake(std::map<std::string, std::string> signatures, bool quiet = false)
+      : signatures_(std::move(signatures)), quiet_(quiet) {}
+
+  std::string describe(const std::string&, const std::string& function) override {
+    const auto found = signatures_.find(function);
+    if (found == signatures_.end()) throw Error("there is none", function);
+    return found->second;
+  }
+
+  Binary compile(const Request& r) override {
+    const std::scoped_lock lock(mutex_);
+    ++n_compiled[r.function + r.specialization];
+    if (!quiet_)
+      std::printf("%s %s [%s] sm_%d\n", r.function.c_str(), r.specialization.c_str(), r.options.c_str(),
+                  r.capability);
+    Binary made = facts;
+    made.symbol = r.function;
+    made.image = sizes(r.specialization);
+    made.image = r.function + made.image;
+    return made;
+  }
+
+  Binary facts;
+  int wrong = 0;  // bytes to add to the first parameter
+  std::map<std::string, int> n_compiled;
+
+ private:
+  std::string sizes(const std::string& text) const {
+    static const std::map<std::string, int> of = {
+        {"u1", 1}, {"i8", 1}, {"u8", 1}, {"i16", 2}, {"u16", 2}, {"fp16", 2}, {"bf16", 2}, {"i32", 4},
+        {"u32", 4}, {"fp32", 4}, {"i64", 8}, {"u64", 8}, {"fp64", 8}};
+    std::string list, item;
+    int n = 0, depth = 0;  // depth: in a constant's parentheses
+    for (const char c : text + ",") {
+      if (item.starts_with("=")) {
+        depth += (c == '(') - (c == ')');
+        if (depth >= 0 && (depth > 0 || c != ',')) continue;
+        depth = 0;
+      }
+      if (c != ',' && c != '(' && c != ')') {
+        item += c;
+        continue;
+      }
+      const std::string type = item.substr(0, item.find(':'));
+      item.clear();
+      if (type.empty() || type[0] == '=') continue;
+      const int bytes = type[0] == '*' ? 8 : of.at(type);
+      list += " " + std::to_string(bytes + (n == 0 ? wrong : 0));
+      ++n;
+    }
+    return " " + std::to_string(n + 2) + " 0" + list;
+  }
+
+  std::map<std::string, std::string> signatures_;
+  const bool quiet_;
+  std::mutex mutex_;
+};
+
+template <class F>
+void expect_error(F f) {
+  try {
+    f();
+    std::printf("no error\n");
+  } catch (const Error& e) {
+    std::printf("error: %s [%s] %d\n", e.what(), e.kernel.c_str(), e.argument);
+  }
+}
+
+Stream stream(size_t n) { return reinterpret_cast<Stream>(n); }
+template <class T>
+T* at(size_t n) { return reinterpret_cast<T*>(n); }
+
+struct DLTensor {
+  void* data;
+  struct { int type, id; } device;
+  int ndim;
+  struct { uint8_t code, bits; uint16_t lanes; } dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+void kinds() {
+  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
+      {"none", ""},
+      {"one", "num_warps=4\nx|||"},
+      {"four", "num_warps=4\na|||\nb|||\nc|||\nd|||"},
+      {"typed", "\nh|fp16||\nb|bf16||\nd|fp64||\ni|i8||\np|*fp32||"},
+      {"defaults", "\nx|||\nn|||16\ne|fp64||0.5\nB||c|1024\nt|||(3,(1,2.5))\nz|||None"},
+      {"constants", "\nx|||\ns||c|\nd||c|\nt||c|\nf||c|\nB||c|64"},
+      {"opaque", "\nx|||?"},
+  });
+  const auto get = [&](const char* name) { return from_pack(fake, name); };
+  get("none")[{5}]();
+  const Kernel one = get("one"), four = get("four");
+  // Each type once; what a type says again is launched, not compiled.
+  one[{1}](at<float>(16));
+  one[{1}](at<const float>(8));
+  one[{1}](Pointer{at<void>(32), DType::fp8e5});
+  const DLTensor tensor{at<void>(64), {2, 0}, 0, {4, 16, 1}, nullptr, nullptr, 2};
+  one[{1}](tensor);
+  one[{1}](&tensor);
+  one[{1}](int8_t{-3});
+  one[{1}](uint16_t{65535});
+  one[{1}](1);
+  one[{1}](1LL);
+  one[{1}](int64_t{1} << 40);
+  one[{1}](uint64_t{1} << 63);
+  one[{1}](uint32_t{3000000000});
+  one[{1}](1.0);
+  one[{1}](2.0f);
+  one[{1}](true);
+  one[{1}](nullptr);
+  one[{1}](std::optional<int>(5));
+  one[{1}](std::optional<int>());
+  one[{1}](std::tuple{at<int>(16), std::tuple{2.0, 7}, std::pair{1, false}});
+  one[{1}](constexpr_<true>);
+  one[{1}](constexpr_<7>);
+  one[{1}](constexpr_value(std::string("a b")));
+  // Words by name; the values of one key may change.
+  for (int k = 2; k < 4; ++k) four[{1}](k, arg<"d"> = 1.5f * k, arg<"b"> = at<bool>(16 * k), arg<"c"> = 5 * k);
+  // What a parameter is annotated as.
+  const Kernel typed = get("typed");
+  typed[{1}](1.0, 1.0f, 0.1, -5, nullptr);
+  typed[{1}](65504.0, 3, 7, 1, at<float>(48));
+  typed[{1}](0x1p-24, -2.0, 1.0f, true, at<float>(52));
+  typed[{1}](true, 1e-3, false, 16, at<double>(64));
+  const Kernel defaults = get("defaults");
+  defaults[{1}](2);
+  defaults[{1}](2, arg<"B"> = 64, arg<"n"> = 1);
+  const Kernel constants = get("constants");
+  for (const char* s : {"ieee", "tf32", "ieee"})
+    constants[{1}](2.5, s, DType::fp16, std::tuple{1, nullptr, "x"}, 0.5f);
+  constants[{1}](2.5, std::string_view("tf32"), DType::i8, std::tuple{1, nullptr, std::string("x")}, 1.5f, 32);
+
+  expect_error([&] { get("nowhere")[{1}](1); });
+  expect_error([&] { one[{1}](); });
+  expect_error([&] { one[{1}](1, 2); });
+  expect_error([&] { one[{1}](arg<"y"> = 1); });
+  expect_error([&] { one[{1}](1, arg<"x"> = 1); });
+  expect_error([&] { one[{1}]("text"); });
+  expect_error([&] { typed[{1}](at<int>(16), 1, 1, 1, nullptr); });
+  expect_error([&] { typed[{1}](1, 1, 1, 128, nullptr); });
+  expect_error([&] { typed[{1}](1, 1, 1, 1.0, nullptr); });
+  expect_error([&] { constants[{1}](1, at<int>(1), 1, 1, 1); });
+  expect_error([&] { get("opaque")[{1}](); });
+  expect_error([&] { one[{1}](DLTensor{nullptr, {}, 0, {5, 64, 1}, nullptr, nullptr, 0}); });
+}
+
+void launches() {
+  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
+      {"k", "num_ctas=1;num_stages=3;num_warps=4\nx|||"}, {"big", "\nx|||"}, {"scratch", "\nx|||"},
+      {"late", "\nx|||"}, {"wrong", "\nx|||"}});
+  const Kernel k = from_pack(fake, "k");
+  k[{0}](16);      // nothing is launched, nothing compiled
+  k[{3, -1}](16);
+  k[{7, 5, 3}](16);
+  const auto* others = option_set({{"maxnreg_b", 3}, {"enable_fp_fusion", false}, {"a", "b c"}});
+  k[{{7, 5}, stream(9), {.num_warps = 8, .num_stages = 2, .maxnreg = 64, .cooperative = true, .pdl = true,
+                         .others = others}}](16);
+  k[{2, stream(9), {.num_warps = 4, .num_ctas = 1}}](16);  // as it would be without
+  k[{2, stream(9), {.num_warps = 8}}](16);
+  expect_error([&] { k[{int64_t{1} << 31}](16); });
+  expect_error([&] { k[{1, 65536}](16); });
+  expect_error([&] { k[{1, stream(13)}](16); });
+  const Bound bound = k.bind({4, 2}, 32);
+  bound(stream(5));
+  bound(nullptr);
+  k.bind({0}, 32)(nullptr);
+  expect_error([&] { k.bind({1}, 1.5)(stream(13)); });
+
+  fake->facts.num_ctas = 16;
+  fake->facts.num_warps = 12;
+  fake->facts.shared = 100000;
+  fake->facts.cooperative = fake->facts.pdl = true;
+  from_pack(fake, "big")[{3}](16);
+  fake->facts = {};
+
+  fake->facts.global_scratch = 100;
+  fake->facts.global_alignment = 128;
+  fake->facts.profile_scratch = 10;
+  fake->facts.num_ctas = 2;
+  const Kernel scratch = from_pack(fake, "scratch");
+  const Bound with_scratch = scratch.bind({3, 2}, 16);
+  with_scratch(stream(6));
+  static const Scratch own{[](void*, size_t nbytes, size_t alignment, Stream s) {
+                             std::printf("allocate %zu by %zu on %zu\n", nbytes, alignment, size_t(s));
+                             return reinterpret_cast<void*>(0x800);
+                           },
+                           [](void*, void* memory, Stream) { std::printf("free %p\n", memory); }};
+  set_scratch(&own);
+  scratch[{1, stream(7)}](16);
+  static const Scratch empty{[](void*, size_t, size_t, Stream) { return static_cast<void*>(nullptr); }, nullptr};
+  set_scratch(&empty);
+  expect_error([&] { scratch[{1}](16); });
+  set_scratch(nullptr);
+  fake->facts = {};
+
+  static int n = 0;
+  static const Hooks hooks{[](void* user, const Launched& l) {
+                             ++*static_cast<int*>(user);
+                             std::printf("enter %s %s %s warps %u grid %d on %zu\n", std::string(l.kernel).c_str(),
+                                         std::string(l.symbol).c_str(), std::string(l.specialization).c_str(),
+                                         l.num_warps, int(l.grid.x), size_t(l.stream));
+                           },
+                           [](void* user, const Launched&) { std::printf("exit %d\n", *static_cast<int*>(user)); },
+                           &n};
+  set_hooks(&hooks);
+  k[{3, stream(9)}](16);
+  bound(stream(8));
+  set_hooks(nullptr);
+  bound(stream(8));
+
+  const Kernel late = from_pack(fake, "late");
+  expect_error([&] { late[{1, stream(17)}](2); });  // stream 17 is being captured
+  late[{1, stream(5)}](2);
+  late[{1, stream(17)}](3);
+  expect_error([&] { late[{1, stream(17)}](16); });
+  fake->wrong = 4;
+  expect_error([&] { from_pack(fake, "wrong")[{1}](2); });
+}
+
+// Two contexts, as two GPUs have: one compilation, a handle each. Stale ones are refused by the driver.
+void contexts() {
+  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{{"k", "\nx|||"}});
+  const auto& driver = plait::cuda::Driver::machine();
+  const Kernel k = from_pack(fake, "k");
+  for (const int device : {3, 5, 3}) {
+    void* context = nullptr;
+    driver.retain_context(&context, device);
+    driver.set_context(context);
+    k[{1}](16);
+    k.bind({1}, 32)(nullptr);
+  }
+  const Bound bound = k.bind({1}, 48);
+  std::thread([&] { expect_error([&] { bound(nullptr); }); }).join();  // a thread without a context
+}
+
+// A cold start of many threads: each key is compiled once, each launch is right.
+void threads() {
+  std::map<std::string, std::string> signatures;
+  for (const char* name : {"a", "b", "c"}) signatures[name] = "\nx|||\nn|||\nB||c|";
+  const auto fake = std::make_shared<Fake>(signatures, true);
+  std::vector<std::thread> all;
+  for (int t = 0; t < 8; ++t)
+    all.emplace_back([&, t] {
+      for (int k = 0; k < 60; ++k)
+        for (const char* name : {"a", "b", "c"}) {
+          const Kernel kernel = from_pack(fake, name);
+          kernel[{1, stream(5)}](at<float>(16), (k + t) % 17, (k * t) % 5);
+          kernel.bind({1}, at<float>(8), k % 3, 64)(stream(5));
+        }
+    });
+  for (std::thread& t : all) t.join();
+  for (const auto& [key, n] : fake->n_compiled)
+    if (n != 1) std::printf("%s was compiled %d times\n", key.c_str(), n);
+  std::printf("%zu kernels\n", fake->n_compiled.size());
+}
+
+// Kernels of a user: argv is python, the file of functions, and a pack of some of them.
+void real(char** argv) {
+  const auto python = worker(argv[0]);
+  const Kernel add = jit(argv[1], "add_kernel", python);
+  add[{2}](at<float>(16), at<float>(32), at<float>(48), 100, constexpr_<1024>);
+  add[{{2}, nullptr, {.num_warps = 8}}](at<float>(16), at<float>(32), at<float>(48), 1);
+  const Kernel all = jit(argv[1], "all_kinds", python);
+  all[{2}](at<int8_t>(16), std::tuple{2.0, 5, nullptr}, true, DType::fp16, "ieee", std::tuple{1, 2}, 0.5, 3.25);
+  expect_error([&] { jit(argv[1], "nothing", python)[{1}](1); });
+  expect_error([&] { jit(argv[1], "not_jit", python)[{1}](1); });
+  expect_error([&] { jit(argv[1], "wrong", python)[{1}](at<float>(16)); });
+  expect_error([&] { add[{{1}, nullptr, {.others = option_set({{"colour", 3}})}}](at<float>(16), nullptr, nullptr, 1); });
+  expect_error([&] { jit("/nowhere.py", "add_kernel", python)[{1}](1); });
+  expect_error([&] { jit(argv[1], "add_kernel", worker("/nowhere/python"))[{1}](1); });
+  expect_error([&] { jit(argv[1], "add_kernel", worker("/bin/false"))[{1}](1); });
+  const Kernel packed = from_pack(argv[2], "add_kernel");
+  packed[{{2}, nullptr, {.num_warps = 4}}](at<float>(16), at<float>(32), at<float>(48), 100);
+  packed[{{2}, nullptr, {.num_warps = 8}}](at<float>(16), at<float>(32), at<float>(48), 160, 512);
+  expect_error([&] { packed[{2}](at<float>(16), at<float>(32), at<float>(48), 160); });
+  expect_error([&] { from_pack(argv[2], "other")[{2}](1); });
+  expect_error([&] { open_pack(argv[1]); });
+}
+}  // namespace
+
+int main(int, char** argv) {
+  const std::string_view what = argv[1];
+  if (what == "kinds") kinds();
+  if (what == "launches") launches();
+  if (what == "contexts") contexts();
+  if (what == "threads") threads();
+  if (what == "real") real(argv + 2);
+}

@@ -1,0 +1,538 @@
+"""Triton kernels from C++ (native/jit): specialization against Triton's own, launches against a driver that writes down
+what it is told, threads, packs and the process that compiles.
+
+What needs Triton runs in a process that has it on its path: `python -m tests.test_jit NAME FOLDER`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+from plait.errors import UserError
+from plait.runtime.triton_kernels import DType, describe, read_specialization, write_item, write_value
+from plait.tools.pack import triton_pack
+
+ROOT = Path(__file__).parent.parent
+TRITON = Path(sys.prefix) / "triton"
+JIT, CORE = ROOT / "native" / "jit", ROOT / "native" / "core"
+FLAGS = [
+    "g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-pthread",
+    "-I", str(ROOT / "native"), "-I", str(ROOT / "plait" / "include"),
+]  # fmt: skip
+SOURCES = [*sorted(JIT.glob("*.cpp")), CORE / "cuda.cpp", CORE / "cubins.cpp"]
+
+SCALARS = ("fp16", "bf16", "fp32", "fp64")
+INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64")
+TORCH = {"float*": "float32", "int64*": "int64", "bool*": "bool", "bf16*": "bfloat16"}
+DLPACK = {(2, 16): "float16", (2, 64): "float64", (0, 8): "int8", (1, 32): "uint32", (12, 8): "float8_e5m2",
+          (10, 8): "float8_e4m3fn", (4, 16): "bfloat16", (6, 8): "bool"}  # fmt: skip
+DTYPES = (*("u1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"), *SCALARS)
+
+
+def build(*args: str | Path) -> None:
+    subprocess.run([*FLAGS, *map(str, args)], check=True, timeout=300)
+
+
+class Memory:
+    """A tensor as Triton's specializer sees one."""
+
+    def __init__(self, dtype: Any, address: int) -> None:
+        self.dtype, self.address = dtype, address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def some_int(rng: random.Random, bits: int, signed: bool) -> int:
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    edges = [0, 1, 1, 16, 32, -16, 2, low, high, high - 15, 1 << 31, (1 << 31) - 1, -(1 << 31), -(1 << 31) - 1, 1 << 63]
+    near = rng.choice([*edges, rng.randint(low, high), 16 * rng.randint(low // 16, high // 16)])
+    return min(max(near, low), high)
+
+
+def some_address(rng: random.Random) -> int:
+    return rng.choice([0, 16, 4096, 8, 4, 1 << 40, (1 << 40) + 8, 2 * rng.randint(0, 1 << 40)])
+
+
+def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, Callable[[random.Random], Any]]:
+    """What C++ is told of one argument's type, and a maker of (C++'s text, Python's object)."""
+    import torch
+    import triton.language as tl
+
+    def integer(name: str) -> Any:
+        def make(r: random.Random) -> Any:
+            value = some_int(r, int(name[1:]), name[0] == "i")
+            return f"{name} {value}", value
+
+        return make
+
+    def pointer(name: str) -> Any:
+        def make(r: random.Random) -> Any:
+            a = some_address(r)
+            return f"{name} {a}", Memory(getattr(torch, TORCH[name]), a)
+
+        return make
+
+    def dlpack(code: int, bits: int) -> Any:
+        def make(r: random.Random) -> Any:
+            a = some_address(r)
+            return f"dlpack {a} {code} {bits}", Memory(getattr(torch, DLPACK[code, bits]), a)
+
+        return make
+
+    def real(name: str) -> Any:
+        def make(r: random.Random) -> Any:
+            value = r.choice([0.0, 1.0, -0.0, 0.1, 1e300, 2.0**-149, float("inf"), r.gauss(0, 1)])
+            if name == "f32":
+                value = struct.unpack("<f", struct.pack("<f", min(value, 3e38)))[0]
+            return f"{name} {value.hex()}", value
+
+        return make
+
+    def boolean(r: random.Random) -> Any:
+        value = r.random() < 0.5
+        return f"bool {int(value)}", value
+
+    def maybe(r: random.Random) -> Any:
+        value = None if r.random() < 0.3 else some_int(r, 64, True)
+        return f"maybe {'none' if value is None else value}", value
+
+    def text(r: random.Random) -> Any:
+        value = r.choice(["", "ieee", "a,b(c)='%d'", "größer", "a|b;c"])
+        return f"str {value or '-'}", value
+
+    def dtype(r: random.Random) -> Any:
+        k = r.randrange(len(DTYPES))
+        return f"dtype {k + 1}", DType(DTYPES[k])
+
+    none = lambda r: ("none 0", None)
+    integers = [integer(n) for n in INTEGERS]
+    reals = [real("f32"), real("f64")]
+    pointers = [*map(pointer, TORCH), *(dlpack(*k) for k in DLPACK)]
+
+    def nest(makers: Sequence[Any]) -> Any:
+        def make(r: random.Random) -> Any:
+            made = [m(r) for m in makers]
+            return f"( {' '.join(m[0] for m in made)} )", tuple(m[1] for m in made)
+
+        return make
+
+    def constant(maker: Any) -> Any:
+        def make(r: random.Random) -> Any:
+            said, value = maker(r)
+            return f"const {said}", tl.constexpr(value)
+
+        return make
+
+    if annotation == "constexpr":
+        kinds = [*integers, *reals, boolean, maybe, text, dtype, none]
+        if depth < 2:
+            kinds.append(nest([argument(rng, annotation, depth + 1)[1] for _ in range(rng.randrange(3))]))
+    elif annotation.lstrip("*k") in SCALARS and annotation[0] != "*":
+        kinds = [*reals, *integers]
+    elif annotation == "u1":
+        kinds = [boolean]
+    elif annotation.startswith("*"):
+        kinds = [*pointers, none]
+    elif annotation:
+        kinds = integers
+    else:
+        kinds = [*integers, *reals, boolean, maybe, none, *pointers, constant(rng.choice([*integers, *reals, boolean]))]
+        if depth < 2:
+            kinds.append(nest([argument(rng, "", depth + 1)[1] for _ in range(rng.randrange(4))]))
+    return "", rng.choice(kinds)
+
+
+def of_triton(kind: Any, attribute: Any, value: Any) -> str:
+    """One item of Triton's specialization as we write it."""
+    if isinstance(kind, tuple):
+        return f"({','.join(of_triton(*x) for x in zip(kind, attribute, value, strict=True))})"
+    if kind == "constexpr":
+        value = getattr(value, "value", value)
+        return f"={write_value(value)}"
+    return kind + (":D" if attribute == "D" else "")
+
+
+def specializes_as_triton(folder: Path) -> None:
+    """Random signatures and arguments. Equal keys must have equal specializations, too."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
+    from plait.runtime.triton_worker import load_module
+
+    library = ctypes.CDLL(str(folder / "libspecialize.so"))
+    library.plait_specialize.restype = ctypes.c_char_p
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+    rng = random.Random(5)
+    annotations = ["constexpr", "*fp32", "*ki8", "u1", *SCALARS, *INTEGERS]
+    written = {"constexpr": "tl.constexpr", "u1": "'bool'", "fp32": "tl.float32", "i64": "tl.int64", "i32": "int"}
+    defaults = {
+        "constexpr": ["1024", "'a b'", "None", "(1, 2.5)", "tl.float32"],
+        "": ["1", "16", "2.5", "None", "(1, 3)"],
+    }
+    text, makers = ["import triton", "import triton.language as tl"], []
+    for k in range(100):
+        parameters: list[str] = []
+        chosen: list[tuple[Any, bool]] = []
+        with_default = False
+        for p in range(rng.randrange(1, 14)):
+            annotation = rng.choice(annotations) if rng.random() < 0.5 else ""
+            with_default = rng.random() < 0.1 or (with_default and annotation in defaults)
+            with_default = with_default and annotation in defaults
+            if parameters and "=" in parameters[-1] and not with_default:
+                break
+            note = f": {written.get(annotation, repr(annotation))}" if annotation else ""
+            if not annotation and rng.random() < 0.1:
+                note = ": tl.const"
+            default = f" = {rng.choice(defaults[annotation])}" if with_default else ""
+            parameters.append(f"p{p}{note}{default}")
+            chosen.append((argument(rng, annotation)[1], with_default))
+        n = len(parameters)
+        some = lambda n=n: [rng.choice([i, f"p{i}"]) for i in range(n) if rng.random() < 0.15]
+        text += [
+            f"@triton.jit(do_not_specialize={some()}, do_not_specialize_on_alignment={some()})",
+            f"def f{k}({', '.join(parameters)}):", "    pass",
+        ]  # fmt: skip
+        makers.append(chosen)
+    module = load_module("functions", "\n".join(text) + "\n", folder)
+
+    n_cases = n_equal = 0
+    for k, chosen in enumerate(makers):
+        fn = getattr(module, f"f{k}")
+        binder = create_function_from_signature(fn.signature, fn.params, backend)
+        signature = describe(fn).encode()
+        seen: dict[tuple[str, str], str] = {}
+        for _ in range(30):
+            n_positional = rng.randrange(len(chosen) + 1)
+            said, args, keywords = [], [], {}
+            for i, (make, optional) in enumerate(chosen):
+                if optional and i >= n_positional and rng.random() < 0.5:
+                    continue
+                words, value = make(rng)
+                if i < n_positional:
+                    said.append(words)
+                    args.append(value)
+                else:
+                    first, *more = words.split(" ", 1)
+                    said.append(f"const p{i}= {' '.join(more)}" if first == "const" else f"p{i}= {words}")
+                    keywords[f"p{i}"] = value
+            bound, specialization, _ = binder(*args, **keywords)
+            want = ",".join(
+                of_triton(kind, attribute, bound[name])
+                for name, (kind, attribute) in zip(bound, specialization, strict=True)
+            )
+            answer = library.plait_specialize(signature, "\n".join(said).encode()).decode()
+            got, _, key = answer.partition("\n")
+            assert got == want, f"{fn.signature}\n{said}\nwant {want}\ngot  {got}"
+            assert ",".join(map(write_item, read_specialization(got))) == got
+            types = " ".join(w.split()[0] + w.rpartition("=")[0] for w in said)
+            n_equal += (types, key) in seen
+            assert seen.setdefault((types, key), got) == got, f"{fn.signature}\n{said}\n{key}"
+            n_cases += 1
+    assert n_cases == 3000 and n_equal > 100, (n_cases, n_equal)
+
+
+KERNELS = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_kernel(x, y, out, n, BLOCK: tl.constexpr = 1024):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, i < n) + tl.load(y + i, i < n), i < n)
+
+
+@triton.jit
+def all_kinds(p, t, flag, kind: tl.constexpr, mode: tl.constexpr, pair: tl.constexpr, e: tl.float64, h: tl.float16):
+    tl.static_assert(kind == tl.float16 and mode == "ieee" and pair[1] == 2 and t[2] is None)
+    if flag:
+        tl.store(p, (t[0] + t[1] + e).to(tl.int8))
+    tl.store(p + 1, h.to(kind))
+
+
+@triton.jit
+def wrong(x):
+    tl.store(x, tl.no_such_function(x))
+
+
+def not_jit(x):
+    pass
+"""
+
+ASKED = """\
+none  [] sm_90
+one *fp32:D [] sm_90
+one *fp32 [] sm_90
+one *fp8e5:D [] sm_90
+one *bf16 [] sm_90
+one i32 [] sm_90
+one =1 [] sm_90
+one i64:D [] sm_90
+one u64:D [] sm_90
+one fp32 [] sm_90
+one u1 [] sm_90
+one =None [] sm_90
+one (*i32:D,(fp32,i32),(=1,u1)) [] sm_90
+one =True [] sm_90
+one =7 [] sm_90
+one ='a%20b' [] sm_90
+four i32,*u1:D,i32,fp32 [] sm_90
+typed fp16,bf16,fp64,i8,*fp32 [] sm_90
+typed fp16,bf16,fp64,i8,*fp32:D [] sm_90
+typed fp16,bf16,fp64,i8:D,*fp32:D [] sm_90
+defaults i32,i32:D,fp64,=1024,(i32,(=1,fp32)),=None [] sm_90
+defaults i32,=1,fp64,=64,(i32,(=1,fp32)),=None [] sm_90
+constants fp32,='ieee',=fp16,=(1,None,'x'),=0.5,=64 [] sm_90
+constants fp32,='tf32',=fp16,=(1,None,'x'),=0.5,=64 [] sm_90
+constants fp32,='tf32',=i8,=(1,None,'x'),=1.5,=32 [] sm_90
+error: kernel nowhere: there is none [nowhere] -1
+error: kernel one: argument 0 (x) is missing [one] 0
+error: kernel one: it takes 1 arguments [one] -1
+error: kernel one: there is no parameter y [one] -1
+error: kernel one: two values for argument 0 (x) [one] 0
+error: kernel one: argument 0 (x): a string or dtype is passed only to a tl.constexpr parameter [one] 0
+error: kernel typed: argument 0 (h): a pointer for a parameter annotated fp16 [typed] 0
+typed fp16,bf16,fp64,i8:D,*fp32 [] sm_90
+error: kernel typed: argument 3 (i): a value that is annotated i8 does not fit [typed] 3
+error: kernel typed: argument 3 (i): a float for a parameter annotated i8
+  specialization: fp16,bf16,fp64, [typed] 3
+error: kernel constants: argument 1 (s): a pointer cannot be a constant
+  specialization: =1, [constants] 1
+error: kernel opaque: argument 0 (x): its default ? cannot be passed to a kernel [opaque] 0
+error: kernel (a tensor argument): Triton has no type for DLPack's code 5 with 64 bits and 1 lanes \
+[(a tensor argument)] -1
+"""
+WORDS = {
+    "one": "10, 8, 20, 42, 42, fffffffd, ffff, , , 10000000000, 8000000000000000, b2d05e00, 3f800000, 40000000, 1, , "
+    "5, , 10 40000000 7 0, , , ",
+    "four": "2 20 a 40400000, 3 30 f 40900000",
+    "typed": "3c00 3f80 3fb999999999999a fb 0, 7bff 4040 401c000000000000 1 30, 1 c000 3ff0000000000000 1 34, "
+    "3c00 3a83 0 10 40",
+    "defaults": "2 10 3fe0000000000000 3 40200000, 2 3fe0000000000000 3 40200000",
+    "constants": "40200000, 40200000, 40200000, 40200000",
+}
+SAID = """\
+k i32:D [] sm_90
+k i32:D [a='b%20c';enable_fp_fusion=False;launch_cooperative_grid=True;launch_pdl=True;maxnreg=64;maxnreg_b=3;\
+num_stages=2;num_warps=8] sm_90
+k i32:D [num_warps=8] sm_90
+error: kernel k: k: a grid of 2147483648 programs is more than the device takes
+  specialization: i32:D [k] -1
+error: kernel k: k: a grid of 1 x 65536 x 1 programs is more than the device takes
+  specialization: i32:D [k] -1
+error: kernel k: k: out of luck (719)
+  specialization: i32:D [k] -1
+k fp32 [] sm_90
+error: kernel k: k: out of luck (719)
+  specialization: fp32 [k] -1
+big i32:D [] sm_90
+scratch i32:D [] sm_90
+allocate 200 by 128 on 7
+allocate 20 by 1 on 7
+free 0x800
+free 0x800
+error: kernel scratch: no 200 bytes of scratch memory; set_scratch() gives it some
+  specialization: i32:D [scratch] -1
+enter k k i32:D warps 4 grid 3 on 9
+exit 1
+enter k k i32:D warps 4 grid 4 on 8
+exit 2
+error: kernel late: it is not loaded yet and the stream is being captured: launch it once before
+  specialization: i32 [late] -1
+late i32 [] sm_90
+error: kernel late: it is not loaded yet and the stream is being captured: launch it once before
+  specialization: i32:D [late] -1
+wrong i32 [] sm_90
+error: kernel wrong: parameter 0 of the compiled kernel has 8 bytes, its type 4
+  specialization: i32 [wrong] -1
+"""
+DONE = """\
+retain 0
+launch k grid 7 5 3 block 128 1 1 shared 0 stream 0 extra 0 first 16 10 0 0
+launch k grid 7 5 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 2 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 2 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 1 1 1 block 128 1 1 shared 0 stream 13 extra 0 first 16 10 0 0
+launch k grid 4 2 1 block 128 1 1 shared 0 stream 5 extra 0 first 32 20 0 0
+launch k grid 4 2 1 block 128 1 1 shared 0 stream 0 extra 0 first 32 20 0 0
+launch k grid 1 1 1 block 128 1 1 shared 0 stream 13 extra 0 first 1069547520 3fc00000 0 0
+set big 9 100
+set big 8 232448
+set big 14 1
+launch big grid 48 1 1 block 384 1 1 shared 100000 stream 0 extra 0 first 16 \
+attribute 6 1 0 0 attribute 2 1 0 0 attribute 4 16 1 1 attribute 5 1 0 0 10 0 0
+allocate 1200 on 6
+allocate 120 on 6
+launch scratch grid 6 2 1 block 128 1 1 shared 0 stream 6 extra 0 first 16 attribute 4 2 1 1 attribute 5 1 0 0 \
+10 1000 2000
+free 2000 on 6
+free 1000 on 6
+launch scratch grid 2 1 1 block 128 1 1 shared 0 stream 7 extra 0 first 16 attribute 4 2 1 1 attribute 5 1 0 0 \
+10 800 800
+launch k grid 3 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 4 2 1 block 128 1 1 shared 0 stream 8 extra 0 first 32 20 0 0
+launch k grid 4 2 1 block 128 1 1 shared 0 stream 8 extra 0 first 32 20 0 0
+launch late grid 1 1 1 block 128 1 1 shared 0 stream 5 extra 0 first 2 2 0 0
+launch late grid 1 1 1 block 128 1 1 shared 0 stream 17 extra 0 first 3 3 0 0
+unload wrong
+"""
+
+
+def in_triton(name: str, folder: Path) -> None:
+    path = os.pathsep.join((str(ROOT), str(TRITON)))
+    env = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "triton")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_jit", name, str(folder)],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(folder: Path, *args: str | Path) -> tuple[str, list[str]]:
+    """What the program says, and what the driver was told. A data race is an error."""
+    log = folder / f"log-{args[0]}"
+    log.unlink(missing_ok=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_WORDS": "1"}
+    done = subprocess.run([folder / "jit", *args], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "ThreadSanitizer" not in done.stderr, done.stdout + done.stderr
+    return done.stdout, log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the program and its driver."""
+    folder = tmp_path_factory.mktemp("jit")
+    build("-shared", "-fPIC", "-o", folder / "libcuda.so.1", ROOT / "tests" / "fake_cuda.cpp")
+    build("-O0", "-fsanitize=thread", "-o", folder / "jit", ROOT / "tests" / "native_jit.cpp", *SOURCES)
+    return folder
+
+
+needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
+
+
+@needs_triton
+def test_specializes_as_triton(tmp_path: Path) -> None:
+    sources = (ROOT / "tests" / "native_specialize.cpp", JIT / "specialize.cpp")
+    build("-shared", "-fPIC", "-o", tmp_path / "libspecialize.so", *sources)
+    in_triton("specializes_as_triton", tmp_path)
+
+
+def test_kinds_of_arguments(program: Path) -> None:
+    said, done = run(program, "kinds")
+    assert said == ASKED
+    for kernel, words in WORDS.items():
+        launched = [line.split() for line in done if line.startswith(f"launch {kernel} ")]
+        got = [" ".join(line[line.index("first") + 2 : -2]) for line in launched]  # the last two are scratch memory
+        assert got == words.split(", "), kernel
+
+
+def test_launches(program: Path) -> None:
+    said, done = run(program, "launches")
+    assert said == SAID
+    assert done == DONE.splitlines()
+
+
+def test_each_context_has_its_handle(program: Path) -> None:
+    said, done = run(program, "contexts")
+    refused = "error: kernel k: k: out of luck (400)\n  specialization: i32:D [k] -1\n"
+    assert said == "k i32:D [] sm_90\n" + refused
+    assert sum(line.startswith("launch") for line in done) == 6
+
+
+def test_threads_compile_once(program: Path) -> None:
+    said, done = run(program, "threads")
+    assert said == "51 kernels\n"
+    assert sum(line.startswith("launch") for line in done) == 8 * 60 * 3 * 2
+
+
+def packs(folder: Path) -> None:
+    """Kernels of a file from a process that compiles, and from a pack: real cubins, whose parameters the driver
+    checks."""
+    import plait.tools.pack
+
+    (folder / "kernels.py").write_text(KERNELS)
+    pointers = "*fp32:D,*fp32:D,*fp32:D"
+    plait.tools.pack.main([
+        str(folder / "kernels.py"), "-o", str(folder / "kernels.pack"), "--signatures",
+        f"add_kernel {pointers}, i32, =1024 num_warps=4", f"add_kernel {pointers},i32:D,=512 num_warps = 8",
+    ])  # fmt: skip
+    assert "triton" not in sys.modules
+    said, done = run(folder, "real", sys.executable, folder / "kernels.py", folder / "kernels.pack")
+    launched = [line.split() for line in done if line.startswith("launch")]
+    blocks = [(line[1], line[7], line[line.index("first") + 2 :]) for line in launched]
+    three = ["10", "20", "30"]
+    scratch = ["0", "0"]
+    assert blocks == [
+        ("add_kernel", "128", [*three, "64", *scratch]),
+        ("add_kernel", "256", [*three, *scratch]),
+        ("all_kinds", "128", ["10", "40000000", "5", "1", "3fe0000000000000", "4280", *scratch]),
+        ("add_kernel", "128", [*three, "64", *scratch]),
+        ("add_kernel", "256", [*three, "a0", *scratch]),
+    ], blocks
+    errors = said.split("error: ")[1:]
+    starts = [
+        "kernel nothing: AttributeError: module 'kernels' has no attribute 'nothing'",
+        f"kernel not_jit: TypeError: not_jit of {folder}/kernels.py is no plain @triton.jit function: it is a function",
+        "kernel wrong: triton.compiler.errors.CompilationError: ",
+        "kernel add_kernel: ValueError: Triton has no option colour",
+        "kernel add_kernel: FileNotFoundError: there is no Python file /nowhere.py",
+        "kernel add_kernel: cannot run /nowhere/python: No such file or directory",
+        "kernel add_kernel: the process that compiles kernels ended (/bin/false",
+        f"kernel add_kernel: not in {folder}/kernels.pack for sm_90: pack it with 'add_kernel {pointers},i32:D,=1024'",
+        f"kernel other: it is not in {folder}/kernels.pack",
+        f"kernel (all of a pack): {folder}/kernels.py is no kernel file of this version",
+    ]
+    for error, start in zip(errors, starts, strict=True):
+        assert error.startswith(start), error
+    assert "no_such_function" in errors[2] and "specialization: *fp32:D" in errors[2] and "Traceback" in errors[2]
+
+
+@needs_triton
+def test_packs(program: Path) -> None:
+    in_triton("packs", program)
+
+
+@pytest.mark.parametrize(
+    "signature", ["add i33", "add i32,", "add (i32", "add =x", "add i32:16", "add *fp32:D i32", "add i32 warps=(1"]
+)
+def test_unreadable_signatures(signature: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        triton_pack(tmp_path / "pack", "nowhere.py", [signature])
+
+
+def test_torch_adapter(tmp_path: Path) -> None:
+    source = tmp_path / "adapter.cpp"
+    source.write_text(
+        "#include <plait/triton_torch.h>\n"
+        "void f(plait::triton::Kernel k, const at::Tensor& t, c10::Half* h, const std::optional<at::Tensor>& o) {\n"
+        "  k[{1}](t, h, o, t.scalar_type());\n}\n"
+    )
+    folders = include_paths()
+    build("-fsyntax-only", *(x for f in folders for x in ("-isystem", f)), source)
+
+
+def test_the_page_compiles(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL)
+    source = tmp_path / "page.cpp"
+    source.write_text(block)
+    build("-fsyntax-only", "-Werror", source)
+
+
+CASES = {f.__name__: f for f in (specializes_as_triton, packs)}
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]](Path(sys.argv[2]))

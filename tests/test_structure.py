@@ -93,7 +93,7 @@ def test_code_lines() -> None:
 def test_the_compiler_is_small() -> None:
     suffixes = {".py", ".cpp", ".h"}
     files = [p for d in ("plait", "native") for p in sorted((ROOT / d).rglob("*")) if p.suffix in suffixes]
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in files) <= 31_000
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in files) <= 36_000
 
 
 def test_inductor_is_never_named() -> None:

@@ -133,17 +133,18 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     held = held_dtypes(space, outer)
     longest = PERSISTENT_POINTS // max(len(held), 1) if again else ONE_PASS_POINTS
     narrow = bool(held) and max(d.nbytes for d in held) <= 2
+    stores = any(isinstance(s, Store) and s.full for s in space.stmts)
     width = _column_width(rows, TILE if narrow else TILE // 2, held)
     longest = (PERSISTENT_POINTS // (4 if narrow else 1) // width) if column else max(longest, ONE_PASS_POINTS)
     if known and length <= longest and not (column and narrow and _is_wasteful(length, _power(length))):
         r = _power(length)
         x = _block_rows(rows, r, width if column else 1)
-        each = (32 if narrow else 16) * (1 if any(isinstance(s, Store) and s.full for s in space.stmts) else 2)
+        each = (16 if narrow else 8) * (1 if stores else 4)
         warps = _row_warps(x * r, rows // x, narrow, each if column else 0)
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
         x = min(_power(rows), _column_width(rows, TILE, held))
-        several = sum(isinstance(s, Reduce) for s in space.stmts) > 1  # a thread holds as much for each of them
+        several = stores or sum(isinstance(s, Reduce) for s in space.stmts) > 1  # a thread holds as much for each
         r = max(1, (REDUCE_POINTS // 2 if several and rows // x >= 2 * BUSY else REDUCE_POINTS) // x)
         # Rows that are not there cost arithmetic, and time where programs wait for one another.
         if known and rows // x >= 4 * BUSY and _is_wasteful(length, r) and not _is_wasteful(length, r // 2):

@@ -189,7 +189,7 @@ def test_on_a_gpu_walked_rows_give_what_two_kernels_give() -> None:
         check(plan, program)
 
 
-@pytest.mark.parametrize("rows, columns", [((4099,), 768), ((512,), 768), ((8192,), 16384)])
+@pytest.mark.parametrize("rows, columns", [((4099,), 768), ((512,), 768), ((8192,), 16384), ((7,), 1 << 20)])
 def test_on_a_gpu_rows_are_not_walked_where_parts_are_unequal_or_rows_few_or_long(
     rows: tuple[int, ...], columns: int
 ) -> None:

@@ -125,10 +125,24 @@ def test_blocks_of_columns() -> None:
     assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 64, True)  # where programs are few, rows in flight count
     assert blocks(_columns(1024, 64, f32)) == (8, 1024, False)  # the device would wait for two programs of 32 columns
     assert blocks(_columns(1024, 1024, bf16)) == (16, 256, True)
-    assert blocks(_columns(392, 256, bf16, parts=256)) == (64, 32, True)
+    tile = _columns(392, 256, bf16, parts=256)
+    assert blocks(tile) == (64, 64, True) and tile.num_warps == 4
     for kept, block, warps in ((bf16, (64, 128, False), 4), (f32, (32, 128, False), 4)):  # 64 or 32 points a thread
         tile = _columns(112, 64, kept, parts=896)
         assert blocks(tile) == block and tile.num_warps == warps
+
+
+def test_few_long_rows_have_large_blocks() -> None:
+    for rows, block in ((8, 8192), (131, 8192), (1048, 4096)):
+        (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (32000,))
+        stmts = (
+            Reduce("s", "max", node("load", (), Load("x", (i, r)), f32)),
+            Store("out", (i,), node("acc", (), "s", f32), False),
+        )
+        tile = plan_tile(
+            linear_space(kernel(*stmts, vars_=(i,), rvars=(r,), args=(buffer("x", rows, 32000), buffer("out", rows))))
+        )
+        assert (tile.groups[1].block, tile.num_warps) == (block, 16)
 
 
 def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors() -> None:

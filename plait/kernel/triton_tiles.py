@@ -25,10 +25,9 @@ BLOCK_POINTS = 1024
 """Points of a block of a pointwise kernel."""
 REDUCE_POINTS = 4096
 """Points of a block of a reduction."""
-COLUMN_POINTS = 2048
-"""The same where it walks along columns, of which there are many: threads give each other a result a column."""
 AGAIN_POINTS = 8192
-"""The same where rows are read again: more threads a row, so that the rows in flight fit the cache."""
+"""The same where rows are read again: more threads a row, so that the rows in flight fit the cache. And where rows are
+too few for a device."""
 WALK_POINTS = 1024
 """Points of a block that walks along rows shorter than that."""
 WALK_EACH = 16
@@ -134,24 +133,27 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     held = held_dtypes(space, outer)
     longest = PERSISTENT_POINTS // max(len(held), 1) if again else ONE_PASS_POINTS
     narrow = bool(held) and max(d.nbytes for d in held) <= 2
+    stores = any(isinstance(s, Store) and s.full for s in space.stmts)
     width = _column_width(rows, TILE if narrow else TILE // 2, held)
     longest = (PERSISTENT_POINTS // (4 if narrow else 1) // width) if column else max(longest, ONE_PASS_POINTS)
     if known and length <= longest and not (column and narrow and _is_wasteful(length, _power(length))):
         r = _power(length)
         x = _block_rows(rows, r, width if column else 1)
-        each = (32 if narrow else 16) * (1 if any(isinstance(s, Store) and s.full for s in space.stmts) else 2)
+        each = (16 if narrow else 8) * (1 if stores else 4)
         warps = _row_warps(x * r, rows // x, narrow, each if column else 0)
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
         x = min(_power(rows), _column_width(rows, TILE, held))
-        r = max(1, (COLUMN_POINTS if rows // x >= 2 * BUSY else REDUCE_POINTS) // x)
+        several = stores or sum(isinstance(s, Reduce) for s in space.stmts) > 1  # a thread holds as much for each
+        r = max(1, (REDUCE_POINTS // 2 if several and rows // x >= 2 * BUSY else REDUCE_POINTS) // x)
         # Rows that are not there cost arithmetic, and time where programs wait for one another.
         if known and rows // x >= 4 * BUSY and _is_wasteful(length, r) and not _is_wasteful(length, r // 2):
             r //= 2
-        warps = _warps(x * r, 16)
+        warps = _warps(x * r, 16 if several else 32)
     else:
-        r, x = min(_power(length), AGAIN_POINTS if again else REDUCE_POINTS), 1
-        warps = _power(r // (32 * (8 if again or rows < 2 * BUSY else 16)))
+        few = rows < BUSY // 2
+        r, x = min(_power(length), AGAIN_POINTS if again or few else REDUCE_POINTS), 1
+        warps = _power(r // (32 * (16 if few and not again else 8)))
     return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
 
 

@@ -139,7 +139,7 @@ def _walked(op: Reduction, nbytes: int, row: int, ends: list[Size], kind: Device
     if op.kind != "sum" or nbytes < kind.walk_nbytes or len(sizes) < len(op.rvars):
         return None
     want, whole = min(kind.walkers, kind.walk_points // max(row, 1), math.prod(sizes) // kind.walk_rows), 0
-    if want < 1:  # rows are too long, or too few
+    if want < 2:
         return None
     while whole < len(sizes) - 1 and sizes[whole] <= want:
         want, whole = -(-want // sizes[whole]), whole + 1

@@ -1,5 +1,6 @@
-// benchmarks/package_call.cpp: what a call of a loaded package costs from C++. Usage: package_call PACKAGE CALLS
-// Prints the nanoseconds of a call, in the best of ten rounds, on inputs of zeros; sizes that vary are 8.
+// benchmarks/package_call.cpp: what a call of a loaded package costs from C++. Usage: package_call
+// PACKAGE CALLS Prints the nanoseconds of a call, in the best of ten rounds, on inputs of zeros;
+// sizes that vary are 8.
 #include <ATen/ops/zeros.h>
 #include <plait/package.h>
 
@@ -11,11 +12,13 @@
 int main(int, char** argv) {
   const auto before = std::chrono::steady_clock::now();
   const plait::Package package = plait::Package::load(argv[1]);
-  const std::chrono::duration<double, std::milli> loading = std::chrono::steady_clock::now() - before;
+  const std::chrono::duration<double, std::milli> loading =
+      std::chrono::steady_clock::now() - before;
   std::vector<at::Tensor> inputs;
   for (const plait::Package::Input& input : package.inputs()) {
     std::vector<int64_t> sizes;
-    for (const plait::Package::Size& size : input.sizes) sizes.push_back(std::clamp<int64_t>(8, size.lowest, size.highest));
+    for (const plait::Package::Size& size : input.sizes)
+      sizes.push_back(std::clamp<int64_t>(8, size.lowest, size.highest));
     inputs.push_back(at::zeros(sizes, at::TensorOptions(input.dtype).device(input.device)));
   }
   const long calls = std::atol(argv[2]);

@@ -1,5 +1,6 @@
 """Types of the extension module; docs/native-interface.md says what everything means."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -61,7 +62,11 @@ class Bound:
 @final
 class Package:
     def __new__(
-        cls, path: str, device: str | None = None, verify_weights: bool = True, machine: str | None = None
+        cls,
+        path: str | os.PathLike[str],
+        device: str | None = None,
+        verify_weights: bool = True,
+        machine: str | None = None,
     ) -> Package: ...
     @property
     def call(self) -> Bound: ...

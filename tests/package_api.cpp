@@ -1,5 +1,5 @@
-// tests/package_api.cpp: plait::Package as a C++ program sees it. Usage: package_api PACKAGE; the package is that of
-// tests/test_package_cpp.py.
+// tests/package_api.cpp: plait::Package as a C++ program sees it. Usage: package_api PACKAGE; the
+// package is that of tests/test_package_cpp.py.
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -43,7 +43,8 @@ int main(int, char** argv) {
   REQUIRE(columns.symbol.empty() && columns.lowest == 4 && columns.highest == 4);
   REQUIRE(p.outputs() == (std::vector<std::string>{"sum", "rows", "first", "nothing", "half"}));
   REQUIRE(p.machine() == "portable");
-  REQUIRE(p.weights().size() == 1 && p.weights()[0].first == "w" && p.weights()[0].second.sizes() == at::IntArrayRef({3, 4}));
+  REQUIRE(p.weights().size() == 1 && p.weights()[0].first == "w" &&
+          p.weights()[0].second.sizes() == at::IntArrayRef({3, 4}));
 
   const at::Tensor x = at::ones({2, 4});
   const std::vector<at::Tensor> out = p.run({x});
@@ -55,20 +56,27 @@ int main(int, char** argv) {
 
   using plait::InputError, plait::PackageError;
   refuses<InputError>([&] { p.run({x, x}); }, "expected 1 inputs, got 2");
-  refuses<InputError>([&] { p.run({at::Tensor()}); }, "input 'x': expected a tensor, got an undefined tensor");
-  refuses<InputError>([&] { p.run({at::ones({4, 4})}); }, "expected size at most 3 (s0) in dimension 0, got 4");
-  refuses<InputError>([&] { p.run({x.to(at::kDouble)}); }, "input 'x': expected dtype float32, got float64");
+  refuses<InputError>([&] { p.run({at::Tensor()}); },
+                      "input 'x': expected a tensor, got an undefined tensor");
+  refuses<InputError>([&] { p.run({at::ones({4, 4})}); },
+                      "expected size at most 3 (s0) in dimension 0, got 4");
+  refuses<InputError>([&] { p.run({x.to(at::kDouble)}); },
+                      "input 'x': expected dtype float32, got float64");
   refuses<PackageError>([&] { plait::Package::load(path + "x"); }, "cannot be opened");
-  refuses<PackageError>([&] { plait::Package::load(path, {"cuda:0", "", true}); }, "made for the CPU");
-  refuses<PackageError>([&] { plait::Package::load(path, {"", "avx512+sm_90", true}); }, "nothing for the machine");
+  refuses<PackageError>([&] { plait::Package::load(path, {"cuda:0", "", true}); },
+                        "made for the CPU");
+  refuses<PackageError>([&] { plait::Package::load(path, {"", "avx512+sm_90", true}); },
+                        "nothing for the machine");
 
   const plait::Package other = plait::Package::load(path), same = p;
   p.set_weight("w", at::full({3, 4}, 10.f));
-  REQUIRE(p.run({x})[0].equal(at::full({2, 4}, 11.f)) && same.run({x})[0].equal(at::full({2, 4}, 11.f)));
+  REQUIRE(p.run({x})[0].equal(at::full({2, 4}, 11.f)) &&
+          same.run({x})[0].equal(at::full({2, 4}, 11.f)));
   REQUIRE(other.run({x})[0].equal(at::full({2, 4}, 6.f)));
   refuses<PackageError>([&] { p.set_weight("v", x); }, "weight 'v' does not exist");
   refuses<PackageError>([&] { p.set_weight("old", x); }, "weight 'old' cannot be changed");
-  refuses<PackageError>([&] { p.set_weight("w", x); }, "weight 'w' is float32 with sizes [3, 4], and cannot be set to");
+  refuses<PackageError>([&] { p.set_weight("w", x); },
+                        "weight 'w' is float32 with sizes [3, 4], and cannot be set to");
 
   std::vector<std::thread> threads;
   std::atomic<int> wrong = 0;

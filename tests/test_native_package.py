@@ -79,13 +79,17 @@ def test_what_is_written_is_what_is_loaded(tmp_path: Path) -> None:
 
 
 def test_weights_are_private_and_swapped_in_place(tmp_path: Path) -> None:
-    p, other = load(tmp_path, contents()), Package(str(tmp_path / "p.plait"), verify_weights=False)
+    p, other = load(tmp_path, contents()), Package(tmp_path / "p.plait", verify_weights=False)
     before = (tmp_path / "p.plait").read_bytes()
     x = torch.zeros(3, 4)
     p.weights["w"].fill_(1)
     assert torch.equal(p.call(x), torch.full((3, 4), 101.0))
     assert torch.equal(other.call(x), torch.arange(12.0).view(3, 4) + 100)
     assert (tmp_path / "p.plait").read_bytes() == before
+    with torch.inference_mode():
+        third = Package(str(tmp_path / "p.plait"))
+    third.weights["w"].zero_()
+    assert torch.equal(third.call(x), torch.full((3, 4), 100.0))
     w = p.weights["w"]
     del p
     assert w.sum() == 12  # memory outlives the package

@@ -3,8 +3,8 @@
 // Usage: serve_minilm PACKAGE TOKENS [THREADS]
 //   PACKAGE  what package.py beside this file wrote
 //   TOKENS   a text file with the token ids of one sentence a line, which package.py writes too
-// Several threads share the loaded package, each encodes some of the sentences. Prints the cosine similarity of every
-// pair of sentences, then what a call takes.
+// Several threads share the loaded package, each encodes some of the sentences. Prints the cosine
+// similarity of every pair of sentences, then what a call takes.
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
@@ -27,7 +27,9 @@ std::vector<at::Tensor> read_sentences(const char* path) {
     std::istringstream words(line);
     std::vector<int64_t> ids;
     for (int64_t id; words >> id;) ids.push_back(id);
-    if (!ids.empty()) sentences.push_back(at::from_blob(ids.data(), {1, static_cast<int64_t>(ids.size())}, at::kLong).clone());
+    if (!ids.empty())
+      sentences.push_back(
+          at::from_blob(ids.data(), {1, static_cast<int64_t>(ids.size())}, at::kLong).clone());
   }
   return sentences;
 }
@@ -55,7 +57,8 @@ int serve(int argc, char** argv) {
   const at::Tensor cosines = all.matmul(all.t()).contiguous();
   for (int64_t i = 0; i < cosines.size(0); ++i)
     for (int64_t j = 0; j < cosines.size(1); ++j)
-      std::printf("%.6f%c", cosines.const_data_ptr<float>()[i * cosines.size(1) + j], j + 1 < cosines.size(1) ? ' ' : '\n');
+      std::printf("%.6f%c", cosines.const_data_ptr<float>()[i * cosines.size(1) + j],
+                  j + 1 < cosines.size(1) ? ' ' : '\n');
 
   auto best = std::chrono::nanoseconds::max();
   for (int round = 0; round < 5; ++round) {
@@ -63,8 +66,8 @@ int serve(int argc, char** argv) {
     encode(sentences[0]);
     best = std::min(best, std::chrono::nanoseconds(std::chrono::steady_clock::now() - start));
   }
-  std::fprintf(stderr, "%zu sentences; %s; %.2f ms for the first one\n", sentences.size(), encoder.machine().c_str(),
-               static_cast<double>(best.count()) / 1e6);
+  std::fprintf(stderr, "%zu sentences; %s; %.2f ms for the first one\n", sentences.size(),
+               encoder.machine().c_str(), static_cast<double>(best.count()) / 1e6);
   return 0;
 }
 

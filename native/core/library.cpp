@@ -16,8 +16,9 @@
 
 namespace plait {
 
-// A file that only this process sees, in memory or, where that is not allowed, in the folder for temporary files. The
-// loader knows libraries by their paths: a file in memory stays open, so that no other gets its path.
+// A file that only this process sees, in memory or, where that is not allowed, in the folder for
+// temporary files. The loader knows libraries by their paths: a file in memory stays open, so that
+// no other gets its path.
 class Library::ImageFile {
  public:
   explicit ImageFile(std::span<const std::byte> image) {

@@ -3,29 +3,34 @@
 // All numbers are little-endian.
 //   0   8 bytes "PLAITPKG", u32 version, u32 number of sections, u64 bytes of the file,
 //       u64 checksum of the 24 bytes before it and of the table
-//   32  the table, 80 bytes a section: name (48 bytes of ASCII, then NULs), u64 offset, u64 bytes, u64 checksum, u64 0
-// then the sections in the order of the table, each at the next multiple of 4096; what lies between is zero. So every
-// byte of a file is checked. Sections: `manifest`; `python`, JSON for plait.load; `weights`, raw bytes; and what the
-// variants in the manifest name: plans, kernels (shared objects), cubins (see cubins.cpp).
+//   32  the table, 80 bytes a section: name (48 bytes, ASCII and then NULs), u64 offset, u64 bytes,
+//       u64 checksum, u64 0
+// then the sections in the order of the table, each at the next multiple of 4096; what lies between
+// is zero. So every byte of a file is checked. Sections: `manifest`; `python`, JSON for plait.load;
+// `weights`, raw bytes; and what the variants in the manifest name: plans, kernels (shared
+// objects), cubins (see cubins.cpp).
 //
-// The manifest is a sequence of i64 words and of texts (a word with their bytes, then UTF-8); lists start with their
-// number of items:
-//   versions: (program, version) each       the program's name, `single`
+// The manifest is a sequence of i64 words and of texts (a word with their bytes, then UTF-8); lists
+// start with their number of items:
+//   versions: (program, version) each
+//   the program's name; `single`
 //   math: names of the functions that kernels are given addresses of
 //   storages: (offset in `weights`, a multiple of 64; bytes; device) each
 //   weights, constants: (name, storage, dtype, offset in elements, rank, sizes, strides) each
 //   folded: names of weights that were put into others
 //   names of the arguments, of symbols, of the results
 //   inputs: 0 and the number of a weight | 2 and the number of a symbol |
-//           1, argument, dtype, device, dims, layout (0 any, 1 listed, 2 contiguous), dims if listed
+//           1, argument, dtype, device, dims, layout (0 any, 1 listed, 2 contiguous), if listed dims
 //     dims: (0) any | (1, number) | (2, symbol, lowest, highest) each
-//   results: (0) the program's | (2, input, requires_grad, 0 or 1: is there an offset, offset) a view of an input
+//   results: (0) the program's |
+//            (2, input, requires_grad, 0 or 1: is there an offset, offset) a view of an input
 //   conditions: text, then (operator, a, b) each; operators as in plans, 1 is size b of argument a
 //   variants: (machine, plan, kernels, cubins) each, names of sections or empty
 //
-// The checksum: blocks of 32 bytes, the last one filled with zeros, go into four lanes of 64 bits word by word:
-// lane = rotl(lane ^ word, 29) * P. At the end h = number of bytes; h = rotl(h ^ lane, 29) * P for each lane, then
-// h ^= h >> 32, h *= P, h ^= h >> 29. Every step can be undone, so damage within one word is always found.
+// The checksum: blocks of 32 bytes, the last one filled with zeros, go into four lanes of 64 bits,
+// which start as 1, 2, 3, 4, word by word: lane = rotl(lane ^ word, 29) * P. At the end h = number
+// of bytes; h = rotl(h ^ lane, 29) * P for each lane, then h ^= h >> 32, h *= P, h ^= h >> 29.
+// Every step can be undone, so damage within one word is always found.
 #include "core/package.h"
 
 #include <fcntl.h>
@@ -42,7 +47,8 @@ namespace plait {
 namespace {
 
 constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'P', 'K', 'G'};
-constexpr uint64_t kHeaderBytes = 32, kEntryBytes = 80, kNameBytes = 48, kPage = 4096, kWeightAlign = 64;
+constexpr uint64_t kHeaderBytes = 32, kEntryBytes = 80, kNameBytes = 48, kPage = 4096,
+                   kWeightAlign = 64;
 constexpr size_t kChunk = 1 << 20;
 constexpr int64_t kMaxRank = 64;
 constexpr uint64_t kPrime = 0x9E3779B97F4A7C15u;
@@ -113,7 +119,8 @@ class ManifestParser {
 
   // Braced initialisers are evaluated left to right, so the fields stand in the order of the words.
   Manifest parse() {
-    m_.versions = in_.list([&] { return std::pair<std::string, std::string>{in_.text(), in_.text()}; });
+    m_.versions =
+        in_.list([&] { return std::pair<std::string, std::string>{in_.text(), in_.text()}; });
     m_.name = in_.text();
     m_.signature.single = in_.flag();
     m_.math = texts();
@@ -127,7 +134,8 @@ class ManifestParser {
     m_.signature.inputs = in_.list([&] { return input(); });
     m_.signature.results = in_.list([&] { return result(); });
     m_.signature.conditions = in_.list([&] { return condition(); });
-    m_.variants = in_.list([&] { return Manifest::Variant{in_.text(), in_.text(), in_.text(), in_.text()}; });
+    m_.variants =
+        in_.list([&] { return Manifest::Variant{in_.text(), in_.text(), in_.text(), in_.text()}; });
     if (!in_.done()) Reader::fail("bytes are left over");
     if (m_.signature.single && m_.outputs.size() != 1) Reader::fail("a single result has one name");
     return std::move(m_);
@@ -154,8 +162,11 @@ class ManifestParser {
     Reader::fail("there is no dtype '" + name + "'");
   }
   Manifest::Tensor tensor() {
-    Manifest::Tensor t{in_.text(), static_cast<int32_t>(index(m_.storages.size(), "storage")), dtype(), {}, {},
-                       in_.size()};
+    Manifest::Tensor t;
+    t.name = in_.text();
+    t.storage = static_cast<int32_t>(index(m_.storages.size(), "storage"));
+    t.dtype = dtype();
+    t.offset = in_.size();
     const int64_t rank = in_.id(0, kMaxRank + 1, "rank");
     for (int64_t d = 0; d < rank; ++d) t.sizes.push_back(in_.size());
     for (int64_t d = 0; d < rank; ++d) t.strides.push_back(in_.size());
@@ -241,7 +252,9 @@ class ManifestParser {
   }
   void require_dimension(const ExprNode& e) const {
     for (const InputSpec& s : m_.signature.inputs)
-      if (s.kind == InputSpec::Kind::tensor && s.arg == e.a && static_cast<size_t>(e.b) < s.sizes.size()) return;
+      if (s.kind == InputSpec::Kind::tensor && s.arg == e.a &&
+          static_cast<size_t>(e.b) < s.sizes.size())
+        return;
     Reader::fail("a condition reads a dimension that no input has");
   }
 
@@ -255,12 +268,13 @@ bool cpu_runs(const std::string& isa) {
   const bool common = __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (isa == "portable") return true;
   if (isa == "avx2") return common && __builtin_cpu_supports("avx2");
-  return isa == "avx512" && common && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  return isa == "avx512" && common && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl");
 }
 
-// sm_90 runs on that very architecture (from sm_90 on kernels use what is special to one), sm_80 on later ones of its
-// generation too; ptx_80 on it and all later ones.
+// sm_90 runs on that very architecture (from sm_90 on kernels use what is special to one), sm_80 on
+// later ones of its generation too; ptx_80 on it and all later ones.
 bool gpu_runs(const std::string& gpu, int capability) {
   const int made_for = std::atoi(gpu.c_str() + gpu.find('_') + 1);
   if (gpu.starts_with("ptx_")) return capability >= made_for;
@@ -327,7 +341,8 @@ Mapping::Mapping(int file, uint64_t offset, size_t nbytes) : nbytes_(nbytes) {
   if (nbytes == 0) return;
   void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file,
                     static_cast<off_t>(offset));
-  if (data == MAP_FAILED) throw PackageError(std::string("cannot map the weights: ") + std::strerror(errno));
+  if (data == MAP_FAILED)
+    throw PackageError(std::string("cannot map the weights: ") + std::strerror(errno));
   data_ = static_cast<char*>(data);
 }
 Mapping::~Mapping() {
@@ -378,11 +393,12 @@ void PackageFile::read_table() {
   const auto have = static_cast<uint64_t>(facts.st_size);
   std::vector<std::byte> head(std::min(have, kHeaderBytes));
   read(0, head);
-  if (have < sizeof kMagic || std::memcmp(head.data(), kMagic, sizeof kMagic) != 0) fail("not a package of plait");
+  if (have < sizeof kMagic || std::memcmp(head.data(), kMagic, sizeof kMagic) != 0)
+    fail("not a package of plait");
   if (have < kHeaderBytes) fail("truncated within its header");
   if (const auto version = number<uint32_t>(head, 8); version != kPackageVersion)
-    fail("wrong version: a package of version " + std::to_string(version) + ", this build reads version " +
-         std::to_string(kPackageVersion));
+    fail("wrong version: a package of version " + std::to_string(version) +
+         ", this build reads version " + std::to_string(kPackageVersion));
   const auto n_sections = number<uint32_t>(head, 12);
   size_ = number<uint64_t>(head, 16);
   const auto truncated = [&] {
@@ -404,11 +420,16 @@ void PackageFile::read_table() {
     const auto entry = table.subspan(k * kEntryBytes, kEntryBytes);
     const char* name = reinterpret_cast<const char*>(entry.data());
     const size_t length = strnlen(name, kNameBytes);
-    Section s{std::string(name, length), number<uint64_t>(entry, 48), number<uint64_t>(entry, 56),
-              number<uint64_t>(entry, 64), {}};
-    const bool padded = std::all_of(name + length, name + kNameBytes, [](char c) { return c == 0; });
-    if (!padded || length == 0 || number<uint64_t>(entry, 72) != 0 || !names.insert(s.name).second ||
-        s.offset != next_page(at) || s.offset > size_ || s.nbytes > size_ - s.offset)
+    Section s{std::string(name, length),
+              number<uint64_t>(entry, 48),
+              number<uint64_t>(entry, 56),
+              number<uint64_t>(entry, 64),
+              {}};
+    const bool padded =
+        std::all_of(name + length, name + kNameBytes, [](char c) { return c == 0; });
+    if (!padded || length == 0 || number<uint64_t>(entry, 72) != 0 ||
+        !names.insert(s.name).second || s.offset != next_page(at) || s.offset > size_ ||
+        s.nbytes > size_ - s.offset)
       fail("damaged header: section " + std::to_string(k));
     at = s.offset + s.nbytes;
     sections_.push_back(std::move(s));
@@ -428,7 +449,8 @@ void PackageFile::read_sections(bool verify_weights) {
     Checksum sum;
     for (uint64_t done = 0; done < s.nbytes; done += kChunk) {
       const auto n = static_cast<size_t>(std::min<uint64_t>(kChunk, s.nbytes - done));
-      const std::span<std::byte> chunk = kept ? std::span(s.bytes).subspan(done, n) : std::span(room).first(n);
+      const std::span<std::byte> chunk =
+          kept ? std::span(s.bytes).subspan(done, n) : std::span(room).first(n);
       read(s.offset + done, chunk);
       sum.add(chunk);
     }
@@ -463,7 +485,8 @@ bool Manifest::wants_gpu() const {
   return false;
 }
 
-const Manifest::Variant& choose_variant(const PackageFile& file, const std::string& wanted, int capability) {
+const Manifest::Variant& choose_variant(const PackageFile& file, const std::string& wanted,
+                                        int capability) {
   std::string have, lacking;
   for (const Manifest::Variant& v : file.manifest().variants) {
     have += (have.empty() ? "" : ", ") + v.machine;
@@ -471,7 +494,7 @@ const Manifest::Variant& choose_variant(const PackageFile& file, const std::stri
     std::string lacks;
     for (const std::string& part : parts_of(v.machine)) {
       if (is_gpu(part) ? gpu_runs(part, capability) : cpu_runs(part)) continue;
-      lacks = !is_gpu(part)      ? "this CPU lacks " + part
+      lacks = !is_gpu(part)     ? "this CPU lacks " + part
               : capability == 0 ? "there is no GPU here that torch can use"
                                 : "no kernels for this GPU (sm_" + std::to_string(capability) + ")";
     }

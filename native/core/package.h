@@ -1,4 +1,5 @@
-// native/core/package.h: a package, a program in one file: opened, verified and taken apart. No torch, no Python.
+// native/core/package.h: a package, a program in one file: opened, verified and taken apart. No
+// torch, no Python.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +30,8 @@ uint64_t checksum(std::span<const std::byte> bytes);
 
 struct Manifest {
   using Texts = std::vector<std::string>;
-  // Bytes of the section `weights` that tensors lie in, and where they are to live, unless they are an input of the
-  // program, which says itself where.
+  // Bytes of the section `weights` that tensors lie in, and where they are to live, unless they are
+  // an input of the program, which says itself where.
   struct Storage {
     int64_t offset, nbytes;
     std::string device;
@@ -42,7 +43,8 @@ struct Manifest {
     std::vector<int64_t> sizes, strides;
     int64_t offset;  // in elements, from the storage's first byte
   };
-  // One way to run the program. plan, kernels, cubins: names of sections; kernels and cubins may be "".
+  // One way to run the program. plan, kernels, cubins: names of sections; kernels and cubins may be
+  // "".
   struct Variant {
     std::string machine, plan, kernels, cubins;
   };
@@ -72,7 +74,8 @@ class Mapping {
   size_t nbytes_;
 };
 
-// A package that was verified. What was verified is what is handed out: nothing but weights is read again.
+// A package that was verified. What was verified is what is handed out: nothing but weights is read
+// again.
 class PackageFile {
  public:
   // Throws PackageError. verify_weights: read and check the weights too.
@@ -83,7 +86,8 @@ class PackageFile {
 
   const std::string& path() const { return path_; }
   const Manifest& manifest() const { return manifest_; }
-  std::span<const std::byte> section(const std::string& name) const;  // any but `weights`; throws PackageError
+  // Any but `weights`. Throws PackageError.
+  std::span<const std::byte> section(const std::string& name) const;
   std::shared_ptr<Mapping> map_weights() const;
   // Throws PackageError: the file at path is not what it should be.
   [[noreturn]] void fail(const std::string& what) const;
@@ -106,11 +110,14 @@ class PackageFile {
   Manifest manifest_;
 };
 
-// Reads and checks the bytes of a manifest; n_weight_bytes: of the section `weights`. Throws PackageError.
+// Reads and checks the bytes of a manifest; n_weight_bytes: of the section `weights`. Throws
+// PackageError.
 Manifest read_manifest(std::span<const std::byte> bytes, uint64_t n_weight_bytes);
 
-// The variant that fits this machine best, by what it has: the instruction set of its CPU, and a GPU of this compute
-// capability (0: none). wanted: the machine of a variant, or "". Throws PackageError with what is missing.
-const Manifest::Variant& choose_variant(const PackageFile& file, const std::string& wanted, int capability);
+// The variant that fits this machine best, by what it has: the instruction set of its CPU, and a
+// GPU of this compute capability (0: none). wanted: the machine of a variant, or "". Throws
+// PackageError with what is missing.
+const Manifest::Variant& choose_variant(const PackageFile& file, const std::string& wanted,
+                                        int capability);
 
 }  // namespace plait

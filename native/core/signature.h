@@ -1,7 +1,8 @@
-// native/core/signature.h: what a program's inputs have to be, and what its results are, as data. No torch, no Python.
+// native/core/signature.h: what a program's inputs have to be, and what its results are, as data.
+// No torch, no Python.
 //
-// Written by plait/capture/bound.py for a program in this process, by plait/wrapper/package.py for one in a file;
-// torch/bound.h checks calls against it.
+// Written by plait/capture/bound.py for a program in this process, by plait/wrapper/package.py for
+// one in a file; torch/bound.h checks calls against it.
 #pragma once
 
 #include <limits>
@@ -20,7 +21,8 @@ struct Dim {
 
 struct InputSpec {
   enum class Kind { bound, tensor, symbol, integer, object, none } kind = Kind::none;
-  int64_t arg = 0;            // bound: number of the bound tensor; tensor, integer, object: of the caller's argument
+  int64_t arg =
+      0;  // bound: number of the bound tensor; tensor, integer, object: of the caller's argument
   std::string name;           // bound
   std::string dtype, device;  // tensor
   std::vector<Dim> sizes, strides;
@@ -37,8 +39,8 @@ struct Produced {
   std::optional<int64_t> offset;
 };
 
-// A condition on sizes beyond those of Dim: holds unless its last node is 0. A node `symbol` is size `b` of the caller's
-// argument `a`.
+// A condition on sizes beyond those of Dim: holds unless its last node is 0. A node `symbol` is
+// size `b` of the caller's argument `a`.
 struct Condition {
   std::string text;
   std::vector<ExprNode> nodes;
@@ -50,7 +52,7 @@ struct Signature {
   std::vector<std::string> symbols;  // by index
   std::vector<Produced> results;     // empty: all are the program's own; args are numbers of inputs
   std::vector<Condition> conditions;
-  bool single = false;               // the only result itself, no tuple of it
+  bool single = false;  // the only result itself, no tuple of it
 
   // A dimension that is this symbol, which is new if no other is called so.
   Dim symbol(const std::string& symbol_name) {

@@ -92,7 +92,8 @@ class SignatureReader {
     if (items.data[4] == Py_None) return s;
     s.layout = InputSpec::Layout::contiguous;
     if (PyUnicode_Check(items.data[4])) {
-      if (text(items.data[4]) != "contiguous") throw LoadError("strides are neither listed nor 'contiguous'");
+      if (text(items.data[4]) != "contiguous")
+        throw LoadError("strides are neither listed nor 'contiguous'");
       return s;
     }
     s.layout = InputSpec::Layout::listed;
@@ -107,7 +108,9 @@ class SignatureReader {
 struct Arguments {
   PyObject* const* args;
 
-  const at::Tensor* tensor(int64_t arg) const { return is_tensor(args[arg]) ? &unpack(args[arg]) : nullptr; }
+  const at::Tensor* tensor(int64_t arg) const {
+    return is_tensor(args[arg]) ? &unpack(args[arg]) : nullptr;
+  }
   std::string type_name(int64_t arg) const { return Py_TYPE(args[arg])->tp_name; }
   bool integer(int64_t arg, int64_t& out) const {
     if (!PyLong_Check(args[arg])) return false;
@@ -118,11 +121,12 @@ struct Arguments {
 };
 
 // Positional arguments, then keywords by name, in the order of the signature.
-void sort_arguments(const std::vector<std::string>& names, PyObject* const* args, Py_ssize_t n, PyObject* kwnames,
-                    std::vector<PyObject*>& out) {
+void sort_arguments(const std::vector<std::string>& names, PyObject* const* args, Py_ssize_t n,
+                    PyObject* kwnames, std::vector<PyObject*>& out) {
   out.assign(names.size(), nullptr);
   if (static_cast<size_t>(n) > names.size())
-    throw InputError("expected " + std::to_string(names.size()) + " inputs, got " + std::to_string(n));
+    throw InputError("expected " + std::to_string(names.size()) + " inputs, got " +
+                     std::to_string(n));
   std::copy(args, args + n, out.begin());
   for (Py_ssize_t k = 0; kwnames && k < PyTuple_GET_SIZE(kwnames); ++k) {
     const std::string name = text(PyTuple_GET_ITEM(kwnames, k));
@@ -136,7 +140,8 @@ void sort_arguments(const std::vector<std::string>& names, PyObject* const* args
     if (!out[i]) throw InputError("input '" + names[i] + "' is missing");
 }
 
-PyObject* bound_result(const Bound& b, const ProgramState& s, Frame& f, size_t k, const Arguments& args) {
+PyObject* bound_result(const Bound& b, const ProgramState& s, Frame& f, size_t k,
+                       const Arguments& args) {
   if (!b.is_view(k)) return to_python(s, f, s.outputs[k]);
   const at::NoGradGuard no_grad;
   return wrap(b.view(f, k, take_tensor(f, s.outputs[k]), args));

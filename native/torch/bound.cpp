@@ -62,7 +62,8 @@ Bound::Bound(const Program& program, Signature signature, const std::vector<at::
   if (signature_.inputs.size() != inputs.size())
     throw LoadError("the program has " + std::to_string(inputs.size()) + " inputs, " +
                     std::to_string(signature_.inputs.size()) + " were described");
-  if (signature_.single && n_outputs != 1) throw LoadError("the program has more than a single output");
+  if (signature_.single && n_outputs != 1)
+    throw LoadError("the program has more than a single output");
   for (const at::Tensor& t : bound) {
     BoundTensor b{t, t.layout() == c10::kStrided};
     if (b.strided) b.sizes = t.sizes(), b.strides = t.strides();
@@ -71,7 +72,8 @@ Bound::Bound(const Program& program, Signature signature, const std::vector<at::
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_spec(i, bound.size());
     derives_ = derives_ || signature_.inputs[i].kind == InputSpec::Kind::symbol;
-    if (inputs[i].kind == Input::Kind::tensor && program.slot(inputs[i].id).written) changed_.push_back(i);
+    if (inputs[i].kind == Input::Kind::tensor && program.slot(inputs[i].id).written)
+      changed_.push_back(i);
   }
   const std::vector<Produced>& results = signature_.results;
   if (!results.empty() && results.size() != n_outputs)
@@ -80,7 +82,8 @@ Bound::Bound(const Program& program, Signature signature, const std::vector<at::
   for (size_t k = 0; k < results.size(); ++k) {
     if (results[k].kind != Produced::Kind::view) continue;
     const int64_t of = results[k].arg;
-    if (of < 0 || static_cast<size_t>(of) >= inputs.size() || !has_tensor(signature_.inputs[static_cast<size_t>(of)]))
+    if (of < 0 || static_cast<size_t>(of) >= inputs.size() ||
+        !has_tensor(signature_.inputs[static_cast<size_t>(of)]))
       throw LoadError("a result is a view of input " + std::to_string(of) + ", which is no tensor");
     if (program.outputs()[k].kind != Operand::Kind::ref) throw LoadError("a view is no tensor");
   }
@@ -94,17 +97,20 @@ void Bound::check_spec(size_t position, size_t n_bound) const {
   using Kind = InputSpec::Kind;
   const Input& input = program_.plan().inputs[position];
   const InputSpec& s = signature_.inputs[position];
-  const Input::Kind want = has_tensor(s)                                          ? Input::Kind::tensor
+  const Input::Kind want = has_tensor(s)                                    ? Input::Kind::tensor
                            : s.kind == Kind::object || s.kind == Kind::none ? Input::Kind::opaque
-                                                                                  : Input::Kind::symbol;
+                                                                            : Input::Kind::symbol;
   require(input.kind == want, position, "is described as one of another kind");
   const size_t n = s.kind == Kind::bound ? n_bound : signature_.names.size();
-  if ((s.kind == Kind::bound || s.kind == Kind::tensor || s.kind == Kind::integer || s.kind == Kind::object) &&
+  if ((s.kind == Kind::bound || s.kind == Kind::tensor || s.kind == Kind::integer ||
+       s.kind == Kind::object) &&
       (s.arg < 0 || static_cast<size_t>(s.arg) >= n))
     throw LoadError("argument " + std::to_string(s.arg) + " has no name");
   if (s.kind != Kind::tensor) return;
-  require(s.dtype == dtype_name(input.dtype), position, "is described with another dtype than the program's");
-  require(s.device == input.device, position, "is described with another device than the program's");
+  require(s.dtype == dtype_name(input.dtype), position,
+          "is described with another dtype than the program's");
+  require(s.device == input.device, position,
+          "is described with another device than the program's");
   require(s.layout != InputSpec::Layout::listed || s.strides.size() == s.sizes.size(), position,
           "has as many strides as sizes");
 }
@@ -116,7 +122,8 @@ std::string Bound::misfit(const Dim& d, int64_t got, Symbols& symbols) const {
   if (d.kind != Dim::Kind::symbol) return std::to_string(d.value);
   const std::string& name = signature_.symbols[static_cast<size_t>(d.value)];
   if (!symbols.agree(d.value, got))
-    return std::to_string(symbols[d.value]) + " (" + name + ", as in an earlier input or dimension)";
+    return std::to_string(symbols[d.value]) + " (" + name +
+           ", as in an earlier input or dimension)";
   return got < d.lo ? "at least " + std::to_string(d.lo) + " (" + name + ")"
                     : "at most " + std::to_string(d.hi) + " (" + name + ")";
 }
@@ -138,12 +145,13 @@ void Bound::fail_misfit(const Input& input, const InputSpec& s, const at::Tensor
 void Bound::check_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const {
   const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
   if (sizes.size() != s.sizes.size()) [[unlikely]]
-    fail(s, "expected " + std::to_string(s.sizes.size()) + " dimensions, got " + std::to_string(sizes.size()));
+    fail(s, "expected " + std::to_string(s.sizes.size()) + " dimensions, got " +
+                std::to_string(sizes.size()));
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (dim_fits(s.sizes[d], sizes[d], symbols)) [[likely]]
       continue;
-    fail(s, "expected size " + misfit(s.sizes[d], sizes[d], symbols) + " in dimension " + std::to_string(d) +
-                ", got " + std::to_string(sizes[d]));
+    fail(s, "expected size " + misfit(s.sizes[d], sizes[d], symbols) + " in dimension " +
+                std::to_string(d) + ", got " + std::to_string(sizes[d]));
   }
   if (s.layout == InputSpec::Layout::contiguous && !t.is_contiguous())
     fail(s, "expected a contiguous tensor, got strides " + at::str(strides));
@@ -151,8 +159,8 @@ void Bound::check_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbo
   for (size_t d = 0; d < strides.size(); ++d) {
     if (sizes[d] <= 1 || dim_fits(s.strides[d], strides[d], symbols)) [[likely]]
       continue;
-    fail(s, "expected stride " + misfit(s.strides[d], strides[d], symbols) + " in dimension " + std::to_string(d) +
-                ", got " + std::to_string(strides[d]));
+    fail(s, "expected stride " + misfit(s.strides[d], strides[d], symbols) + " in dimension " +
+                std::to_string(d) + ", got " + std::to_string(strides[d]));
   }
 }
 
@@ -200,15 +208,17 @@ void Bound::bind_symbols(Frame& f, const Symbols& symbols) const {
     if (signature_.inputs[i].kind != InputSpec::Kind::symbol) continue;
     const int64_t index = signature_.inputs[i].integer.value;
     if (!symbols.known(index))
-      throw InputError("no input defines the size '" + signature_.symbols[static_cast<size_t>(index)] + "'");
+      throw InputError("no input defines the size '" +
+                       signature_.symbols[static_cast<size_t>(index)] + "'");
     program_.set_symbol(f, program_.plan().inputs[i].id, symbols[index]);
   }
 }
 
 std::string Bound::name_of(size_t input) const {
   const InputSpec& s = signature_.inputs[input];
-  return s.kind == InputSpec::Kind::bound ? "parameter or buffer '" + s.name + "'"
-                                          : "'" + signature_.names[static_cast<size_t>(s.arg)] + "'";
+  return s.kind == InputSpec::Kind::bound
+             ? "parameter or buffer '" + s.name + "'"
+             : "'" + signature_.names[static_cast<size_t>(s.arg)] + "'";
 }
 
 // The program was compiled for inputs that share no memory: a change of one would show in another
@@ -217,14 +227,15 @@ void Bound::check_apart(const Tensors& tensors) const {
   for (size_t i : changed_)
     for (size_t j = 0; j < tensors.size(); ++j)
       if (j != i && tensors[j] && share_memory(*tensors[i], *tensors[j]))
-        throw InputError("inputs " + name_of(i) + " and " + name_of(j) + " share memory and " + name_of(i) +
-                         " is changed in place: pass a copy of one of them");
+        throw InputError("inputs " + name_of(i) + " and " + name_of(j) + " share memory and " +
+                         name_of(i) + " is changed in place: pass a copy of one of them");
 }
 
 void Bound::check_conditions(const Tensors& tensors) const {
   const auto of_argument = [&](int64_t arg) {
     size_t i = 0;
-    while (signature_.inputs[i].kind != InputSpec::Kind::tensor || signature_.inputs[i].arg != arg) ++i;
+    while (signature_.inputs[i].kind != InputSpec::Kind::tensor || signature_.inputs[i].arg != arg)
+      ++i;
     return tensors[i];
   };
   for (const Condition& c : signature_.conditions) {
@@ -241,8 +252,9 @@ void Bound::check_conditions(const Tensors& tensors) const {
     std::string shapes;
     for (size_t i = 0; i < tensors.size(); ++i)
       if (signature_.inputs[i].kind == InputSpec::Kind::tensor)
-        shapes += (shapes.empty() ? "" : ", ") + signature_.names[static_cast<size_t>(signature_.inputs[i].arg)] +
-                  " " + at::str(tensors[i]->sizes());
+        shapes += (shapes.empty() ? "" : ", ") +
+                  signature_.names[static_cast<size_t>(signature_.inputs[i].arg)] + " " +
+                  at::str(tensors[i]->sizes());
     throw InputError("sizes break a condition of the program, " + c.text + ": " + shapes);
   }
 }

@@ -1,8 +1,8 @@
 // native/torch/bound.h: a program with its parameters in place that checks its inputs itself.
 //
-// What was promised for every program input is a list of small checks, made once; a call binds the parameters, checks
-// and binds the arguments and derives the symbols. What the arguments are is the caller's business: a class
-// `Arguments` with
+// What was promised for every program input is a list of small checks, made once; a call binds the
+// parameters, checks and binds the arguments and derives the symbols. What the arguments are is the
+// caller's business: a class `Arguments` with
 //   const at::Tensor* tensor(int64_t arg)   null if it is none
 //   std::string type_name(int64_t arg)      of its class, for errors
 //   bool integer(int64_t arg, int64_t& out) false if it is none
@@ -44,8 +44,8 @@ class Symbols {
 
 class Bound {
  public:
-  // bound: the tensors of the inputs that are bound for good, by InputSpec::arg. Throws LoadError where the signature
-  // does not fit the program.
+  // bound: the tensors of the inputs that are bound for good, by InputSpec::arg. Throws LoadError
+  // where the signature does not fit the program.
   Bound(const Program& program, Signature signature, const std::vector<at::Tensor>& bound);
 
   const Signature& signature() const { return signature_; }
@@ -56,7 +56,8 @@ class Bound {
   bool is_view(size_t result) const {
     return !signature_.results.empty() && signature_.results[result].kind == Produced::Kind::view;
   }
-  // Result number `result`, a view: of the caller's tensor, for which `like` is what the program made.
+  // Result number `result`, a view: of the caller's tensor, for which `like` is what the program
+  // made.
   template <class Arguments>
   at::Tensor view(Frame& f, size_t result, const at::Tensor& like, const Arguments& args) const;
 
@@ -85,7 +86,8 @@ class Bound {
   template <class Arguments>
   const at::Tensor& tensor_of(size_t input, const Arguments& args) const {
     const InputSpec& s = signature_.inputs[input];
-    return s.kind == InputSpec::Kind::bound ? bound_[static_cast<size_t>(s.arg)].tensor : *args.tensor(s.arg);
+    return s.kind == InputSpec::Kind::bound ? bound_[static_cast<size_t>(s.arg)].tensor
+                                            : *args.tensor(s.arg);
   }
 
   const Program& program_;
@@ -119,7 +121,8 @@ void Bound::bind(Frame& f, const Arguments& args) const {
       }
       case InputSpec::Kind::integer: {
         int64_t value = 0;
-        if (!args.integer(spec.arg, value)) fail(spec, "expected an int, got " + args.type_name(spec.arg));
+        if (!args.integer(spec.arg, value))
+          fail(spec, "expected an int, got " + args.type_name(spec.arg));
         check_integer(spec, value, symbols);
         program_.set_symbol(f, inputs[i].id, value);
         break;
@@ -143,9 +146,11 @@ void Bound::bind(Frame& f, const Arguments& args) const {
 }
 
 template <class Arguments>
-at::Tensor Bound::view(Frame& f, size_t result, const at::Tensor& like, const Arguments& args) const {
+at::Tensor Bound::view(Frame& f, size_t result, const at::Tensor& like,
+                       const Arguments& args) const {
   const Produced& r = signature_.results[result];
-  return view_of(tensor_of(static_cast<size_t>(r.arg), args), input_at(program_, f, r.arg), like, r);
+  return view_of(tensor_of(static_cast<size_t>(r.arg), args), input_at(program_, f, r.arg), like,
+                 r);
 }
 
 }  // namespace plait

@@ -1,4 +1,5 @@
-// native/torch/call.cpp: outputs of a program, and the functions of this process that its kernels call.
+// native/torch/call.cpp: outputs of a program, and the functions of this process that its kernels
+// call.
 #include "torch/call.h"
 
 #include <ATen/ops/as_strided.h>

@@ -1,4 +1,5 @@
-// native/torch/call.h: what every way to call a program shares: a frame for the call, and its outputs.
+// native/torch/call.h: what every way to call a program shares: a frame for the call, and its
+// outputs.
 #pragma once
 
 #include <mutex>
@@ -16,7 +17,8 @@ struct Output {
 };
 std::vector<Output> plan_outputs(const Program& p);
 
-// A frame for a call; dropped tensors and the arena go back whatever happens. lock: where no GIL keeps calls apart.
+// A frame for a call; dropped tensors and the arena go back whatever happens. lock: where no GIL
+// keeps calls apart.
 class Call {
  public:
   explicit Call(Program& p, std::mutex* lock = nullptr) : program_(p), lock_(lock) {
@@ -46,10 +48,13 @@ class Call {
 const at::Tensor& input_at(const Program& p, const Frame& f, int64_t input);
 // The tensor of an output; an undefined one where it is none.
 at::Tensor take_tensor(Frame& f, const Output& o);
-// A view of base as eager makes it, with its base, version counter and lazy bits, in the caller's gradient and
-// inference mode. `like`, what the program made of `bound`, the base as it saw it, has its sizes and strides.
-at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like, const Produced& r);
-// Addresses of the named functions of SLEEF (inside libtorch_cpu) and libm; null where there is none.
+// A view of base as eager makes it, with its base, version counter and lazy bits, in the caller's
+// gradient and inference mode. `like`, what the program made of `bound`, the base as it saw it, has
+// its sizes and strides.
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like,
+                   const Produced& r);
+// Addresses of the named functions of SLEEF (inside libtorch_cpu) and libm; null where there is
+// none.
 std::vector<void*> math_table(const std::vector<std::string>& names);
 
 }  // namespace plait

@@ -1,10 +1,12 @@
-// native/torch/package.cpp: packages for C++ (plait/package.h), and what they share with those for Python.
+// native/torch/package.cpp: packages for C++ (plait/package.h), and what they share with those for
+// Python.
 #include "plait/package.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>
@@ -58,23 +60,27 @@ int capability_of(c10::Device device) {
 void require_versions(const PackageFile& file) {
   for (const auto& [program, version] : file.manifest().versions) {
     if (program != "torch") continue;
-    const std::string mine = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + ".";
+    const std::string mine =
+        std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + ".";
     if (!version.starts_with(mine))
-      file.fail("wrong version: it was written with torch " + version + ", this is torch " TORCH_VERSION);
+      file.fail("wrong version: it was written with torch " + version +
+                ", this is torch " TORCH_VERSION);
   }
 }
 
 // places: the device of each.
-std::vector<at::Storage> storages_of(const PackageFile& file, const std::vector<std::string>& places) {
+std::vector<at::Storage> storages_of(const PackageFile& file,
+                                     const std::vector<std::string>& places) {
   const std::shared_ptr<Mapping> mapping = file.map_weights();
   std::vector<at::Storage> out;
   for (const Manifest::Storage& s : file.manifest().storages) {
     const std::string& device = places[out.size()];
     auto* keep = new std::shared_ptr<Mapping>(mapping);
-    at::DataPtr data(s.nbytes > 0 ? mapping->data() + s.offset : nullptr, keep,
-                     [](void* kept) { delete static_cast<std::shared_ptr<Mapping>*>(kept); }, c10::kCPU);
-    at::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, s.nbytes,
-                                                              std::move(data), nullptr, false));
+    at::DataPtr data(
+        s.nbytes > 0 ? mapping->data() + s.offset : nullptr, keep,
+        [](void* kept) { delete static_cast<std::shared_ptr<Mapping>*>(kept); }, c10::kCPU);
+    at::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t{}, s.nbytes, std::move(data), nullptr, false));
     if (device != "cpu") {
       at::Tensor bytes = at::empty({0}, at::kByte).set_(storage, 0, {s.nbytes});
       storage = bytes.to(c10::Device(device)).storage();
@@ -111,16 +117,19 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     const std::optional<c10::Device> gpu = wants_gpu ? find_gpu(device) : std::nullopt;
     variant = &choose_variant(file, machine, gpu ? capability_of(*gpu) : 0);
     plan = read_plan(file.section(variant->plan));
-    if (plan.n_callables > 0) throw LoadError("it calls Python functions, which a package cannot hold");
+    if (plan.n_callables > 0)
+      throw LoadError("it calls Python functions, which a package cannot hold");
     const std::string there = gpu ? gpu->str() : "cpu";
     retarget(plan, there);
     for (InputSpec& s : signature.inputs) retarget(s.device, there);
+    const c10::InferenceMode normal(false);  // weights may be changed in any mode
     const at::NoGradGuard no_grad;
     std::vector<std::string> places;
     for (const Manifest::Storage& s : m.storages) retarget(places.emplace_back(s.device), there);
     for (size_t i = 0; i < std::min(plan.inputs.size(), signature.inputs.size()); ++i)
       if (const InputSpec& s = signature.inputs[i]; s.kind == InputSpec::Kind::bound)
-        places[static_cast<size_t>(m.weights[static_cast<size_t>(s.arg)].storage)] = plan.inputs[i].device;
+        places[static_cast<size_t>(m.weights[static_cast<size_t>(s.arg)].storage)] =
+            plan.inputs[i].device;
     const std::vector<at::Storage> storages = storages_of(file, places);
     weights = tensors_of(m.weights, storages);
     constants = tensors_of(m.constants, storages);
@@ -147,16 +156,17 @@ namespace {
 [[noreturn]] void no_python() { throw std::runtime_error("there is no Python in this process"); }
 
 // A program without Python: it holds no GIL, and nothing that needs Python is loaded.
-constexpr Host kNoPython{[]() -> void* { return nullptr; },
-                         [](void*) {},
-                         [](const Program&, Frame&, const PythonCall&, const Operands&) { no_python(); },
-                         [](void*) -> c10::IValue { no_python(); },
-                         [](int) -> void* { no_python(); },
-                         [](void*) -> Host::Captured { no_python(); },
-                         [](void*) {},
-                         [](void*) {},
-                         [](void*) {},
-                         [](const std::string&, size_t, const std::string&) {}};
+constexpr Host kNoPython{
+    []() -> void* { return nullptr; },
+    [](void*) {},
+    [](const Program&, Frame&, const PythonCall&, const Operands&) { no_python(); },
+    [](void*) -> c10::IValue { no_python(); },
+    [](int) -> void* { no_python(); },
+    [](void*) -> Host::Captured { no_python(); },
+    [](void*) {},
+    [](void*) {},
+    [](void*) {},
+    [](const std::string&, size_t, const std::string&) {}};
 
 struct Arguments {
   at::ArrayRef<at::Tensor> args;
@@ -200,15 +210,17 @@ struct Package::State {
     OpenPackage open(file, options.device, options.verify_weights, options.machine);
     const Manifest& m = open.file.manifest();
     open.bind([&] {
-      program = std::make_unique<Program>(std::move(open.plan), std::move(open.kernels), std::move(open.cubins),
-                                          std::move(open.constants), kNoPython, nullptr, std::nullopt);
+      program = std::make_unique<Program>(std::move(open.plan), std::move(open.kernels),
+                                          std::move(open.cubins), std::move(open.constants),
+                                          kNoPython, nullptr, std::nullopt);
       if (program->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
       open.require_results(*program);
       results = plan_outputs(*program);
       describe_inputs(open.signature);
       bound = std::make_unique<Bound>(*program, std::move(open.signature), open.weights);
     });
-    for (size_t k = 0; k < m.weights.size(); ++k) weights.emplace_back(m.weights[k].name, open.weights[k]);
+    for (size_t k = 0; k < m.weights.size(); ++k)
+      weights.emplace_back(m.weights[k].name, open.weights[k]);
     outputs = m.outputs;
     folded = m.folded;
     path = file;
@@ -244,7 +256,8 @@ Package Package::load(const std::string& path, const Options& options) {
 std::vector<at::Tensor> Package::run(at::ArrayRef<at::Tensor> inputs) const {
   State& s = *state_;
   if (inputs.size() != s.inputs.size())
-    throw InputError("expected " + std::to_string(s.inputs.size()) + " inputs, got " + std::to_string(inputs.size()));
+    throw InputError("expected " + std::to_string(s.inputs.size()) + " inputs, got " +
+                     std::to_string(inputs.size()));
   const Arguments args{inputs};
   Call call(*s.program, &s.frames);
   Frame& f = call.frame();
@@ -263,7 +276,9 @@ std::vector<at::Tensor> Package::run(at::ArrayRef<at::Tensor> inputs) const {
 
 const std::vector<Package::Input>& Package::inputs() const { return state_->inputs; }
 const std::vector<std::string>& Package::outputs() const { return state_->outputs; }
-const std::vector<std::pair<std::string, at::Tensor>>& Package::weights() const { return state_->weights; }
+const std::vector<std::pair<std::string, at::Tensor>>& Package::weights() const {
+  return state_->weights;
+}
 const std::string& Package::machine() const { return state_->machine; }
 
 void Package::set_weight(const std::string& name, const at::Tensor& value) {
@@ -271,14 +286,16 @@ void Package::set_weight(const std::string& name, const at::Tensor& value) {
     throw PackageError(state_->path + ": weight '" + name + "' " + what);
   };
   for (const std::string& folded : state_->folded)
-    if (folded == name) fail("cannot be changed: others were computed from it when the package was written");
+    if (folded == name)
+      fail("cannot be changed: others were computed from it when the package was written");
   for (const auto& [have, tensor] : state_->weights) {
     if (have != name) continue;
-    if (!value.defined() || value.scalar_type() != tensor.scalar_type() || value.sizes() != tensor.sizes())
-      fail(std::string("is ") + torch_name(from_scalar_type(tensor.scalar_type())) + " with sizes " +
-           at::str(tensor.sizes()) + ", and cannot be set to " +
-           (value.defined() ? torch_name(from_scalar_type(value.scalar_type())) + std::string(" with sizes ") +
-                                  at::str(value.sizes())
+    if (!value.defined() || value.scalar_type() != tensor.scalar_type() ||
+        value.sizes() != tensor.sizes())
+      fail(std::string("is ") + torch_name(from_scalar_type(tensor.scalar_type())) +
+           " with sizes " + at::str(tensor.sizes()) + ", and cannot be set to " +
+           (value.defined() ? torch_name(from_scalar_type(value.scalar_type())) +
+                                  std::string(" with sizes ") + at::str(value.sizes())
                             : "an undefined tensor"));
     const at::NoGradGuard no_grad;
     tensor.copy_(value);

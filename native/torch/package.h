@@ -1,4 +1,5 @@
-// native/torch/package.h: a verified package with its tensors in place: all that its Program is made of.
+// native/torch/package.h: a verified package with its tensors in place: all that its Program is
+// made of.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -9,8 +10,10 @@
 namespace plait {
 
 struct OpenPackage {
-  // device: "" for the CPU, or the current GPU. machine: "" for the best variant. Throws PackageError.
-  OpenPackage(const std::string& path, const std::string& device, bool verify_weights, const std::string& machine);
+  // device: "" for the CPU, or the current GPU. machine: "" for the best variant. Throws
+  // PackageError.
+  OpenPackage(const std::string& path, const std::string& device, bool verify_weights,
+              const std::string& machine);
 
   // Runs body, which makes the program; says of which file what is missing. Throws PackageError.
   template <class F>

@@ -7,8 +7,8 @@
 
 namespace plait {
 
-// A package cannot be loaded: it is no package, of another version, truncated or damaged, or made for another machine;
-// or a new weight does not fit. The message says which.
+// A package cannot be loaded: it is no package, of another version, truncated or damaged, or made
+// for another machine; or a new weight does not fit. The message says which.
 struct PLAIT_API PackageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -80,7 +80,7 @@ def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:
 
 
 def settled(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The same values in memory of their own, with the strides of a fake tensor."""
+    """The same values in memory of their own, with the dtype and strides of a fake tensor."""
     with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-        out = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device=result.device)
+        out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=result.device)
         return out.copy_(result)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from plait.graph.constants import compute, settled
 from plait.graph.dead import drop_dead
-from plait.graph.edit import aten, escaping, insert, is_pure, is_view, replace, value_of
+from plait.graph.edit import aten, escaping, is_pure, is_view, replace, value_of
 
 MAX_GROWTH = 4
 """A folded value takes at most so many times the memory of the weights that it is made of."""
@@ -25,7 +25,7 @@ SMALL_NBYTES = 1 << 16
 def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[Node]:
     """Folds in place; returns the placeholders whose values are now built in. weights: placeholders that keep their
     value for good. One that is returned and still has users has become a constant for these as well."""
-    _norms_into_weights(gm, weights)
+    frozen = _norms_into_weights(gm, weights)
     known = {node: frozenset((node,)) for node in weights}  # node -> the weights that its value is made of
     values = dict(weights)
     for node in gm.graph.nodes:
@@ -54,14 +54,13 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
             for source in node.all_input_nodes:
                 if source in known:
                     want(source)
-    frozen: set[Node] = set()
     for node in [node for node in gm.graph.nodes if node in wanted]:
         try:
             value = _computed(node, values)
         except (RuntimeError, AssertionError, IndexError):
             continue  # it fails at a call too, or takes a device that this machine lacks
         with gm.graph.inserting_before(node):
-            constant = _constant(gm, value, node)
+            constant = _constant(gm, value, value_of(node))
         values[constant] = value
         node.replace_all_uses_with(constant, propagate_meta=False)
         frozen |= known[node]
@@ -69,13 +68,15 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
     for node in frozen:
         if node.users:
             with gm.graph.inserting_after(node):
-                constant = _constant(gm, weights[node].detach(), node)
+                constant = _constant(gm, weights[node].detach(), value_of(node))
             node.replace_all_uses_with(constant, propagate_meta=False)
     return frozen
 
 
-def _norms_into_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> None:
-    """A batch norm with fixed statistics right after a convolution becomes arithmetic on the convolution's weights."""
+def _norms_into_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[Node]:
+    """A batch norm with fixed statistics right after a convolution goes into the convolution's weights. Returns what
+    these were made of."""
+    frozen: set[Node] = set()
     for norm in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         conv, gamma, beta, mean, var, _, eps = norm.args
         if conv.target is not aten.convolution.default or len(conv.users) > 1 or any(u.args[1] for u in norm.users):
@@ -84,27 +85,22 @@ def _norms_into_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -
         given = [n for n in (weight, bias, gamma, beta, mean, var) if n is not None]
         if geometry[3] or any(n not in weights for n in given):  # [3]: transposed, with channels elsewhere
             continue
-
-        def exact(source: Node, norm: Node = norm) -> Node:
-            return insert(norm, source, aten._to_copy.default, dtype=torch.float64)
-
-        def done(source: Node, norm: Node = norm, like: Node = weight) -> Node:
-            return insert(norm, source, aten._to_copy.default, dtype=value_of(like).dtype)
-
-        scale = insert(norm, insert(norm, exact(var), aten.add.Scalar, eps), aten.rsqrt.default)
-        if gamma is not None:
-            scale = insert(norm, scale, aten.mul.Tensor, exact(gamma))
-        rows = insert(norm, scale, aten.view.default, [-1] + [1] * (value_of(weight).dim() - 1))
-        shift = insert(norm, exact(mean), aten.neg.default)
-        if bias is not None:
-            shift = insert(norm, shift, aten.add.Tensor, exact(bias))
-        shift = insert(norm, shift, aten.mul.Tensor, scale)
-        if beta is not None:
-            shift = insert(norm, shift, aten.add.Tensor, exact(beta))
-        scaled = insert(norm, exact(weight), aten.mul.Tensor, rows)
-        made = insert(norm, x, conv.target, done(scaled), done(shift), *geometry)
+        old = weights[weight]
+        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+            scale = (weights[var].double() + eps).rsqrt() * (1 if gamma is None else weights[gamma])
+            shift = ((0 if bias is None else weights[bias]) - weights[mean].double()) * scale
+            shift = shift + (0 if beta is None else weights[beta])
+            wide = scale.to(torch.promote_types(old.dtype, torch.float32)).view(-1, *[1] * (old.dim() - 1))
+            values = settled(old * wide, value_of(weight)), shift.to(old.dtype)
+        with value_of(weight).fake_mode:
+            fakes = value_of(weight), value_of(mean).to(old.dtype)
+        with gm.graph.inserting_before(conv):
+            made = [_constant(gm, value, fake) for value, fake in zip(values, fakes, strict=True)]
+        conv.args = (x, *made, *geometry)
         for first in list(norm.users):
-            replace(first, made)
+            replace(first, conv)
+        frozen.update(given)
+    return frozen
 
 
 def _grows(node: Node, sources: frozenset[Node]) -> bool:
@@ -125,12 +121,14 @@ def _computed(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
         if not missing:
             values[todo.pop()] = compute(last, values)
         todo += missing
-    return settled(values[node], value_of(node))
+    value, like = values[node], value_of(node)
+    shared = any(value.untyped_storage()._cdata == v.untyped_storage()._cdata for n, v in values.items() if n != node)
+    return settled(value, like) if shared or value.stride() != like.stride() else value
 
 
-def _constant(gm: GraphModule, value: torch.Tensor, like: Node) -> Node:
+def _constant(gm: GraphModule, value: torch.Tensor, fake: torch.Tensor) -> Node:
     name = f"_weight_{sum(1 for n in gm.graph.nodes if n.op == 'get_attr')}"
     gm.register_buffer(name, value, persistent=False)
     node = gm.graph.get_attr(name)
-    node.meta = {k: v for k, v in like.meta.items() if k in ("val", "stack_trace")}
+    node.meta["val"] = fake
     return node

@@ -44,7 +44,7 @@ class Config:
     )  # fmt: skip
     isa: str = flag("auto", doc="vector instructions of CPU kernels", choices=("auto", "avx512", "avx2", "portable"))
     gpu_arch: str = flag(
-        "auto", doc="what GPU kernels are compiled for: auto (the device at hand) or a name such as sm_90"
+        "auto", doc="what GPU kernels are compiled for: auto (the device at hand) or a name such as sm_90 or ptx_80"
     )
     cpp_compiler: str = flag("", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++")
     opt_level: int = flag(2, doc="-O level for kernels", choices=(0, 1, 2, 3))

@@ -28,6 +28,7 @@ from plait.runtime import signature as signatures
 from plait.runtime.signature import VALUE, Signature
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.package import Contents
+from tests.against_eager import tree_equal
 from tests.package_programs import PROGRAMS, X, convolutions
 
 ROOT = Path(__file__).parent.parent
@@ -364,6 +365,29 @@ def test_what_needs_python_is_refused(tmp_path: Path, name: str) -> None:
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         plait.package(made("mlp"), tmp_path / "p.plait", (X[:4],), **options)
+
+
+def test_weights_need_values(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="weight 'weight' has no values"):
+        plait.package(nn.Linear(4, 4, device="meta"), tmp_path / "p.plait", (torch.ones(2, 4, device="meta"),))
+
+
+def test_results_that_are_views_of_inputs_and_weights(tmp_path: Path) -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.arange(6.0).view(2, 3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x, x.t()[1:], self.w[1], x + 1
+
+    x = torch.randn(4, 3)
+    loaded = packaged(tmp_path / "p.plait", Views(), x)
+    got = loaded(x)
+    tree_equal(got, Views()(x), "result")
+    assert got[0] is x and got[1]._base is x
+    got[2].fill_(7)
+    assert float(loaded.weights["w"][1, 0]) == 7
 
 
 def test_signatures_survive_json() -> None:

@@ -7,12 +7,6 @@
 namespace plait {
 namespace {
 
-bool dim_fits(const Dim& d, int64_t got, Symbols& symbols) {
-  if (d.kind == Dim::Kind::fixed) return d.value == got;
-  if (d.kind == Dim::Kind::any) return true;
-  return got >= d.lo && got <= d.hi && symbols.agree(d.value, got);
-}
-
 const char* layout_name(c10::Layout layout) {
   switch (layout) {
     case c10::kSparse: return "torch.sparse_coo";
@@ -142,34 +136,29 @@ void Bound::fail_misfit(const Input& input, const InputSpec& s, const at::Tensor
   fail(s, "expected a plain tensor, got " + special_kind(t, type_name));
 }
 
-void Bound::check_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const {
+void Bound::fail_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const {
   const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
-  if (sizes.size() != s.sizes.size()) [[unlikely]]
+  if (sizes.size() != s.sizes.size())
     fail(s, "expected " + std::to_string(s.sizes.size()) + " dimensions, got " +
                 std::to_string(sizes.size()));
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (dim_fits(s.sizes[d], sizes[d], symbols)) [[likely]]
-      continue;
-    fail(s, "expected size " + misfit(s.sizes[d], sizes[d], symbols) + " in dimension " +
-                std::to_string(d) + ", got " + std::to_string(sizes[d]));
-  }
-  if (s.layout == InputSpec::Layout::contiguous && !t.is_contiguous())
+  const auto compare = [&](const char* what, const Dim& want, size_t d, int64_t got) {
+    if (!fits(want, got, symbols))
+      fail(s, std::string("expected ") + what + " " + misfit(want, got, symbols) +
+                  " in dimension " + std::to_string(d) + ", got " + std::to_string(got));
+  };
+  for (size_t d = 0; d < sizes.size(); ++d) compare("size", s.sizes[d], d, sizes[d]);
+  if (s.layout == InputSpec::Layout::contiguous)
     fail(s, "expected a contiguous tensor, got strides " + at::str(strides));
-  if (s.layout != InputSpec::Layout::listed || t.numel() == 0) return;
-  for (size_t d = 0; d < strides.size(); ++d) {
-    if (sizes[d] <= 1 || dim_fits(s.strides[d], strides[d], symbols)) [[likely]]
-      continue;
-    fail(s, "expected stride " + misfit(s.strides[d], strides[d], symbols) + " in dimension " +
-                std::to_string(d) + ", got " + std::to_string(strides[d]));
-  }
+  for (size_t d = 0; d < strides.size(); ++d)
+    if (sizes[d] > 1) compare("stride", s.strides[d], d, strides[d]);
+  fail(s, "does not fit");
 }
 
 void Bound::check_integer(const InputSpec& s, int64_t got, Symbols& symbols) const {
-  if (!dim_fits(s.integer, got, symbols))
+  if (!fits(s.integer, got, symbols))
     fail(s, "expected " + misfit(s.integer, got, symbols) + ", got " + std::to_string(got));
 }
 
-// Kernels have the layout of bound tensors built in, but an assignment to `.data` may change it.
 void Bound::fail_moved(const Input& input, const InputSpec& s, const BoundTensor& b) const {
   const auto layout = [](c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     return " with sizes " + at::str(sizes) + " and strides " + at::str(strides);
@@ -181,26 +170,6 @@ void Bound::fail_moved(const Input& input, const InputSpec& s, const BoundTensor
                    layout(t.sizes(), t.strides()) + ", the program was compiled for " +
                    (opaque ? "this dtype" : torch_name(input.dtype)) + " on " + input.device +
                    layout(b.sizes, b.strides));
-}
-
-void Bound::bind_bound(Frame& f, const Input& input, const InputSpec& s) const {
-  const BoundTensor& b = bound_[static_cast<size_t>(s.arg)];
-  const auto has_layout = [&] {
-    const c10::IntArrayRef sizes = b.tensor.sizes(), strides = b.tensor.strides();
-    const size_t rank = b.sizes.size();
-    if (sizes.size() != rank) return false;
-    bool same_sizes = true, same_strides = true;
-    for (size_t d = 0; d < rank; ++d) {
-      same_sizes &= sizes[d] == b.sizes[d];
-      same_strides &= strides[d] == b.strides[d] || sizes[d] == 1;
-    }
-    return same_sizes && (same_strides || b.tensor.numel() == 0);
-  };
-  if (!b.strided)
-    program_.require_fit(input, b.tensor);
-  else if (program_.misfit(input, b.tensor) != Program::Misfit::none || !has_layout()) [[unlikely]]
-    fail_moved(input, s, b);
-  program_.bind(f, input, b.tensor);
 }
 
 void Bound::bind_symbols(Frame& f, const Symbols& symbols) const {

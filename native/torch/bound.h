@@ -62,10 +62,12 @@ class Bound {
   at::Tensor view(Frame& f, size_t result, const at::Tensor& like, const Arguments& args) const;
 
  private:
+  // Kernels have the layout of bound tensors built in, but an assignment to `.data` may change it.
   struct BoundTensor {
     at::Tensor tensor;
     bool strided = false;
     c10::DimVector sizes, strides;  // strided: what the program was compiled for
+    bool moved() const;
   };
   void require(bool fits, size_t position, const char* what) const;
   void check_spec(size_t position, size_t n_bound) const;
@@ -73,9 +75,8 @@ class Bound {
   [[noreturn]] void fail_misfit(const Input& input, const InputSpec& s, const at::Tensor& t,
                                 const std::string& type_name) const;
   [[noreturn]] void fail_moved(const Input& input, const InputSpec& s, const BoundTensor& b) const;
-  void check_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const;
+  [[noreturn]] void fail_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const;
   void check_integer(const InputSpec& s, int64_t got, Symbols& symbols) const;
-  void bind_bound(Frame& f, const Input& input, const InputSpec& s) const;
   void bind_symbols(Frame& f, const Symbols& symbols) const;
   using Tensors = c10::SmallVector<const at::Tensor*, 8>;
   void check_apart(const Tensors& tensors) const;
@@ -101,6 +102,36 @@ inline bool has_tensor(const InputSpec& s) {
   return s.kind == InputSpec::Kind::bound || s.kind == InputSpec::Kind::tensor;
 }
 
+inline bool Bound::BoundTensor::moved() const {
+  const c10::IntArrayRef now = tensor.sizes(), steps = tensor.strides();
+  const size_t rank = sizes.size();
+  if (now.size() != rank) return true;
+  bool same_sizes = true, same_strides = true;
+  for (size_t d = 0; d < rank; ++d) {
+    same_sizes &= now[d] == sizes[d];
+    same_strides &= steps[d] == strides[d] || now[d] == 1;
+  }
+  return !same_sizes || !(same_strides || tensor.numel() == 0);
+}
+
+inline bool fits(const Dim& d, int64_t got, Symbols& symbols) {
+  if (d.kind == Dim::Kind::fixed) return d.value == got;
+  if (d.kind == Dim::Kind::any) return true;
+  return got >= d.lo && got <= d.hi && symbols.agree(d.value, got);
+}
+
+inline bool fits(const InputSpec& s, const at::Tensor& t, Symbols& symbols) {
+  const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
+  if (sizes.size() != s.sizes.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (!fits(s.sizes[d], sizes[d], symbols)) return false;
+  if (s.layout == InputSpec::Layout::contiguous) return t.is_contiguous();
+  if (s.layout == InputSpec::Layout::any || t.numel() == 0) return true;
+  for (size_t d = 0; d < strides.size(); ++d)
+    if (sizes[d] > 1 && !fits(s.strides[d], strides[d], symbols)) return false;
+  return true;
+}
+
 template <class Arguments>
 void Bound::bind(Frame& f, const Arguments& args) const {
   const std::vector<Input>& inputs = program_.plan().inputs;
@@ -108,14 +139,23 @@ void Bound::bind(Frame& f, const Arguments& args) const {
   for (size_t i = 0; i < inputs.size(); ++i) {
     const InputSpec& spec = signature_.inputs[i];
     switch (spec.kind) {
-      case InputSpec::Kind::bound: bind_bound(f, inputs[i], spec); break;
+      case InputSpec::Kind::bound: {
+        const BoundTensor& b = bound_[static_cast<size_t>(spec.arg)];
+        if (!b.strided) [[unlikely]]
+          program_.require_fit(inputs[i], b.tensor);
+        else if (program_.misfit(inputs[i], b.tensor) != Program::Misfit::none || b.moved())
+          fail_moved(inputs[i], spec, b);
+        program_.bind(f, inputs[i], b.tensor);
+        break;
+      }
       case InputSpec::Kind::tensor: {
         const at::Tensor* t = args.tensor(spec.arg);
         if (!t) [[unlikely]]
           fail(spec, "expected a tensor, got " + args.type_name(spec.arg));
         if (program_.misfit(inputs[i], *t) != Program::Misfit::none) [[unlikely]]
           fail_misfit(inputs[i], spec, *t, args.type_name(spec.arg));
-        check_tensor(spec, *t, symbols);
+        if (!fits(spec, *t, symbols)) [[unlikely]]
+          fail_tensor(spec, *t, symbols);
         program_.bind(f, inputs[i], *t);
         break;
       }

@@ -17,17 +17,22 @@ struct Output {
 };
 std::vector<Output> plan_outputs(const Program& p);
 
-// A frame for a call; dropped tensors and the arena go back whatever happens. lock: where no GIL
-// keeps calls apart.
+// A frame for a call; dropped tensors and the arena go back whatever happens. Lock: keeps calls
+// apart where no GIL does.
+struct Unlocked {
+  void lock() {}
+  void unlock() {}
+};
+template <class Lock = Unlocked>
 class Call {
  public:
-  explicit Call(Program& p, std::mutex* lock = nullptr) : program_(p), lock_(lock) {
-    const auto held = hold();
+  explicit Call(Program& p, Lock lock = {}) : program_(p), lock_(lock) {
+    const std::lock_guard<Lock> held(lock_);
     frame_ = p.take_frame();
   }
   ~Call() {
     program_.reset(*frame_);
-    const auto held = hold();
+    const std::lock_guard<Lock> held(lock_);
     program_.give_frame(std::move(frame_));
   }
   Call(const Call&) = delete;
@@ -35,12 +40,8 @@ class Call {
   Frame& frame() { return *frame_; }
 
  private:
-  std::unique_lock<std::mutex> hold() const {
-    return lock_ ? std::unique_lock(*lock_) : std::unique_lock<std::mutex>();
-  }
-
   Program& program_;
-  std::mutex* lock_;
+  [[no_unique_address]] Lock lock_;
   std::unique_ptr<Frame> frame_;
 };
 

@@ -183,6 +183,12 @@ struct Arguments {
   void* object(int64_t) const { return nullptr; }
 };
 
+struct Locked {
+  std::mutex& mutex;
+  void lock() { mutex.lock(); }
+  void unlock() { mutex.unlock(); }
+};
+
 at::Tensor result(Frame& f, const Output& o) {
   using Kind = Output::Kind;
   switch (o.kind) {
@@ -260,7 +266,7 @@ std::vector<at::Tensor> Package::run(at::ArrayRef<at::Tensor> inputs) const {
     throw InputError("expected " + std::to_string(s.inputs.size()) + " inputs, got " +
                      std::to_string(inputs.size()));
   const Arguments args{inputs};
-  Call call(*s.program, &s.frames);
+  Call call(*s.program, Locked{s.frames});
   Frame& f = call.frame();
   s.bound->bind(f, args);
   s.program->run(f);

@@ -76,9 +76,10 @@ def record_of(fn: Any) -> CompileRecord | None:
 
 def _bound(traced: Traced, cfg: Config) -> tuple[Any, CompileRecord]:
     """Compiles and binds; adds Python only for what the native callable does not do."""
+    results = views_of_inputs(traced.graph)  # before the graph is cleaned
     program = compile_captured(replace(captured_from(traced), watcher=watcher()), cfg)
     signature = traced.signature
     specs = [("bound", name, x) for name, x in traced.state.items()] + argument_specs(traced)
-    call = bind(program.call, specs, signature.tensors, signature.single, views_of_inputs(traced.graph), traced.mutated)
+    call = bind(program.call, specs, signature.tensors, signature.single, results, traced.mutated)
     checks = [(named_in(check.text, signature.tensors), check.holds) for check in traced.sizes.checks]
     return as_called(call, signature, checks), program.record

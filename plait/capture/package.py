@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from plait import compat
-from plait.capture.bound import argument_specs, captured_from, views_of_inputs
+from plait.capture.bound import Result, argument_specs, captured_from, views_of_inputs
 from plait.capture.exported import Examples, Program, source_of
 from plait.capture.program import collector_paused, guarded
 from plait.capture.trace import Traced, trace
@@ -68,12 +67,16 @@ def package(
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
     with collector_paused():
         traced = trace(*source, None if device is None else _numbered(torch.device(device)))
+        for weight, x in traced.state.items():
+            if x.is_meta:
+                raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")
         folded: Sequence[str] = ()
         if fold:
             traced, folded = _folded(traced)
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")  # equal bytes every time
+        results = tuple(views_of_inputs(traced.graph))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
-    write_package(Path(path), _contents(captured.name, traced, made, folded))
+    write_package(Path(path), _contents(captured.name, traced, results, made, folded))
 
 
 def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -83,7 +86,7 @@ def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
     if wrong:
         raise UserError(f"plait.package knows no machine {wrong[0]!r}", hint=f"{', '.join(ISAS)}, sm_90, ptx_80")
     if not gpus:
-        gpus = [*GPUS, f"ptx_{min(_LAST_PORTABLE, max(map(_capability, GPUS)))}"]
+        gpus = [*GPUS, f"ptx_{_LAST_PORTABLE}"]
     late = [m for m in gpus if m.startswith("ptx") and _capability(m) > _LAST_PORTABLE]
     if late:
         raise UserError(f"PTX for {late[0][4:]} runs on no newer GPU", hint=f"ptx_{_LAST_PORTABLE}")
@@ -123,7 +126,9 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     return replace(traced, state=left, mutated=tuple(place[k] for k in traced.mutated)), sorted(names)
 
 
-def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Sequence[str]) -> Contents:
+def _contents(
+    name: str, traced: Traced, results: tuple[Result, ...], made: Sequence[Portable], folded: Sequence[str]
+) -> Contents:
     signature = traced.signature
     names = tuple(signature.tensors)
     for portable in made:
@@ -133,10 +138,6 @@ def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Seque
     for check in traced.sizes.checks:
         if not check.tokens:
             raise Unsupported(f"a package of a program that needs sizes with {signatures.named_in(check.text, names)}")
-    for weight, x in traced.state.items():
-        kind = compat.special_kind(x) or ("one without values" if x.is_meta else "")
-        if kind or x.is_conj() or x.is_neg():
-            raise Unsupported(f"a package with weight {weight!r}: it takes plain tensors, this is {kind or 'a view'}")
     checks = tuple((signatures.named_in(c.text, names), *c.tokens) for c in traced.sizes.checks)
     plans: dict[int, bytes] = {}
     for portable in made:
@@ -147,7 +148,7 @@ def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Seque
         inputs=(*(("bound", weight, None) for weight in traced.state), *argument_specs(traced)),
         names=names,
         outputs=signatures.result_names(signature),
-        results=tuple(views_of_inputs(traced.graph)),
+        results=results,
         single=signature.single,
         weights={weight: x.detach() for weight, x in traced.state.items()},
         constants=[c.detach() for c in made[0].constants],

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import metrics
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -28,7 +29,7 @@ from benchmarks.native_call import add_sum, build, chain, dynamic, linear, measu
 from plait.config import Config
 from plait.runtime.load import Program
 from plait.wrapper.cpp import build_cpp, load_cpp, make_cpp
-from plait.wrapper.instructions import WrapperProgram
+from plait.wrapper.instructions import Launch, WrapperProgram
 from plait.wrapper.program import CompileRecord, Parts, observers
 from tests.native_tools import library
 
@@ -62,26 +63,33 @@ def by_hand() -> None:
         print(f"| {name} | {ns[0]:.1f} | {ns[1]:.1f} |")
 
 
-def reductions(n: int, x: Tensor) -> Tensor:
-    """A chain of n reductions of the whole: none can be in a loop with the one before."""
+def sums(n: int, x: Tensor) -> Tensor:
+    """n steps of two reductions that cannot be fused into one kernel."""
     for _ in range(n):
-        x = x - x.mean()
+        x = (x.sum(0, keepdim=True) + x.sum(1, keepdim=True)) * 0.1
     return x
 
 
 def of_compilers() -> None:
     """A chain of kernels through torch.compile."""
     x = torch.randn(8, 8)
-    print("\n## `x = x - x.mean()` of 8x8, compiled, ns a call\n\n| | 2 times | 32 times | each further time |")
-    print("| --- | ---: | ---: | ---: |")
+    print("\n## Sums over rows and columns of 8x8 in turn, compiled, ns a call\n")
+    print("| | 2 steps | 62 steps | kernels | each further kernel |\n| --- | ---: | ---: | ---: | ---: |")
+    records: list[CompileRecord] = []
+    token = observers.set((records.append,))
     for name, how in COMPILERS.items():
-        ns = []
-        for n in (2, 32):
+        ns, kernels = [], []
+        for n in (2, 62):
             torch._dynamo.reset()
-            compiled: Any = torch.compile(partial(reductions, n), **how)
-            torch.testing.assert_close(compiled(x), reductions(n, x))
+            metrics.reset()
+            compiled: Any = torch.compile(partial(sums, n), **how)
+            torch.testing.assert_close(compiled(x), sums(n, x))
             ns.append(measure(partial(compiled, x)))
-        print(f"| {name} | {ns[0]:.0f} | {ns[1]:.0f} | {(ns[1] - ns[0]) / 30:.0f} |")
+            launches = sum(isinstance(i, Launch) for i in records[-1].wrapper.body)
+            kernels.append(launches if how["backend"] == "plait" else metrics.generated_kernel_count)
+        each = (ns[1] - ns[0]) / (kernels[1] - kernels[0])
+        print(f"| {name} | {ns[0]:.0f} | {ns[1]:.0f} | {kernels[0]}, {kernels[1]} | {each:.0f} |", flush=True)
+    observers.reset(token)
 
 
 def first_call(name: str) -> None:

@@ -283,6 +283,11 @@ void real(char** argv) {
   add[{{2}, nullptr, {.num_warps = 8}}](at<float>(16), at<float>(32), at<float>(48), 1);
   const Kernel all = jit(argv[1], "all_kinds", python);
   all[{2}](at<int8_t>(16), std::tuple{2.0, 5, nullptr}, true, DType::fp16, "ieee", std::tuple{1, 2}, 0.5, 3.25);
+  jit(argv[1], "applies", python)[{1}](at<float>(16), Callee{"twice"});
+  std::FILE* list = std::fopen((std::string(argv[2]) + ".list").c_str(), "w");
+  for (const std::string& s : signatures()) std::fprintf(list, "%s\n", s.c_str());
+  std::fclose(list);
+  expect_error([&] { jit(argv[1], "applies", python)[{1}](at<float>(16), Callee{"thrice"}); });
   expect_error([&] { jit(argv[1], "nothing", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "not_jit", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "wrong", python)[{1}](at<float>(16)); });

@@ -265,6 +265,16 @@ def all_kinds(p, t, flag, kind: tl.constexpr, mode: tl.constexpr, pair: tl.const
 
 
 @triton.jit
+def twice(v):
+    return 2 * v
+
+
+@triton.jit
+def applies(x, fn: tl.constexpr):
+    tl.store(x, fn(tl.load(x)))
+
+
+@triton.jit
 def wrong(x):
     tl.store(x, tl.no_such_function(x))
 
@@ -304,7 +314,7 @@ error: kernel one: argument 0 (x) is missing [one] 0
 error: kernel one: it takes 1 arguments [one] -1
 error: kernel one: there is no parameter y [one] -1
 error: kernel one: two values for argument 0 (x) [one] 0
-error: kernel one: argument 0 (x): a string or dtype is passed only to a tl.constexpr parameter [one] 0
+error: kernel one: argument 0 (x): a string, dtype or function is passed only to a tl.constexpr parameter [one] 0
 error: kernel typed: argument 0 (h): a pointer for a parameter annotated fp16 [typed] 0
 typed fp16,bf16,fp64,i8:D,*fp32 [] sm_90
 error: kernel typed: argument 3 (i): a value that is annotated i8 does not fit [typed] 3
@@ -480,11 +490,13 @@ def packs(folder: Path) -> None:
         ("add_kernel", "128", [*three, "64", *scratch]),
         ("add_kernel", "256", [*three, *scratch]),
         ("all_kinds", "128", ["10", "40000000", "5", "1", "3fe0000000000000", "4280", *scratch]),
+        ("applies", "128", ["10", *scratch]),
         ("add_kernel", "128", [*three, "64", *scratch]),
         ("add_kernel", "256", [*three, "a0", *scratch]),
     ], blocks
     errors = said.split("error: ")[1:]
     starts = [
+        "kernel applies: KeyError: 'thrice'",
         "kernel nothing: AttributeError: module 'kernels' has no attribute 'nothing'",
         f"kernel not_jit: TypeError: not_jit of {folder}/kernels.py is no plain @triton.jit function: it is a function",
         "kernel wrong: triton.compiler.errors.CompilationError: ",
@@ -498,7 +510,17 @@ def packs(folder: Path) -> None:
     ]
     for error, start in zip(errors, starts, strict=True):
         assert error.startswith(start), error
-    assert "no_such_function" in errors[2] and "specialization: *fp32:D" in errors[2] and "Traceback" in errors[2]
+    assert "no_such_function" in errors[3] and "specialization: *fp32:D" in errors[3] and "Traceback" in errors[3]
+
+    # What was launched makes a pack.
+    listed = folder / "kernels.pack.list"
+    assert listed.read_text().splitlines() == [
+        f"add_kernel {pointers},=1,=1024 num_warps=8", f"add_kernel {pointers},i32,=1024",
+        "all_kinds *i8:D,(fp32,i32,=None),u1,=fp16,='ieee',=(1,2),fp64,fp16", "applies *fp32:D,=@twice",
+    ]  # fmt: skip
+    output = str(folder / "all.pack")
+    plait.tools.pack.main([str(folder / "kernels.py"), "-o", output, "--signatures", f"@{listed}"])
+    assert b"applies|*fp32:D,=@twice||90" in Path(output).read_bytes()
 
 
 @needs_triton

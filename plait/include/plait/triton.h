@@ -19,8 +19,7 @@
 //   record <- provider    A key that is new becomes text, `*fp32:D,i32,=1024`: the types and attributes
 //                         that Triton itself would find. A Provider makes a cubin and its facts of that.
 //
-// A host tensor descriptor will be a kind of leaf with 16 words, a JIT function as constexpr a kind with
-// one (its identity): Leaf has room for both.
+// A host tensor descriptor will be a kind of leaf with 16 words.
 #pragma once
 
 #include <algorithm>
@@ -78,13 +77,18 @@ struct Pointer {
   DType dtype;
 };
 
+// Another @triton.jit function, by the name that it has in the kernel's file: always a constant.
+struct Callee {
+  std::string_view name;
+};
+
 // A value that is a constant of the compiled kernel, whatever the signature says of its parameter.
 template <class T>
 struct Constant {
   T value;
 };
 
-enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, tuple };
+enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple };
 
 // What is known of an argument when its call is compiled.
 struct Leaf {
@@ -95,6 +99,7 @@ struct Leaf {
   constexpr uint16_t n_words() const {
     return kind == Kind::tuple ? 0 : kind == Kind::floating ? 2 : 1;  // a floating one: as fp32, as fp64
   }
+  constexpr bool has_text() const { return kind == Kind::string || kind == Kind::function; }
 };
 
 // What is known of a leaf when it is called, in one byte.
@@ -224,7 +229,7 @@ struct Traits<std::optional<T>> {
     if (v) return Traits<T>::write(w, *v);
     w.put(state::none, 0);
     for (uint16_t k = 1; k < leaves[0].n_words(); ++k) *w.words++ = 0;
-    if (leaves[0].kind == Kind::string) *w.strings++ = {};
+    if constexpr (leaves[0].has_text()) *w.strings++ = {};
   }
 };
 
@@ -248,6 +253,12 @@ template <>
 struct Traits<char*> : Traits<std::string_view> {};
 template <size_t N>
 struct Traits<char[N]> : Traits<std::string_view> {};
+
+template <>
+struct Traits<Callee> {
+  static constexpr std::array<Leaf, 1> leaves{Leaf{Kind::function, true}};
+  static void write(Writer& w, Callee c) { Traits<std::string_view>::write(w, c.name); }
+};
 
 template <class... T>
 struct Traits<std::tuple<T...>> {
@@ -421,7 +432,7 @@ struct Frame {
     return n;
   }();
   static constexpr size_t n_strings = std::count_if(
-      leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.kind == Kind::string; });
+      leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.has_text(); });
   static constexpr size_t first_value = n_head_words + n_state_words(leaves.size());
 
   explicit Frame(const A&... arguments) {
@@ -496,6 +507,10 @@ Kernel jit(const std::string& file, const std::string& function,
            std::shared_ptr<Provider> provider = worker());
 Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
 Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
+
+// What is compiled or was found in packs so far, a signature each as `python -m plait.tools.pack` takes it:
+// a warmed program's list makes the pack that it needs.
+std::vector<std::string> signatures();
 
 }  // namespace plait::triton
 

@@ -13,7 +13,9 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 from plait.errors import UserError
-from plait.runtime.triton_kernels import DType, describe, read_specialization, write_item, write_value
+from plait.runtime.triton_kernels import Callee, DType, describe, read_specialization, write_item, write_value
+from plait.runtime.triton_worker import load_module
 from plait.tools.pack import triton_pack
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +121,7 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
         return f"dtype {k + 1}", DType(DTYPES[k])
 
     none = lambda r: ("none 0", None)
+    function = lambda r: ("callee twice", twice())
     integers = [integer(n) for n in INTEGERS]
     reals = [real("f32"), real("f64")]
     pointers = [*map(pointer, TORCH), *(dlpack(*k) for k in DLPACK)]
@@ -137,7 +141,7 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
         return make
 
     if annotation == "constexpr":
-        kinds = [*integers, *reals, boolean, maybe, text, dtype, none]
+        kinds = [*integers, *reals, boolean, maybe, text, dtype, none, function]
         if depth < 2:
             kinds.append(nest([argument(rng, annotation, depth + 1)[1] for _ in range(rng.randrange(3))]))
     elif annotation.lstrip("*k") in SCALARS and annotation[0] != "*":
@@ -149,10 +153,18 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
     elif annotation:
         kinds = integers
     else:
-        kinds = [*integers, *reals, boolean, maybe, none, *pointers, constant(rng.choice([*integers, *reals, boolean]))]
+        kinds = [*integers, *reals, boolean, maybe, none, function, *pointers]
+        kinds.append(constant(rng.choice([*integers, *reals, boolean])))
         if depth < 2:
             kinds.append(nest([argument(rng, "", depth + 1)[1] for _ in range(rng.randrange(4))]))
     return "", rng.choice(kinds)
+
+
+@lru_cache
+def twice() -> Any:
+    """A @triton.jit function."""
+    with tempfile.TemporaryDirectory() as name:
+        return load_module("helpers", KERNELS, Path(name)).twice
 
 
 def of_triton(kind: Any, attribute: Any, value: Any) -> str:
@@ -161,7 +173,7 @@ def of_triton(kind: Any, attribute: Any, value: Any) -> str:
         return f"({','.join(of_triton(*x) for x in zip(kind, attribute, value, strict=True))})"
     if kind == "constexpr":
         value = getattr(value, "value", value)
-        return f"={write_value(value)}"
+        return f"={write_value(Callee('twice') if value is twice() else value)}"
     return kind + (":D" if attribute == "D" else "")
 
 
@@ -170,8 +182,6 @@ def specializes_as_triton(folder: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import create_function_from_signature
-
-    from plait.runtime.triton_worker import load_module
 
     library = ctypes.CDLL(str(folder / "libspecialize.so"))
     library.plait_specialize.restype = ctypes.c_char_p
@@ -461,6 +471,12 @@ def test_each_context_has_its_handle(program: Path) -> None:
     refused = "error: kernel k: k: out of luck (400)\n  specialization: i32:D [k] -1\n"
     assert said == "k i32:D [] sm_90\n" + refused
     assert sum(line.startswith("launch") for line in done) == 6
+
+
+def test_a_hit_allocates_nothing(program: Path) -> None:
+    env = {**os.environ, "LD_LIBRARY_PATH": str(program)}
+    done = subprocess.run([program / "jit", "hits"], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0 allocations\n"
 
 
 def test_threads_compile_once(program: Path) -> None:

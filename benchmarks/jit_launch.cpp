@@ -53,7 +53,7 @@ void measure(const char* path, std::index_sequence<P...>, std::index_sequence<I.
 
   std::string image, entry = name + "|";
   for (size_t k = 0; k < n; ++k) entry += std::string(k ? "," : "") + (k < sizeof...(P) ? "*fp32:D" : "i32");
-  const plait::Cubins cubins(path);
+  const plait::Cubins cubins = plait::Cubins::read(path);
   int major = 0, minor = 0, device = 0;
   driver.current_device(&device);
   driver.device_attribute(&major, 75, device);

@@ -1,33 +1,26 @@
 """Nanoseconds a call of the native executor on hand-written programs, beside eager and the bare costs of Python.
 
-Usage: python benchmarks/native_call.py [--cpp]. Each figure is the best of many short rounds; kernels do next to
-nothing, so what is left is the executor: argument checks, output allocation, dispatch. --cpp: instead, native beside
-the C++ target, and milliseconds to build the program of GPT-2.
+Usage: python benchmarks/native_call.py. Each figure is the best of many short rounds; kernels do next to nothing, so
+what is left is the executor: argument checks, output allocation, dispatch. benchmarks/cpp_target.py has the C++ target.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.models import gpt2
 from plait._native import Training
-from plait.config import Config
 from plait.ir.dtypes import f32
 from plait.ir.sizes import symbol
 from plait.runtime.load import Bound, Program
-from plait.wrapper.cpp import build_cpp, load_cpp, make_cpp
 from plait.wrapper.instructions import Arena, CallExtern, Place, Ref, SizeOf, Symbol, View, WrapperProgram
-from plait.wrapper.program import CompileRecord, Parts, observers
-from tests.native_tools import alloc, build, extern, launch, library, program, ret, tensor
+from tests.native_tools import alloc, build, extern, launch, program, ret, tensor
 
 ROUNDS, CALLS = 400, 500
 
@@ -51,11 +44,6 @@ def spec(arg: int, *shape: int) -> tuple[object, ...]:
 
 
 Build = Callable[[WrapperProgram], Program]
-
-
-def build_in_cpp(p: WrapperProgram) -> Program:
-    """The C++ target."""
-    return load_cpp(p, Parts({"cpu": library()}))
 
 
 def add_sum(build: Build = build) -> Program:
@@ -117,32 +105,6 @@ def trained() -> Training:
     return Training(forward, forward, lambda _: backward, (True,), 1, 0, (layout,), ((0, (0,)),), False, (), (), False)
 
 
-def compare_cpp() -> None:
-    """The same programs in native and in C++."""
-    x, v, a, w, b = torch.randn(8, 8), torch.randn(4), torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
-    print(f"{'':44s}   native      cpp")
-    both = (build, build_in_cpp)
-    few, many = ([measure(partial(chain(n, how), v)) for how in both] for n in (1, 31))
-    rows = {
-        "(x + y).sum() 8x8": [measure(partial(add_sum(how), x, x)) for how in both],
-        "chain of 2 kernels in an arena": few,
-        "each further kernel": [(m - f) / 30 for f, m in zip(few, many, strict=True)],
-        "dynamic x + 1": [measure(partial(dynamic(how), x)) for how in both],
-        **{f"{op} 4x16x8": [measure(partial(linear(op, how), a, w, b)) for how in both] for op in ("mm", "addmm")},
-    }
-    for name, ns in rows.items():
-        print(f"{name:44s} {ns[0]:8.1f} {ns[1]:8.1f}")
-    records: list[CompileRecord] = []
-    token = observers.set((records.append,))
-    torch.compile(gpt2().eval(), backend="plait")(torch.randint(0, 50257, (1, 64)))
-    observers.reset(token)
-    source = make_cpp(records[0].wrapper)
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        build_cpp(source, Config(cache_dir=folder))
-        print(f"GPT-2: {source.count(chr(10))} lines, {(time.perf_counter() - start) * 1e3:.0f} ms to build")
-
-
 def main() -> None:
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     prog = add_sum()
@@ -184,4 +146,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    (compare_cpp if "--cpp" in sys.argv[1:] else main)()
+    main()

@@ -1,6 +1,7 @@
 """plait: a compiler for PyTorch programs, `torch.compile(model, backend="plait")`.
 
-The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `explain`,
+The public names, loaded when first used: `compile` (torch.export road, no Dynamo on the path of a call), `package` and
+`load` (the same as a file, for processes without the compiler), `explain`, `watch` (callbacks on intermediates),
 `plait_backend` (what torch.compile calls), `FxCompiler` (the base of compilers out of tree), `list_modes`,
 `list_options`, `Config` and the errors.
 Importing this package alone loads nothing but itself.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from plait.capture.backend import plait_backend as plait_backend
     from plait.capture.export import compile as compile
     from plait.capture.fx import FxCompiler as FxCompiler
+    from plait.capture.package import package as package
     from plait.config import Config as Config
     from plait.config import list_modes as list_modes
     from plait.config import list_options as list_options
@@ -27,7 +29,11 @@ if TYPE_CHECKING:
     from plait.errors import PlaitError as PlaitError
     from plait.errors import Unsupported as Unsupported
     from plait.errors import UserError as UserError
+    from plait.runtime.package import Package as Package
+    from plait.runtime.package import PackageError as PackageError
+    from plait.runtime.package import load as load
     from plait.tools.explain import explain as explain
+    from plait.wrapper.watch import watch as watch
 
 _HOME = {
     "plait_backend": "plait.capture.backend",
@@ -41,7 +47,12 @@ _HOME = {
     "PlaitError": "plait.errors",
     "Unsupported": "plait.errors",
     "UserError": "plait.errors",
+    "package": "plait.capture.package",
+    "Package": "plait.runtime.package",
+    "PackageError": "plait.runtime.package",
+    "load": "plait.runtime.package",
     "explain": "plait.tools.explain",
+    "watch": "plait.wrapper.watch",
 }
 __all__ = sorted(_HOME)
 

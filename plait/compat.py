@@ -6,8 +6,10 @@ compiles anything; nothing else in plait compares versions or reads fields that 
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,10 +34,10 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._subclasses import fake_tensor
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
-from torch.fx import GraphModule
+from torch.fx import GraphModule, graph_module
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._sympy.functions import FloorDiv, Mod
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -202,6 +204,13 @@ class Fakes:
         """Operators inside work on fake tensors."""
         with _disable_current_modes(), self.mode, self.env.suppress_guards():
             yield
+
+
+def drop_text_with(module: GraphModule) -> None:
+    """Lets go of a graph's text, which torch.fx keeps for tracebacks, when the graph goes."""
+    filename = type(module).forward.__code__.co_filename
+    for kept in (linecache.cache, graph_module._loader.eval_cache):
+        weakref.finalize(module, kept.pop, filename, None).atexit = False
 
 
 def triton_operator() -> tuple[Any, Any]:
@@ -428,9 +437,14 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
 
 
 # ---------------------------------------------------------------------------------------------- export
-Check = tuple[str, Callable[..., bool]]
-"""A condition on sizes: its text, in which tensor arguments are args[0], args[1] and so on, and whether it holds for
-them."""
+@dataclass(frozen=True)
+class Check:
+    """A condition on sizes. text: in which tensor arguments are args[0], args[1] and so on. holds: for these arguments.
+    tokens: the same as a package has it (wrapper/package.py); nothing if it is beyond that."""
+
+    text: str
+    holds: Callable[..., bool]
+    tokens: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -445,10 +459,16 @@ class SizeFacts:
 
 
 class ExportEnv:
-    """Fake arguments for one export. leaves: the flattened arguments, tensors replaced by fake ones."""
+    """Fake arguments for one export. leaves: the flattened arguments, tensors replaced by fake ones (on device, if
+    there is one)."""
 
     def __init__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any,
+        device: torch.device | None = None,
     ) -> None:
         args, kwargs = _apart(args), _apart(kwargs)
         try:
@@ -462,7 +482,8 @@ class ExportEnv:
             what = "it names a dimension that a tensor does not have" if isinstance(error, IndexError) else error
             raise UserError(f"dynamic_shapes does not fit: {what}") from error
         self.mode, fake_args, fake_kwargs, self._equalities, self._python_signature, _ = found
-        self.leaves = pytree.tree_leaves((fake_args, fake_kwargs))
+        self.device = device
+        self.leaves = [self._moved(x) for x in pytree.tree_leaves((fake_args, fake_kwargs))]
         # Fake tensors are memoised by the tensors they stand for, which must live for that.
         self._alive: list[torch.Tensor] = []
 
@@ -470,8 +491,14 @@ class ExportEnv:
         """A fake, detached tensor of fixed sizes for a parameter or buffer."""
         detached = tensor.detach()
         self._alive.append(detached)
-        fake: torch.Tensor = self.mode.from_tensor(detached, static_shapes=True)
+        fake: torch.Tensor = self._moved(self.mode.from_tensor(detached, static_shapes=True))
         return fake
+
+    def _moved(self, x: Any) -> Any:
+        if self.device is None or not isinstance(x, torch.Tensor):
+            return x
+        with self.mode:
+            return x.to(self.device)
 
     def size_facts(self, fakes: Sequence[torch.Tensor], graph: GraphModule) -> SizeFacts:
         """What the trace assumed. Raises UserError if that contradicts dynamic_shapes."""
@@ -597,7 +624,43 @@ def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> Check:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
     sizes = {s: sympy.Symbol("args[{}].shape[{}]".format(*where[s]), **s.assumptions0) for s in expr.free_symbols}
     source = PythonPrinter().doprint(expr.xreplace(sizes))
-    return source, eval(f"lambda *args: {source}", {"math": math, "torch": torch})
+    holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
+    return Check(source, holds, _postfix(expr, {s: "size {} {}".format(*where[s]) for s in expr.free_symbols}) or ())
+
+
+_TOKENS = {
+    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "floordiv", CleanDiv: "floordiv", Mod: "mod", PythonMod: "mod",
+    sympy.Min: "min", Min: "min", sympy.Max: "max", Max: "max", sympy.Eq: "eq", sympy.Ne: "ne", sympy.Lt: "lt",
+    sympy.Le: "le", sympy.And: "mul", sympy.Or: "max",
+}  # fmt: skip
+
+
+def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
+    """An expression's operands, each followed by what it is combined by; None for one beyond these operators. What is
+    true is 1."""
+    if expr.is_Symbol:
+        return (names[expr],)
+    if expr.is_Integer or expr in (sympy.true, sympy.false):
+        return (f"const {int(bool(expr)) if expr.is_Boolean else int(expr)}",)
+    if isinstance(expr, sympy.Gt | sympy.Ge):
+        return _postfix(expr.reversed, names)
+    if expr.is_Pow and expr.exp.is_Integer and 0 < expr.exp <= 8:
+        return _joined([expr.base] * int(expr.exp), "mul", names)
+    if isinstance(expr, sympy.Not):
+        inner = _postfix(expr.args[0], names)
+        return None if inner is None else (*inner, "const 0", "eq")
+    kind = _TOKENS.get(expr.func)
+    return None if kind is None else _joined(expr.args, kind, names)
+
+
+def _joined(args: Sequence[Any], kind: str, names: dict[Any, str]) -> tuple[str, ...] | None:
+    found: list[str] = []
+    for k, arg in enumerate(args):
+        inner = _postfix(arg, names)
+        if inner is None:
+            return None
+        found += [*inner, kind] if k else inner
+    return tuple(found)
 
 
 def special_kind(x: torch.Tensor) -> str:

@@ -6,10 +6,12 @@ what it made. A constraint on order is a comment on its line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -23,19 +25,22 @@ from plait.log import PassLog
 from plait.lower.graph import Lowered, load_rules, lower_graph
 from plait.runtime.cubin import triton_version
 from plait.runtime.store import Built
-from plait.runtime.toolchain import find_toolchain
+from plait.runtime.toolchain import check_isa, find_toolchain
 from plait.schedule import schedule
+from plait.schedule.cost import buffer_nbytes
 from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel, Plan
 from plait.schedule.verify import verify_plan
 from plait.wrapper import show
 from plait.wrapper.build import build
 from plait.wrapper.checks import check_finite
+from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
 from plait.wrapper.passes import run_passes
 from plait.wrapper.program import CompileRecord, Parts, Program, Target, observe
 from plait.wrapper.targets import TARGETS as WRAPPERS
+from plait.wrapper.watch import add_hooks
 
 __all__ = ["Program", "compile_graph"]
 
@@ -48,33 +53,25 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     Raises Unsupported, with the user's line, for what plait cannot compile, ToolchainMissing where the machine cannot
     build its kernels, and InternalError where a stage broke a rule of its IR.
     """
-    log = PassLog(cfg, captured.name, {"lower": _verify_loops, "schedule": verify_plan})
+    log = _log(captured, cfg)
     if cfg.kernels:
         _find_tools(captured, cfg)
+        check_isa(cfg)  # it will run here
     aten_ops = sum(n.op == "call_function" for n in captured.graph.graph.nodes)
 
-    show.show_graph(log, "0_captured.py", captured.graph)
-    captured = log("clean graph", clean_graph, captured, cfg)
-    show.show_graph(log, "1_graph.py", captured.graph)
-    lowered = log("lower", lower_graph, captured, cfg)
-    show.show_loops(log, lowered.program)
-    plan = log("schedule", schedule, lowered.program, cfg, log)
+    lowered, plan = _plan(captured, cfg, log)
     sources = log("emit kernels", _emit, plan, cfg)
     plan = _name_kernels(plan, sources)  # equal kernels now have one name
     show.show_plan(log, plan)
     show.show_sources(log, sources)
     with ThreadPoolExecutor(1) as beside:  # compilers are processes of their own: the wrapper is made while they run
         building = beside.submit(_build, sources, cfg)
-        wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg)
-        if cfg.nan_asserts or cfg.finite_asserts:
-            wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
-        wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
-        if cfg.cuda_graphs:  # last: other passes know nothing of partitions
-            wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results)
+        wrapper = _wrap(captured, lowered, plan, cfg, log)
         built = log("build kernels", building.result)
     libraries = {kind: str(b.path) for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
-    parts = Parts(libraries, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg)
+    callables = lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
+    parts = Parts(libraries, lowered.constants, callables, sources, lowered.program.hints, cfg)
     loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, parts)
     loaded = measured(log, loaded, wrapper, libraries, lowered.constants)
 
@@ -94,6 +91,77 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     )
     observe(record)
     return Program(loaded, loaded.boxed, record)
+
+
+@dataclass(frozen=True)
+class Portable:
+    """A graph compiled for a machine that need not be this one. machine: its vector instructions, its GPU or both, such
+    as "avx2+sm_90". kernels: by kind of device. constants: the table that wrapper numbers. Wrappers that are equal are
+    one object."""
+
+    machine: str
+    wrapper: WrapperProgram
+    kernels: Mapping[str, Built]
+    constants: Sequence[torch.Tensor]
+    constant_devices: tuple[str, ...]
+
+
+def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs: Sequence[str]) -> list[Portable]:
+    """Compiles one graph for every machine with one of isas and one of archs, as far as it has kernels that depend on
+    them: planned once, kernels built side by side. Raises as compile_graph does."""
+    log = _log(captured, cfg)
+    if cfg.kernels:
+        _find_tools(captured, cfg)
+    lowered, plan = _plan(captured, cfg, log)
+    kinds = {s.device.partition(":")[0] for s in plan.steps if isinstance(s, Kernel)}
+    rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [("isa", isas[-1:])]
+    machines = list(product(*(found for _, found in rows)))
+    cfgs = [cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)}) for found in machines]
+    sources = log("emit kernels", lambda: [_emit(plan, c) for c in cfgs])
+    wrappers: list[tuple[Plan, WrapperProgram]] = []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as beside:
+        building = [beside.submit(_build, made, c) for made, c in zip(sources, cfgs, strict=True)]
+        for made in sources:
+            named = _name_kernels(plan, made)
+            show.show_sources(log, made)
+            known = next((w for p, w in wrappers if p == named), None)
+            wrappers.append((named, known or _wrap(captured, lowered, named, cfg, log)))
+        built = log("build kernels", lambda: [b.result() for b in building])
+    show.show_plan(log, wrappers[0][0])
+    show.show_wrapper(log, wrappers[0][1], {kind: str(b.path) for kind, b in built[0].items()}, lowered.constants)
+    devices = tuple(lowered.program.buffers[name].device for name in lowered.program.constants)
+    return [
+        Portable("+".join(machine), wrapper, kernels, lowered.constants, devices)
+        for machine, (_, wrapper), kernels in zip(machines, wrappers, built, strict=True)
+    ]
+
+
+def _log(captured: Captured, cfg: Config) -> PassLog:
+    return PassLog(cfg, captured.name, {"lower": _verify_loops, "schedule": verify_plan})
+
+
+def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]:
+    """The front half, which knows nothing of machines."""
+    show.show_graph(log, "0_captured.py", captured.graph)
+    captured = log("clean graph", clean_graph, captured, cfg)
+    show.show_graph(log, "1_graph.py", captured.graph)
+    lowered = log("lower", lower_graph, captured, cfg)
+    show.show_loops(log, lowered.program)
+    return lowered, log("schedule", schedule, lowered.program, cfg, log)
+
+
+def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: PassLog) -> WrapperProgram:
+    """The instructions around kernels."""
+    wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg)
+    if cfg.nan_asserts or cfg.finite_asserts:
+        wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
+    if captured.watcher is not None:
+        wrapper = log("hooks", add_hooks, wrapper, lowered.nodes)
+    wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
+    if cfg.cuda_graphs:  # last: other passes know nothing of partitions
+        nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}
+        wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results, nbytes)
+    return wrapper
 
 
 def _verify_loops(lowered: Lowered) -> None:

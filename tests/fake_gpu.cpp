@@ -40,7 +40,12 @@ struct Exec {
 };
 
 Graph* recorded = nullptr;
-int64_t pools = 0, pool_nbytes = 0, limit = int64_t{1} << 40;
+int64_t pools = 0, limit = int64_t{1} << 40;
+struct Pool {
+  int64_t id, nbytes;
+};
+Pool shared{}, own{};  // of all recordings, and of the one that is made
+Pool* active = nullptr;
 bool refuses_copies = false;
 
 void run(const Node& n) {
@@ -65,7 +70,7 @@ Words words_of(const Image& image, void** parameters) {
   return words;
 }
 
-// Blocks of a pool serve that pool again; of ordinary memory nothing that was freed keeps its values.
+// Blocks of a pool serve the same pool again; of ordinary memory nothing that was freed keeps its values.
 struct Block {
   int64_t pool;
   size_t nbytes;
@@ -81,16 +86,16 @@ struct Allocator : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     const c10::Device device(c10::kCUDA, 0);
     if (n == 0) return {nullptr, device};
-    const int64_t pool = recorded ? pools : 0;
+    const int64_t pool = recorded ? active->id : 0;
     Block* b = nullptr;
     if (auto found = unused.find({pool, n}); found != unused.end()) {
       b = found->second;
       unused.erase(found);
     } else {
-      if (pool && pool_nbytes + static_cast<int64_t>(n) > limit)
+      if (pool && own.nbytes + shared.nbytes + static_cast<int64_t>(n) > limit)
         throw std::runtime_error("CUDA out of memory");
       b = new Block{pool, n, std::aligned_alloc(256, (n + 255) / 256 * 256)};
-      if (pool) pool_nbytes += static_cast<int64_t>(n);
+      if (pool) active->nbytes += static_cast<int64_t>(n);
     }
     return {b->data, b, release, device};
   }
@@ -144,17 +149,21 @@ TORCH_LIBRARY(fake_gpu, m) {
 extern "C" {
 // The test's own.
 void fake_begin() {
-  ++pools;
-  pool_nbytes = 0;
+  own = {++pools, 0};
+  if (shared.id == 0) shared.id = ++pools;
+  active = &shared;
   recorded = new Graph;
 }
+void fake_keep(int kept) { active = kept ? &own : &shared; }
+void fake_forget_shared() { shared = {}; }
 Exec* fake_end() {
   auto* made = new Exec;
   for (const auto& n : recorded->nodes) made->nodes.emplace_back(n.get(), *n);
   recorded = nullptr;
   return made;
 }
-int64_t fake_pool_nbytes() { return pool_nbytes; }
+int64_t fake_own_nbytes() { return own.nbytes; }
+int64_t fake_shared_nbytes() { return shared.nbytes; }
 void fake_limit(int64_t nbytes) { limit = nbytes; }
 void fake_refuse_copies(int yes) { refuses_copies = yes != 0; }
 

@@ -61,7 +61,14 @@ def choice(x: Node, d: DType, at: int = 5) -> tuple[tuple[Stmt, ...], Node]:
     return (Reduce("s", "sum", one),), node("sub", (one, node("mul", (node("exp", (x,)), _acc("s", d)))))
 
 
+def gate(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
+    """x * (1 + tanh x), and its sum."""
+    value = node("mul", (x, node("add", (const(1.0, d), node("tanh", (x,))))))
+    return (Reduce("s", "sum", value),), value
+
+
 CASES = {
+    "gate": (gate, f32, f32),
     "choice": (choice, f32, f32),
     "choice_bf16": (choice, bf16, f32),
     "choice_outside": (lambda x, d: choice(x, d, -1), bf16, f32),
@@ -104,6 +111,33 @@ def columns(length: int, width: int, kept: DType, runner: Callable[[list[Kernel]
     run_kernel(kernel, want)
     same = all(np.allclose(mine[n], want[n], rtol=1e-5, atol=1e-3) for n in ("s", "q"))
     return "" if same else f"columns of {length} x {width} {kept}: {mine['s']} is not {want['s']}"
+
+
+def walked(length: int, steps: int, kept: DType, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
+    """Sums of columns by programs that walk rows, each beside the row's own: what is wrong, or ""."""
+    (i, c), (r,) = loop_vars("i", (steps, ROWS)), loop_vars("r", (length,))
+    x = cast(node("load", (), Load("x", (i, c, r)), kept), f32)
+    y = node("mul", (x, node("load", (), Load("weight", (r,)), f32)))
+    off = node("sub", (y, node("mul", (_acc("s", f32), node("load", (), Load("scale", (c,)), f32)))))
+    stmts: list[Stmt] = [Reduce("s", "sum", y), Reduce("q", "sum", node("mul", (off, x)))]
+    stmts += [Store("out", (i, c, r), cast(node("mul", (off, _acc("q", f32))), kept), True)]
+    stmts += [Store("q", (i, c), _acc("q", f32), False), Store("a", (c, r), off, True, "sum")]
+    stmts += [Store("b", (c, r), x, True, "sum")]
+    whole, sums = (steps, ROWS, length), (ROWS, length)
+    shapes = {"x": whole, "weight": (length,), "scale": (ROWS,), "out": whole, "q": whole[:2], "a": sums, "b": sums}
+    args = tuple(strided(n, kept if shape == whole else f32, shape) for n, shape in shapes.items())
+    kernel = Kernel("walked", (i, c), (r,), tuple(stmts), args, ("out", "q", "a", "b"), ())
+    random = np.random.default_rng(3)
+    data = {n: random.standard_normal(int(np.prod(shape))).astype(np.float32) for n, shape in shapes.items()}
+    data["scale"] /= length
+    if kept == bf16:
+        data |= {n: (data[n].view(np.uint32) >> 16).astype(np.uint16) for n in ("x", "out")}
+    mine, want = ({n: a.copy() for n, a in data.items()} for _ in range(2))
+    runner([kernel])(kernel, mine)
+    run_kernel(kernel, want)
+    rtol = 1e-2 if kept == bf16 else 1e-4
+    wrong = [n for n in ("out", "q", "a", "b") if not np.allclose(_wide(mine[n]), _wide(want[n]), rtol, 1e-2)]
+    return f"{wrong} of {steps} x {ROWS} rows of {length} {kept} walked" if wrong else ""
 
 
 def check(name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]], pitch: int = 0) -> str:
@@ -163,6 +197,7 @@ def main() -> None:
         found = [check(name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)]
         found += [check(name, 40003, runner, 40008) for name in CASES]
         found += [extremes(name, n, runner) for name in ("layer_norm", "softmax", "exp_sum") for n in (700, 40000)]
+        found += [walked(*shape, d, runner) for d in (f32, bf16) for shape in ((70, 20), (300, 7), (2048, 4))]
         found += [columns(*shape, d, runner) for d in (f32, bf16) for shape in ((70, 64), (300, 100), (2000, 192))]
     wrong = [text for text in found if text]
     print("\n".join([*wrong, f"{len(found)} reductions, {len(wrong)} wrong"]))

@@ -17,7 +17,7 @@ FOLDER = Path(os.environ["FAKE_GPU"])
 gpu = ctypes.CDLL(str(FOLDER / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 ctypes.CDLL(str(FOLDER / "libtorch_cuda.so"), mode=ctypes.RTLD_GLOBAL)
 gpu.fake_end.restype = ctypes.c_void_p
-gpu.fake_pool_nbytes.restype = ctypes.c_int64
+gpu.fake_own_nbytes.restype = gpu.fake_shared_nbytes.restype = ctypes.c_int64
 
 import plait.runtime.graphs as module  # noqa: E402
 from plait.runtime.cubin import Cubin, pack  # noqa: E402
@@ -25,7 +25,7 @@ from plait.runtime.load import load  # noqa: E402
 from plait.tools.explain import explain  # noqa: E402
 from plait.wrapper.cpp import load_cpp  # noqa: E402
 from plait.wrapper.native import encode  # noqa: E402
-from plait.wrapper.partition import partition  # noqa: E402
+from plait.wrapper.partition import COPIED_NBYTES, partition  # noqa: E402
 from plait.wrapper.program import Parts  # noqa: E402
 from plait.wrapper.text import read  # noqa: E402
 
@@ -46,6 +46,11 @@ N = 64
 SHAPE = "f32[s0] @ (1,), device='cuda:0'"
 
 
+def nbytes() -> tuple[int, int]:
+    """Memory that the last recording has to itself, and that all of a test share."""
+    return gpu.fake_own_nbytes(), gpu.fake_shared_nbytes()
+
+
 class Capture:
     """In the place of torch's graphs."""
 
@@ -55,9 +60,12 @@ class Capture:
 
     limit = 1 << 40
 
-    def end(self) -> tuple[int, int, int]:
+    def keep(self, kept: bool) -> None:
+        gpu.fake_keep(int(kept))
+
+    def end(self) -> tuple[int, int, int, int]:
         self.records = False
-        return int(gpu.fake_end()), gpu.fake_pool_nbytes(), self.limit
+        return int(gpu.fake_end()), *nbytes(), self.limit
 
     def abort(self) -> None:
         if self.records:
@@ -79,8 +87,11 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
             for name, n in (("k", 5), ("both", 6))
         })
     )  # fmt: skip
-    yield lambda body, n_results=None: load(encode(partition(read(HEAD + body), [], n_results)), {"cuda": str(path)})
+    yield lambda body, n_results=None, nbytes=None: load(
+        encode(partition(read(HEAD + body), [], n_results, nbytes)), {"cuda": str(path)}
+    )
     gpu.fake_limit(ctypes.c_int64(1 << 40))
+    gpu.fake_forget_shared()
 
 
 def here(x: Tensor) -> Tensor:
@@ -137,7 +148,7 @@ def test_results_of_operators_are_copied_and_their_memory_is_used_again(make: Ma
     assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 4
     assert stats(program)["results_copied"] == 2 and stats(program)["results_direct"] == 0
     assert stats(program)["refused"] == {}
-    assert gpu.fake_pool_nbytes() == 2 * 4 * N  # a and c, b and d
+    assert nbytes() == (0, 2 * 4 * N)  # a and c, b and d
 
 
 def test_a_view_made_late_does_not_keep_memory(make: Make) -> None:
@@ -147,7 +158,7 @@ def test_a_view_made_late_does_not_keep_memory(make: Make) -> None:
         d, v = program(N, 7, here(x), here(x[:7]))
         b, want = chain(x)
         assert torch.equal(there(d), want) and torch.equal(there(v), b[7:10])
-    assert gpu.fake_pool_nbytes() == 2 * 4 * N
+    assert nbytes() == (0, 2 * 4 * N)
     assert stats(program)["recorded"] == 1 and stats(program)["results_copied"] == 2
 
 
@@ -162,6 +173,20 @@ def test_results_of_kernels_are_written_where_they_belong(make: Make) -> None:
     for x, got in held:
         assert torch.equal(there(got), sum(chain(x)))
     assert stats(program)["results_copied"] == 0 and stats(program)["results_direct"] == 1
+
+
+def test_large_results_of_the_last_operators_are_no_memory_of_a_recording(make: Make) -> None:
+    program = make(CHAIN + "v = view(d, f32[3] @ (1,), 2)\nreturn (b, v)\n", None, {"d": COPIED_NBYTES})
+    held = []
+    for k in range(6):
+        x = ramp(N, k)
+        held.append((x, program(N, N, here(x), here(x))))
+    for x, (b, v) in held:
+        want_b, want_d = chain(x)
+        assert torch.equal(there(b), want_b) and torch.equal(there(v), want_d[2:5])
+    assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 4
+    assert stats(program)["results_copied"] == 1  # b
+    assert nbytes() == (4 * N, 2 * 4 * N)  # c, and a and b
 
 
 def test_what_is_saved_stays_and_views_and_shared_memory_are_kept(make: Make) -> None:
@@ -204,14 +229,51 @@ def test_recordings_know_the_sizes_of_what_they_are_given(make: Make) -> None:
     assert stats(program)["recorded"] >= 2
 
 
+def test_recordings_share_memory_that_lives_no_longer_than_a_run(make: Make) -> None:
+    """Calls of several programs in any order, whose results are used and let go of later."""
+    arena = """\
+arena = take_arena(1024, device='cuda:0')
+p = place(arena, 0, f32[s0] @ (1,))
+launch('k', (x, p), (s0,), (p,), 1)
+q = place(arena, 512, f32[s0] @ (1,))
+launch('k', (p, q), (s0,), (q,), 1)
+d, = call('aten::neg')(q)
+"""
+    programs = [make(CHAIN + "return (d, b)\n", 1), make(CHAIN + "return (d, c)\n", 1), make(arena + "return (d,)\n")]
+    rng, held = random.Random(0), []
+    for k in range(120):
+        at, n = rng.randrange(3), rng.choice([N, N // 2])
+        x = ramp(n, k)
+        b, d = chain(x)
+        want = [(d, b), (d, 2 * b + 1), (-(2 * (2 * x + 1) + 1),)][at]
+        held.append((want, programs[at](n, n, here(x), here(x))))
+        while len(held) > rng.randrange(4):
+            for w, got in zip(*held.pop(rng.randrange(len(held))), strict=True):
+                assert torch.equal(there(got), w)
+    assert all(stats(p)["replayed"] > 10 and not stats(p)["refused"] for p in programs)
+
+
+def test_what_is_saved_in_the_memory_of_another_result_is_kept(make: Make) -> None:
+    saves = make(CHAIN + "w, = call('aten::alias')(b)\nv = view(w, f32[3] @ (1,), 2)\nreturn (d, v)\n", 1)
+    other = make(CHAIN + "return (d,)\n")
+    for k in range(4):
+        x = ramp(N, k)
+        d, v = saves(N, N, here(x), here(x))
+        for _ in range(3):
+            other(N, N, here(x + 9), here(x))
+        assert torch.equal(there(v), chain(x)[0][2:5]) and torch.equal(there(d), chain(x)[1])
+        del v
+    assert stats(saves)["replayed"] == 2
+
+
 def test_recordings_that_do_not_fit_give_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = make(CHAIN + "return (d,)\n"), make(CHAIN + "return (b, d)\n")
+    first, second = make(CHAIN + "return (d, c)\n", 1), make(CHAIN + "return (b, c)\n", 1)
     x = ramp(N)
-    monkeypatch.setattr(Capture, "limit", 4 * 4 * N)  # of two recordings, two blocks each
+    monkeypatch.setattr(Capture, "limit", 8 * 4 * N)  # 6 N floats for what all share, and what one keeps
     for _ in range(3):
         for n in (N, 2 * N):
             assert torch.equal(there(first(n, n, here(ramp(n)), here(x))[0]), chain(ramp(n))[1])
-        assert torch.equal(there(second(N, N, here(x), here(x))[1]), chain(x)[1])
+        assert torch.equal(there(second(N, N, here(x), here(x))[0]), chain(x)[0])
     assert stats(first)["recorded"] == 4 and stats(first)["replayed"] == 0 and stats(first)["refused"] == {}
     assert stats(second)["recorded"] == 2
 

@@ -258,7 +258,9 @@ def store(
     value = np.broadcast_to(value, space.shape)
     keep = np.ones(space.shape, bool) if mask is None else np.broadcast_to(mask, space.shape)
     where = tuple(e[keep] for e in at)
-    fns = {"add": np.add, "mul": np.multiply, "min": np.minimum, "max": np.maximum}
+    fns = {"add": np.add, "mul": np.multiply, "min": np.minimum, "max": np.maximum, "sum": np.add}
+    if mode == "sum":
+        out[where] = 0
     if mode == "store":
         if not index and keep.any():
             out[()] = value[keep].reshape(-1)[-1]

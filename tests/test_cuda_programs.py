@@ -328,6 +328,19 @@ def test_products_of_what_is_moved_need_no_copy(compile_only: None) -> None:
     assert sum(numel(b.shape) for k in _kernels(made) for b in k.args if b.name in k.outs) < 1.1 * x.numel()
 
 
+def test_the_gradients_of_a_norm_read_the_rows_once(compile_only: None) -> None:
+    """Sums of rows and of columns and what is made of them are one kernel; a short one adds up the programs' sums."""
+    mode, (dy, x, w, mean, rstd) = fakes((4, 1024, 768), (4, 1024, 768), (768,), (4, 1024, 1), (4, 1024, 1))
+
+    def fn(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Any:
+        return aten.native_layer_norm_backward(dy, x, (768,), mean, rstd, w, w, [True, True, True])
+
+    made = record(fn, dy, x, w, mean, rstd, mode=mode)
+    walk, last = _kernels(made)
+    assert walk.grid == 512 and numel(last.args[0].shape) == 512 * 768
+    assert "for offset in tl.range(0, 8, 1, num_stages=" in made.kernel_source
+
+
 def _kernels(made: CompileRecord) -> list[Kernel]:
     return [k for k in made.plan.steps if isinstance(k, Kernel)]
 

@@ -55,6 +55,16 @@ CASES: dict[str, tuple[Any, Any]] = {
     "softmax": (lambda x: F.softmax(x, -1), lambda: (r(37, 1000),)),
     "long rows": (lambda x: F.log_softmax(x, -1), lambda: (r(5, 50257),)),
     "norm": (lambda x, w, b: F.layer_norm(x, (256,), w, b), lambda: (r(64, 256), r(256), r(256))),
+    "sums of rows and columns": (
+        lambda dy, y: (d := y * (dy - (dy * y).sum(-1, keepdim=True)), d.sum((0, 1)), dy.sum((0, 1))),
+        lambda: (r(6, 512, 771), F.softmax(r(6, 512, 771), -1)),
+    ),
+    "gradients of a norm": (
+        lambda dy, x, w: torch.ops.aten.native_layer_norm_backward(
+            dy, x, (768,), x.float().mean(-1, True), torch.rsqrt(x.float().var(-1, keepdim=True)), w, w, [True] * 3
+        ),
+        lambda: (r(2, 2048, 768, dtype=torch.bfloat16), r(2, 2048, 768, dtype=torch.bfloat16), r(768).bfloat16()),
+    ),
     "sum of all": (lambda x: (x.sum(), x.amax(), x.argmax()), lambda: (r(1000, 3001),)),
     "columns": (lambda x: torch.var_mean(x, 0), lambda: (r(5000, 37),)),
     "bf16": (

@@ -107,7 +107,15 @@ def test_results_of_operators_are_the_callers_own(programs: list[Program]) -> No
 def test_results_of_operators_do_not_lie_side_by_side_in_a_recording(programs: list[Program]) -> None:
     n, side = 12, 2896  # 32 MiB each
     w = [r(side, side) for _ in range(n)]
-    compiled = graphs(lambda x: tuple(x @ v for v in w))
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        made = []
+        for v in w:
+            made.append(x @ v)
+            x = x + made[-1].mean()  # a kernel reads it: it is part of the recording
+        return *made, x
+
+    compiled = graphs(fn)
     x = r(side, side)
 
     def reserved() -> int:
@@ -118,11 +126,23 @@ def test_results_of_operators_do_not_lie_side_by_side_in_a_recording(programs: l
 
     before = reserved()
     for _ in range(4):
-        for got, v in zip(compiled(x), w, strict=True):
-            torch.testing.assert_close(got, x @ v, rtol=1e-3, atol=1e-2)
-    del got
+        for got, want in zip(compiled(x), fn(x), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2)
+    del got, want
     assert stats(programs[0])["results_copied"] == n and stats(programs[0])["recorded"] == 1
     assert reserved() - before < n * 32 / 2
+
+
+def test_large_results_of_the_last_operators_are_made_beside_a_recording(programs: list[Program]) -> None:
+    w, v = r(512, 512) / 22, r(512, 16384) / 22
+    compiled = graphs(lambda x: F.gelu(F.gelu(x @ w) @ w) @ v)
+    held = []
+    for _ in range(6):
+        x = r(512, 512)
+        held.append((x, compiled(x)))
+    for x, y in held:
+        torch.testing.assert_close(y, F.gelu(F.gelu(x @ w) @ w) @ v, rtol=1e-3, atol=1e-2)
+    assert stats(programs[0])["results_copied"] == 0 and stats(programs[0])["replayed"] >= 3
 
 
 def test_running_out_of_memory_while_recording(programs: list[Program], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +199,40 @@ def test_results_survive_other_programs_and_other_sizes() -> None:
     for n in (2048, 64, 2048):
         large(r(n, 512))
     torch.testing.assert_close(y, torch.relu(x) @ w)
+
+
+def test_recordings_share_memory_that_lives_no_longer_than_a_run() -> None:
+    side = 4096  # 64 MiB
+    w, x = r(side, side) / 64, r(side, side)
+    fns = [lambda x, f=f: (f(x @ w) @ w).sum(-1) for f in (torch.relu, torch.tanh, torch.sin, torch.cos)]
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() >> 20
+
+    before = reserved()
+    compiled = [graphs(fn) for fn in fns]
+    for _ in range(4):
+        for fn, ours in zip(fns, compiled, strict=True):
+            torch.testing.assert_close(ours(x), fn(x), rtol=1e-3, atol=1e-2)
+    assert reserved() - before < 2 * (64 + 64 + 32)
+
+
+def test_what_is_saved_survives_other_recordings(programs: list[Program]) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)).to(CUDA)
+    w = r(64, 256)
+    compiled, other = graphs(model), graphs(lambda x: F.gelu(x @ w) @ w.t() + 1)
+    for _ in range(6):
+        x = r(32, 64)
+        y = compiled(x)
+        for _ in range(3):
+            other(r(32, 64))
+        got = torch.autograd.grad(y.square().mean(), list(model.parameters()))
+        want = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        for g, e in zip(got, want, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+    assert all(stats(p)["replayed"] >= 3 and not stats(p)["refused"] for p in programs)
 
 
 def test_two_forward_passes_before_their_backward_passes(programs: list[Program]) -> None:

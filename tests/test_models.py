@@ -54,12 +54,18 @@ def test_inference(name: str) -> None:
 
 
 def trains_as_eager(
-    name: str, model: nn.Module, exact: nn.Module, x: Tensor, mode: str | None = None, steps: int = 1
+    name: str,
+    model: nn.Module,
+    exact: nn.Module,
+    x: Tensor,
+    mode: str | None = None,
+    steps: int = 1,
+    dynamic: bool | None = None,
 ) -> None:
     """Training steps from the same state: results, gradients and buffers."""
     model.train(), exact.train()
     twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, backend="plait", mode=mode)
+    compiled = torch.compile(twin, backend="plait", mode=mode, dynamic=dynamic)
     for _ in range(steps):
         _step_as_eager(name, model, twin, compiled, exact, x)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
-from plait.wrapper.instructions import Alloc, Arena, Partition, WrapperProgram
+from plait.wrapper.instructions import Alloc, Arena, CallExtern, Partition, Place, WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.partition import fixed_inputs, partition, recorded_results
+from plait.wrapper.partition import COPIED_NBYTES, fixed_inputs, partition, recorded_results
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify, verify_kept
 
@@ -23,10 +25,10 @@ kernel('c', 2, 0)
 """
 
 
-def cut(body: str, n_results: int | None = None) -> WrapperProgram:
+def cut(body: str, n_results: int | None = None, nbytes: Mapping[str, int] | None = None) -> WrapperProgram:
     program = read(HEAD + body)
     verify(program, after="test")
-    made = partition(program, [torch.zeros(3)], n_results)
+    made = partition(program, [torch.zeros(3)], n_results, nbytes)
     verify(made, after="partition")
     verify_kept(program, made, after="partition")
     assert read(text(made)) == made
@@ -130,20 +132,81 @@ def test_seeds_are_drawn_first() -> None:
     assert parts(made) == [(False, "a seed is drawn"), (True, "")]
 
 
-def test_an_arena_is_recorded_memory_unless_parts_share_it() -> None:
-    one = """\
+ARENA = """\
 arena = take_arena(256, device='cuda:0')
 a = place(arena, 0, f32[4, 8] @ (8, 1))
 launch('k', (x, a), (), (a,), 1)
-b = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+b = place(arena, 128, f32[4, 8] @ (8, 1))
 launch('k', (a, b), (), (b,), 1)
 """
-    again = "c, = call_python(0, 'lib.f')(b)\nlaunch('k', (a, b), (), (b,), 1)\nlaunch('k', (a, b), (), (b,), 1)\n"
-    for body, recorded in ((one, True), (one + again, False)):
-        made = cut(body + "return (b,)\n")
-        at = next(k for k, i in enumerate(made.body) if isinstance(i, Arena))
-        last = [i for i in made.body[:at] if isinstance(i, Partition)][-1]
-        assert last.recorded is recorded
+
+
+@pytest.mark.parametrize(
+    ("more", "placed", "allocated"),
+    [
+        ("", {"a", "b"}, set()),
+        ("c, = call_python(0, 'lib.f')(x)\nlaunch('k', (b, g), (), (g,), 1)\n", {"a"}, {"b"}),
+        ("c, = call_python(0, 'lib.f')(x)\nlaunch('k', (a, g), (), (g,), 1)\nfree(b)\n", {"b"}, {"a"}),
+        ("require_finite(a, 'm.py:1')\nlaunch('both', (a, b, g), (), (g,), 1)\n", set(), {"a", "b"}),
+    ],
+)
+def test_an_arena_belongs_to_one_part(more: str, placed: set[str], allocated: set[str]) -> None:
+    made = cut(
+        "kernel('both', 3, 0, device='cuda:0')\n"
+        + ARENA
+        + "g = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\n"
+        + more
+        + "launch('k', (g, g), (), (g,), 1)\nreturn (g,)\n"
+    )
+    assert {i.name for i in made.body if isinstance(i, Place)} == placed
+    assert {i.name for i in made.body if isinstance(i, Alloc)} == {"g", *allocated}
+    arenas = [k for k, i in enumerate(made.body) if isinstance(i, Arena)]
+    assert len(arenas) == (1 if placed else 0)
+    assert all(made.body[k - 1] == Partition(True) for k in arenas)
+
+
+LARGE = {"c": COPIED_NBYTES, "d": COPIED_NBYTES, "e": COPIED_NBYTES - 1}
+LAST = """\
+v = view(b, f32[8, 4] @ (1, 8), 0)
+c, = call('aten::mm')(y, v)
+d, = call('aten::mm')(c, y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "n_results", "outside"),
+    [
+        ("return (b, c, d)", None, ["aten::mm", "aten::mm"]),
+        ("t = view(d, f32[3] @ (1,), 0)\nreturn (c, t)", None, ["aten::mm", "aten::mm"]),
+        ("return (d,)", None, ["aten::mm"]),  # c is used and stays
+        ("return (d, c)", 1, ["aten::mm"]),  # c is saved
+        ("return (c,)", None, []),
+        ("e, = call('aten::mm')(d, v)\nreturn (c, d, e)", None, []),
+        ("e, = call('aten::mm')(d, v)\nreturn (c, d)", None, []),
+        (
+            "g = alloc(f32[4, 4] @ (4, 1), device='cuda:0')\nlaunch('k', (c, g), (), (g,), 1)\nreturn (c, d, g)",
+            None,
+            [],
+        ),
+    ],
+)
+def test_large_results_of_the_last_operators_are_made_beside_the_recording(
+    body: str, n_results: int | None, outside: list[str]
+) -> None:
+    made = cut(f"{KERNELS}{LAST}{body}\n", n_results, LARGE)
+    recorded, after = True, []
+    for i in made.body:
+        recorded = i.recorded if isinstance(i, Partition) else recorded
+        if isinstance(i, CallExtern) and not recorded:
+            after.append(i.op)
+    assert after == outside
+    why = "; ".join(dict.fromkeys(f"the caller gets what {op} makes" for op in outside))
+    assert parts(made) == [(False, ""), (True, ""), *([(False, why)] if outside else [])]
+
+
+def test_a_recording_is_not_left_with_too_little() -> None:
+    made = cut("c, = call('aten::mm')(x, y)\nd, = call('aten::mm')(c, y)\nreturn (d,)\n", None, LARGE)
+    assert parts(made) == [(False, ""), (False, "too little work to record; the caller gets what aten::mm makes")]
 
 
 def test_programs_of_the_host_are_left_alone() -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from plait.config import Config
+from plait.ir.dtypes import bf16, f32
 from plait.ir.loops import LoopProgram
 from plait.ir.sizes import Size, floordiv, mod, numel
 from plait.schedule import schedule
 from plait.schedule.deps import extent
-from plait.schedule.plan import Reduce
+from plait.schedule.plan import Kernel, Reduce, Store, walked
 from tests.schedule_tools import Builder, check, kernels
 
 CFG = Config()
@@ -133,7 +134,7 @@ def test_on_a_gpu_columns_are_columns_where_their_address_has_divisions() -> Non
 def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
     """Those that a kernel's blocks divide if there are such, and others before any that need a condition: what is
     summed may be stored by the same kernel."""
-    for rows, columns, rest in ((2048, 3072, 64), (6304, 768, 32), (6304, 3072, 197)):
+    for rows, columns, rest in ((2048, 3072, 128), (6304, 768, 197), (6304, 3072, 197)):
         b = Builder()
         x = b.input(rows, columns)
         e = b.map("tanh", x)
@@ -142,3 +143,74 @@ def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
         first, second = kernels(schedule(program, CFG))
         assert [extent(v) for v in first.rvars] == [rest] and e in first.outs
         assert [extent(v) for v in second.rvars] == [rows // rest]
+
+
+def norm_backward(rows: tuple[Size, ...], columns: int, chain: bool = False) -> LoopProgram:
+    """What a norm's gradient needs: sums of rows, a result from them at every point, and sums of columns. chain: the
+    columns of that result are summed too."""
+    b = Builder()
+    dy, x, w = b.input(*rows, columns), b.input(*rows, columns), b.input(columns)
+    shape = (*rows, columns)
+    s = b.reduce(rows, (columns,), "sum", lambda o, *i: o.mul(o.load(dy, *i), o.load(w, i[-1])))
+    t = b.reduce(rows, (columns,), "sum", lambda o, *i: o.mul(o.load(dy, *i), o.load(x, *i)))
+    dx = b.pointwise(
+        shape, lambda o, *i: o.sub(o.mul(o.load(x, *i), o.load(t, *i[:-1])), o.mul(o.load(dy, *i), o.load(s, *i[:-1])))
+    )
+    sums = [
+        b.reduce((columns,), rows, "sum", lambda o, c, *r: o.mul(o.load(dy, *r, c), o.load(x, *r, c))),
+        b.reduce((columns,), rows, "sum", lambda o, c, *r: o.load(dx if chain else dy, *r, c)),
+    ]
+    b.output(dx, *sums)
+    return on_gpu(b)
+
+
+def walkers(k: Kernel) -> tuple[int, int]:
+    """How many programs walk how many rows each."""
+    along = walked(k.stmts, [v.symbol for v in k.vars if v.symbol])
+    return tuple(numel(extent(v) for v in k.vars if (v.symbol in along) == on) for on in (False, True))  # type: ignore
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize(
+    "rows, found",
+    [((4096,), (512, 8)), ((8, 1024), (512, 16)), ((12608,), (394, 32)), ((64, 197), (394, 32)), ((6, 512), (256, 12))],
+)
+def test_on_a_gpu_columns_are_summed_as_rows_are_walked(rows: tuple[int, ...], found: object, chain: bool) -> None:
+    first, *rest = kernels(schedule(norm_backward(rows, 768, chain), CFG))
+    assert walkers(first) == found and len(rest) == 1 and len(rest[0].outs) == 2
+    assert [s.mode for s in first.stmts if isinstance(s, Store)] == ["store", "sum", "sum"]
+
+
+def test_on_a_gpu_walked_rows_give_what_two_kernels_give() -> None:
+    for chain in (False, True):
+        program = norm_backward((2, 2048), 256, chain)
+        plan = schedule(program, CFG)
+        assert walkers(kernels(plan)[0]) == (512, 8)
+        check(plan, program)
+
+
+@pytest.mark.parametrize("rows, columns", [((4099,), 768), ((512,), 768), ((8192,), 16384)])
+def test_on_a_gpu_rows_are_not_walked_where_parts_are_unequal_or_rows_few_or_long(
+    rows: tuple[int, ...], columns: int
+) -> None:
+    stores = [
+        s.mode for k in kernels(schedule(norm_backward(rows, columns), CFG)) for s in k.stmts if isinstance(s, Store)
+    ]
+    assert set(stores) == {"store"}
+
+
+def test_nothing_is_walked_on_a_cpu() -> None:
+    program = norm_backward((4096,), 768)
+    program = replace(program, buffers={n: replace(v, device="cpu") for n, v in program.buffers.items()})
+    stores = [s.mode for k in kernels(schedule(program, CFG)) for s in k.stmts if isinstance(s, Store)]
+    assert set(stores) == {"store"}
+
+
+def test_on_a_gpu_sums_of_one_tensor_are_cut_alike() -> None:
+    """The backward of batch norm in half precision: a float32 mean a channel is no reason to cut one of its sums."""
+    b = Builder()
+    dy, x, mean = b.input(1568, 512, dtype=bf16), b.input(1568, 512, dtype=bf16), b.input(512)
+    s = b.reduce((512,), (1568,), "sum", lambda o, c, r: o.cast(o.load(dy, r, c), f32))
+    t = b.reduce((512,), (1568,), "sum", lambda o, c, r: o.sub(o.cast(o.load(x, r, c), f32), o.load(mean, c)))
+    b.output(s, t)
+    assert [len(k.stmts) for k in kernels(schedule(on_gpu(b), CFG))] == [2, 2]

@@ -23,7 +23,7 @@ from plait.errors import ToolchainError, UserError
 from plait.runtime import toolchain
 from plait.runtime.cache import cache_key, get_or_build
 from plait.runtime.store import CacheWarning, Store
-from plait.runtime.toolchain import ISAS, Toolchain, ToolchainMissing, detect_isa, find_toolchain
+from plait.runtime.toolchain import ISAS, Toolchain, ToolchainMissing, check_isa, detect_isa, find_toolchain
 
 SOURCE = 'extern "C" long answer() { return 42; }'
 
@@ -60,8 +60,9 @@ def test_isa_without_cpuinfo_is_portable(tmp_path: Path) -> None:
 
 def test_isa_that_the_machine_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no avx512"):
-        detect_isa("avx512", cpuinfo(tmp_path, "sse2"))
-    assert detect_isa("portable", cpuinfo(tmp_path, "sse2 avx2 fma f16c")).name == "portable"
+        check_isa(Config(isa="avx512"), cpuinfo(tmp_path, "sse2"))
+    check_isa(Config(isa="portable"), cpuinfo(tmp_path, "sse2 avx2 fma f16c"))
+    assert detect_isa("avx512", cpuinfo(tmp_path, "sse2")).name == "avx512"  # to compile for another machine
 
 
 def test_missing_compiler_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

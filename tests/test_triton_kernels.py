@@ -56,7 +56,7 @@ def test_random_kernels_in_the_interpreter(first: int) -> None:
 
 @needs_triton
 def test_rows_and_columns_too_long_for_a_block_in_the_interpreter() -> None:
-    assert "52 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
+    assert "62 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -125,6 +125,10 @@ def test_blocks_of_columns() -> None:
     assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 64, True)  # where programs are few, rows in flight count
     assert blocks(_columns(1024, 64, f32)) == (8, 1024, False)  # the device would wait for two programs of 32 columns
     assert blocks(_columns(1024, 1024, bf16)) == (16, 256, True)
+    assert blocks(_columns(392, 256, bf16, parts=256)) == (64, 32, True)
+    for kept, block, warps in ((bf16, (64, 128, False), 4), (f32, (32, 128, False), 4)):  # 64 or 32 points a thread
+        tile = _columns(112, 64, kept, parts=896)
+        assert blocks(tile) == block and tile.num_warps == warps
 
 
 def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors() -> None:
@@ -137,6 +141,11 @@ def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors
 def test_a_sum_of_one_choice_takes_no_pass() -> None:
     text = emit_kernel(kernel_of("choice_bf16", 50257), "k").text
     assert text.count("for offset") == 1 and "tl.sum" not in text
+
+
+def test_one_more_than_a_tanh_is_made_without_it() -> None:
+    text = emit_kernel(kernel_of("gate", 700), "k").text
+    assert "p_one_more_than_tanh(v" in text and "libdevice.tanh" not in text
 
 
 def test_indices_are_wide_only_where_a_range_needs_it() -> None:

@@ -1,4 +1,4 @@
-"""The Python target end to end: programs at their borders against eager, and whole models with the bits of native."""
+"""The Python target end to end: programs at their borders against eager."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from plait.runtime import generated
 from plait.wrapper import table
+from plait.wrapper.program import Parts
 from plait.wrapper.python import make_python
+from plait.wrapper.targets import TARGETS
 from plait.wrapper.text import read
 from tests.against_eager import same
-from tests.models import MODELS
 from tests.test_frontend_cases import BOTH, NO_GRAD
 
 
@@ -32,25 +33,6 @@ def test_inference(name: str) -> None:
 def test_dynamic_training(name: str) -> None:
     fn, make = BOTH[name]
     same(fn, make, grad=True, other=compiled(fn, "python", dynamic=True))
-
-
-FAST = ("bert", "unet")
-
-
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
-def test_models_have_the_bits_of_native(name: str) -> None:
-    make, inputs = MODELS[name]
-    seen = []
-    for wrapper in ("native", "python"):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model, x = make().train(), inputs(2)
-        out = compiled(model, wrapper)(x)
-        out.square().mean().backward()
-        seen.append([out.detach(), *(p.grad for p in model.parameters()), *model.buffers()])
-    for a, b in zip(*seen, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
 
 
 def test_one_program_serves_many_sizes() -> None:
@@ -102,6 +84,30 @@ def test_wrong_inputs_are_refused() -> None:
         assert str(e.value) == message
 
 
+SEEDED = """
+program('attention')
+x = tensor_input(f32[4] @ (1,))
+seed = tensor_input(i64[()] @ (), device='cuda:0')
+y, = call('aten::add.Tensor')(x, seed)
+{more}return (y,)
+"""
+
+
+@pytest.mark.parametrize("target", ["python", "fx"])
+def test_what_only_operators_take_may_be_anywhere_if_it_has_no_dimensions(target: str) -> None:
+    def load(text: str) -> Callable[..., Any]:
+        return TARGETS[target](read(text), Parts({}))
+
+    x, seed = torch.ones(4), torch.tensor(3)
+    (y,) = load(SEEDED.format(more=""))(x, seed)
+    assert y.tolist() == [4] * 4
+    seen = SEEDED.format(more="v = view(seed, i32[2] @ (1,), 0)\n")
+    wide = SEEDED.format(more="").replace("i64[()] @ ()", "i64[1] @ (1,)")
+    for text, given in ((seen, seed), (wide, seed.view(1))):
+        with pytest.raises(TypeError, match="input 'seed': expected a plain tensor on device cuda:0, got one on cpu"):
+            load(text)(x, given)
+
+
 def test_a_missing_kernel_is_told(tmp_path: Any) -> None:
     import subprocess
 
@@ -111,10 +117,10 @@ def test_a_missing_kernel_is_told(tmp_path: Any) -> None:
         generated.kernel(str(tmp_path / "k.so"), "k_none")
 
 
-def test_kernels_are_ranges_of_the_profiler() -> None:
-    for wrapper in ("native", "python"):
-        fn = compiled(lambda x: (x + 1).tanh(), wrapper)
+@pytest.mark.parametrize("wrapper", TARGETS)
+def test_kernels_are_ranges_of_the_profiler(wrapper: str) -> None:
+    fn = compiled(lambda x: (x + 1).tanh(), wrapper)
+    fn(torch.ones(8))
+    with torch.profiler.profile() as profile:
         fn(torch.ones(8))
-        with torch.profiler.profile() as profile:
-            fn(torch.ones(8))
-        assert any(e.name.startswith("plait_") for e in profile.events()), wrapper
+    assert any(e.name.startswith("plait_") for e in profile.events())

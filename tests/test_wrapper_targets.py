@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import subprocess
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from plait.ir.sizes import Size
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
 from plait.wrapper.cpp import build_cpp, make_cpp
-from plait.wrapper.fx import load_fx
+from plait.wrapper.fx import load_fx, make_fx
 from plait.wrapper.instructions import (
     Alloc,
     Arena,
@@ -36,6 +38,7 @@ from plait.wrapper.instructions import (
     DefineKernel,
     Fill,
     Free,
+    Hook,
     Instr,
     ItemOf,
     Launch,
@@ -167,6 +170,17 @@ AT0, AT64 = Place("a", "room", 0, f32, (6,), (1,)), Place("b", "room", 64, f32, 
 def with_value(x: torch.Tensor, *, alpha: float) -> tuple[torch.Tensor, torch.Tensor, None]:
     assert not torch.is_grad_enabled()
     return x * alpha, x + 1, None
+
+
+LABEL = 'k_double (model.py:3 "é\\n")'
+
+
+KINDS = tuple(Literal(*k) for k in (("none",), ("bool", "True"), ("float", "inf"), ("float", (0.1).hex())))
+
+
+def looks(node: str, label: str, t: torch.Tensor) -> None:
+    assert (node, label) == ("dou-ble", LABEL)
+    assert t.tolist() == [-5, -3, -1, 1, 3, 5]
 
 
 CASES: dict[str, Case] = {
@@ -540,6 +554,12 @@ CASES: dict[str, Case] = {
         lambda: [*x6(), "an object"],
         callables=[with_value, lambda o, ts: ts[0] * len(o)],
     ),
+    "hook": Case(
+        X,
+        (ROOM, AT0, double("x", "a"), Hook("a", 0, "dou-ble", LABEL), alloc("y"), double("a", "y"), give("y")),
+        x6,
+        callables=[looks],
+    ),
     "copy": Case(
         (*X, tensor("v")), (alloc("y"), double("x", "y"), Copy("v", "y"), give("y")), lambda: [*x6(), torch.zeros(6)]
     ),
@@ -571,6 +591,27 @@ CASES: dict[str, Case] = {
         (tensor(), OpaqueInput("o"), SymbolInput("s0")),
         (Return((Ref("x"), Ref("x"), Literal("none"), s0 + 1, 7, Ref("o"))),),
         lambda: [*x6(), None, 4],
+    ),
+    "arguments that are no tensors": Case(
+        (*X, *map(OpaqueInput, "abcdefg"), SymbolInput("s0"), SymbolInput("u0")),
+        (
+            CallExtern("aten::add.Scalar", (Ref("x"), Ref("a"), Ref("b")), (), ("p",)),
+            CallExtern("aten::clamp", (Ref("p"), Ref("c"), Ref("a")), (), ("q",)),
+            CallExtern("aten::sum.dim_IntList", (Ref("q"), ListOf((0,)), Ref("d")), (), ("r",)),
+            CallExtern(
+                "aten::bernoulli.p", (Ref("x"), Literal("float", (0.5).hex())), (("generator", Ref("e")),), ("s",)
+            ),
+            CallExtern("aten::gelu", (Ref("q"),), (("approximate", Ref("f")),), ("t",)),
+            CallPython(0, "f", (Ref("g"), Ref("t"), s0), (("more", Ref("a")),), ("v",)),
+            Return((*map(Ref, "pqrstvabcdfg"), s0 * u0, u0, *KINDS)),
+        ),
+        lambda: [*x6(), 2.5, 2, None, True, torch.Generator().manual_seed(3), "tanh", {"k": 0.5}, 7, -(2**62) // 7],
+        callables=[lambda g, t, n, more: t * g["k"] + n * more],
+    ),
+    "several results that are no tensors": Case(
+        (OpaqueInput("a"), OpaqueInput("b"), tensor("x", i64, (), ())),
+        (Return((Ref("a"), Ref("a"), Ref("b"), Literal("none"), Ref("x"))),),
+        lambda: [1 << 80, [float("inf")], torch.tensor(3)],
     ),
     "nothing": Case((), (Return(()),), list),
 }
@@ -667,6 +708,8 @@ def versions(args: Sequence[object]) -> list[int]:
 def compare(have: tuple[object, ...], want: tuple[object, ...]) -> None:
     assert len(have) == len(want)
     for a, b in zip(have, want, strict=True):
+        if isinstance(a, torch.Generator) and isinstance(b, torch.Generator):
+            a, b = a.get_state(), b.get_state()
         if not isinstance(b, torch.Tensor):
             assert type(a) is type(b) and a == b
             continue
@@ -696,3 +739,38 @@ def test_passes_keep_the_meaning(name: str, target: str, library: str) -> None:
         return
     want = interpret(case.program, seeded(case), MEANINGS, case.constants, case.callables)
     compare(compiled(*seeded(case)), want)
+
+
+def test_a_size_that_ten_kernels_use_is_computed_once() -> None:
+    n, m = sz.floordiv(sz.mul(s0, sz.symbol("s1", lo=1)) + 7, 8), s0 * 4 + 1
+    launches = [
+        step for k in range(10) for step in (alloc(f"y{k}", m), Launch("k_double", ("x", f"y{k}"), (n,), (f"y{k}",), m))
+    ]
+    p = run_passes(
+        Case(
+            (tensor(shape=(s0, sz.symbol("s1", lo=1)), strides=(sz.symbol("s1", lo=1), 1)),),
+            (
+                Symbol("s0", SizeOf("x", "size", 0)),
+                Symbol("s1", SizeOf("x", "size", 1)),
+                *launches,
+                Return(tuple(Ref(f"y{k}") for k in range(10))),
+            ),
+            list,
+        ).program,
+        check=True,
+    )
+    python_text, cpp_text = make_python(p, {}), make_cpp(p)
+    body = python_text[python_text.index("def call") : python_text.index("return call")]
+    assert (body.count("// 8"), body.count("4*s0")) == (1, 1)
+    assert (cpp_text.count("div("), cpp_text.count("Int(4)")) == (1, 1)
+    made = [n.target for n in make_fx(p, Parts({"cpu": "k.so"})).graph.nodes if n.op == "call_function"]
+    assert (made.count(operator.floordiv), made.count(operator.mul)) == (1, 2)  # s0*s1 and 4*s0
+    nodes = expressions(encode(p))
+    assert len(nodes) == len(set(nodes)) and [op for op, _, _ in nodes].count(4) == 1  # a division
+
+
+def expressions(plan: bytes) -> list[tuple[int, int, int]]:
+    """The table of a plan: operator and operands of every expression (see native/core/plan.cpp)."""
+    words = array("q", plan[32 : 32 + 8 * int.from_bytes(plan[24:32], "little")])
+    at = 1 + 2 * words[0] + 4
+    return [(words[k], words[k + 1], words[k + 2]) for k in range(at + 1, at + 1 + 3 * words[at], 3)]

@@ -112,6 +112,8 @@ class _Call:
                 self.results(outs, op, args, kwargs)
             case ins.CallPython(index, _, args, kwargs, outs):
                 self.results(outs, self.callables[index], args, kwargs)
+            case ins.Hook(tensor, index, node, label):
+                self.callables[index](node, label, env[tensor])
             case ins.Copy(dst, src, bump):
                 before = env[dst]._version
                 env[dst].copy_(env[src])

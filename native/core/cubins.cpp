@@ -41,16 +41,15 @@ class Bytes {
   size_t at_ = 0;
 };
 
-std::string contents(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw LoadError("cannot read kernel file " + path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 }  // namespace
 
-Cubins::Cubins(const std::string& path) : Cubins(contents(path), path) {}
+Cubins Cubins::read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw LoadError("cannot read kernel file " + path);
+  return {std::string{std::istreambuf_iterator<char>(file), {}}, path};
+}
 
-Cubins::Cubins(const std::string& data, std::string path) : path_(std::move(path)) {
+Cubins::Cubins(const std::string& data, const std::string& path) : path_(path) {
   Bytes in(data, path_);
   if (in.take(8) != std::string(kMagic, 8) || in.word() != kVersion)
     throw LoadError(path_ + " is no kernel file of this version");

@@ -9,8 +9,8 @@
 
 namespace plait {
 
-// The kernels of a program, by name, and texts that go with them. The images stay in memory: they are loaded into the context of
-// whichever device asks.
+// The kernels of a program, by name, and texts that go with them. The images stay in memory: they
+// are loaded into the context of whichever device asks.
 class Cubins {
  public:
   struct Entry {
@@ -18,8 +18,8 @@ class Cubins {
     std::string image;
   };
 
-  explicit Cubins(const std::string& path);  // throws LoadError
-  Cubins(const std::string& data, std::string path);  // what the file holds; path is for messages
+  static Cubins read(const std::string& path);                   // throws LoadError
+  Cubins(const std::string& data, const std::string& path);  // the bytes of a file, and what errors call it
 
   const Entry* find(const std::string& name) const;  // null: there is none
   const std::string* text(const std::string& name) const;

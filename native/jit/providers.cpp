@@ -31,7 +31,7 @@ Binary binary_of(const Cubins::Entry& e) {
 
 class Pack : public Provider {
  public:
-  explicit Pack(const std::string& path) : path_(path), cubins_(path) {}
+  explicit Pack(const std::string& path) : path_(path), cubins_(Cubins::read(path)) {}
 
   std::string describe(const std::string&, const std::string& function) override {
     const std::string* text = cubins_.text(function);

@@ -49,7 +49,8 @@ PyObject* direct_call(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
         case Produced::Kind::program: value = to_python(s, f, s.outputs[i]); break;
         case Produced::Kind::input: value = Py_NewRef(args[r.arg]); break;
         case Produced::Kind::view:
-          value = wrap(view_of(unpack(args[r.arg]), input_at(s, f, r.arg), take_tensor(s, f, i), r));
+          value = wrap(view_of(unpack(args[r.arg]), input_at(*s.program, f, r.arg),
+                               take_tensor(f, s.outputs[i]), r));
       }
       PyTuple_SET_ITEM(results.get(), static_cast<Py_ssize_t>(i), Ref::check(value).release());
     }
@@ -66,7 +67,7 @@ void check_epilogue(const Epilogue& e, const ProgramState& s) {
   if (s.outputs.size() != n_outputs)
     throw LoadError("the program has " + std::to_string(s.outputs.size()) +
                     " outputs, described were " + std::to_string(n_outputs));
-  const auto require = [&](Py_ssize_t arg, size_t output) {
+  const auto require = [&](int64_t arg, size_t output) {
     const Output::Kind kind = s.outputs[output].kind;
     if (arg < 0 || static_cast<size_t>(arg) >= inputs.size() ||
         inputs[static_cast<size_t>(arg)].kind != Input::Kind::tensor ||

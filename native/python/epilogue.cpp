@@ -1,8 +1,6 @@
 // native/python/epilogue.cpp: reads the description of an epilogue, and marks results.
 #include "python/epilogue.h"
 
-#include <ATen/ops/as_strided.h>
-
 namespace plait {
 
 Produced read_produced(PyObject* o) {
@@ -37,27 +35,6 @@ std::vector<Mark> read_marks(PyObject* marks, size_t n_results) {
     out.push_back({result, Ref::borrow(mark.data[1]), Ref::borrow(mark.data[2])});
   }
   return out;
-}
-
-at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like,
-                   const Produced& r) {
-  TORCH_CHECK(r.offset || like.storage().is_alias_of(bound.storage()),
-              "a result that should be a view of an input is a copy");
-  const int64_t offset = r.offset ? *r.offset : like.storage_offset() - bound.storage_offset();
-  at::Tensor view =
-      at::as_strided(base, like.sizes(), like.strides(), base.storage_offset() + offset);
-  return view.requires_grad() && !r.requires_grad ? view.detach() : view;
-}
-
-const at::Tensor& input_at(const ProgramState& s, const Frame& f, Py_ssize_t arg) {
-  const Input& input = s.program->plan().inputs[static_cast<size_t>(arg)];
-  return *f.refs[static_cast<size_t>(input.id)];
-}
-
-at::Tensor take_tensor(const ProgramState& s, Frame& f, size_t output) {
-  const auto id = static_cast<size_t>(s.outputs[output].id);
-  return s.outputs[output].kind == Output::Kind::moved_tensor ? std::move(f.tensors[id])
-                                                              : *f.refs[id];
 }
 
 void apply_marks(const std::vector<Mark>& marks, PyObject* results) {

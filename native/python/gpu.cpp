@@ -21,7 +21,7 @@ PyObject* module_load_cubin(PyObject*, PyObject* args) {
     const Accelerator gpu(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
     gpu.stream();  // makes sure of a context
     auto loaded = std::make_unique<Loaded>(
-        Loaded{gpu, Cubins(path).load(name, static_cast<size_t>(n_arguments))});
+        Loaded{gpu, Cubins::read(path).load(name, static_cast<size_t>(n_arguments))});
     Ref capsule = Ref::check(PyCapsule_New(loaded.get(), kCapsule, [](PyObject* dropped) {
       delete static_cast<Loaded*>(PyCapsule_GetPointer(dropped, kCapsule));
     }));

@@ -1,42 +1,26 @@
 // native/python/module.cpp: plait._native: its types and functions, on the raw C API. The loaded
 // kernel library lives here too.
-#include <dlfcn.h>
-#include <torch/csrc/stable/c/shim.h>
-
 #include "core/arena.h"
+#include "core/package.h"
 #include "python/program_object.h"
 
 namespace plait {
 
-// Addresses of the named functions of SLEEF (inside libtorch_cpu) and libm; null where there is
-// none.
-std::vector<void*> math_table(PyObject* names) {
-  static void* torch_cpu = [] {
-    Dl_info info;
-    return dladdr(reinterpret_cast<void*>(&torch_parallel_for), &info)
-               ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
-               : nullptr;
-  }();
-  static void* libm = dlopen("libm.so.6", RTLD_LAZY);
-  std::vector<void*> table;
-  const Items items(names, "names of math functions must be a sequence");
-  for (Py_ssize_t i = 0; i < items.n; ++i) {
-    const std::string name = text(items.data[i]);
-    void* address = torch_cpu ? dlsym(torch_cpu, name.c_str()) : nullptr;
-    if (!address && libm) address = dlsym(libm, name.c_str());
-    table.push_back(address);
-  }
-  return table;
-}
-
 namespace {
+
+std::vector<void*> named_functions(PyObject* names) {
+  const Items items(names, "names of math functions must be a sequence");
+  std::vector<std::string> texts;
+  for (Py_ssize_t i = 0; i < items.n; ++i) texts.push_back(text(items.data[i]));
+  return math_table(texts);
+}
 
 PyObject* library_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     const char* path = nullptr;
     PyObject* names = nullptr;
     if (!PyArg_ParseTuple(args, "sO", &path, &names)) return nullptr;
-    auto value = std::make_shared<Library>(path, math_table(names));
+    auto value = std::make_shared<Library>(path, named_functions(names));
     Ref self = Ref::check(type->tp_alloc(type, 0));
     new (&reinterpret_cast<PyLibrary*>(self.get())->value)
         std::shared_ptr<Library>(std::move(value));
@@ -79,7 +63,7 @@ PyObject* module_trim_arenas(PyObject*, PyObject*) {
 }
 PyObject* module_math_addresses(PyObject*, PyObject* names) {
   return guarded([&] {
-    const std::vector<void*> table = math_table(names);
+    const std::vector<void*> table = named_functions(names);
     Ref out = Ref::check(PyTuple_New(static_cast<Py_ssize_t>(table.size())));
     for (size_t i = 0; i < table.size(); ++i)
       PyTuple_SET_ITEM(out.get(), static_cast<Py_ssize_t>(i),
@@ -88,12 +72,21 @@ PyObject* module_math_addresses(PyObject*, PyObject* names) {
   });
 }
 
+PyObject* module_checksum(PyObject*, PyObject* buffer) {
+  Py_buffer bytes;
+  if (PyObject_GetBuffer(buffer, &bytes, PyBUF_SIMPLE) < 0) return nullptr;
+  const uint64_t sum = checksum({static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
+  PyBuffer_Release(&bytes);
+  return PyLong_FromUnsignedLongLong(sum);
+}
+
 PyMethodDef module_methods[] = {
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "Bytes that the arena pool holds, that are in use, and that may stay idle."},
     {"trim_arenas", module_trim_arenas, METH_NOARGS, "Frees every idle block of the arena pool."},
     {"math_addresses", module_math_addresses, METH_O,
      "Addresses of math functions by name, 0 where this process has none."},
+    {"checksum", module_checksum, METH_O, "The checksum of bytes that packages use: fast, not cryptographic."},
     {"load_cubin", module_load_cubin, METH_VARARGS,
      "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,
@@ -133,8 +126,13 @@ PyMODINIT_FUNC PyInit__native() {
                                              "A sound plan cannot be bound in this process.",
                                              PyExc_RuntimeError, nullptr))
             .release();
+    package_error = Ref::check(PyErr_NewExceptionWithDoc("plait._native.PackageError",
+                                                         "A package cannot be loaded; the message says why.",
+                                                         PyExc_ValueError, nullptr))
+                        .release();
     if (PyModule_AddObjectRef(module.get(), "PlanError", plan_error) < 0 ||
-        PyModule_AddObjectRef(module.get(), "LoadError", load_error) < 0)
+        PyModule_AddObjectRef(module.get(), "LoadError", load_error) < 0 ||
+        PyModule_AddObjectRef(module.get(), "PackageError", package_error) < 0)
       throw PythonError{};
     library_type = add_type(module.get(), library_spec);
     program_type = add_type(module.get(), program_spec);
@@ -142,6 +140,7 @@ PyMODINIT_FUNC PyInit__native() {
     bound_type = add_type(module.get(), bound_spec);
     training_type = add_type(module.get(), training_spec);
     direct_type = add_type(module.get(), direct_spec);
+    add_type(module.get(), package_spec);
     return module.release();
   });
 }

@@ -4,19 +4,15 @@
 #include <Python.h>
 
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "plait/errors.h"
 
 namespace plait {
 
 // A Python error is set; unwinds to the entry point, which returns NULL.
 struct PythonError {};
-
-// What a user passed in does not fit: raised as plait.errors.InputError.
-struct InputError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 // An owned reference.
 class Ref {
@@ -61,7 +57,7 @@ int64_t integer(PyObject* o);
 void put(PyObject* dict, const char* key, PyObject* owned);  // steals `owned`
 
 // The exceptions of the module, made once by PyInit__native.
-inline PyObject *plan_error, *load_error;
+inline PyObject *plan_error, *load_error, *package_error;
 void set_error();  // sets the Python error for the exception in flight
 void set_plait_error(const char* type, const char* what);  // one of plait.errors
 // Throws the Python error that is set in a form that may travel to another thread.

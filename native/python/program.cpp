@@ -208,10 +208,14 @@ void* begin_capture(int device) {
 Host::Captured end_capture(void* capture) {
   const Ref made = capture_method(capture, "end");
   unsigned long long exec = 0;
-  long long nbytes = 0, limit = 0;
-  if (!PyArg_ParseTuple(made.get(), "KLL", &exec, &nbytes, &limit))
+  long long nbytes = 0, shared = 0, limit = 0;
+  if (!PyArg_ParseTuple(made.get(), "KLLL", &exec, &nbytes, &shared, &limit))
     throw std::runtime_error(take_python_error());
-  return {reinterpret_cast<cuda::GraphExec>(exec), nbytes, limit};
+  return {reinterpret_cast<cuda::GraphExec>(exec), nbytes, shared, limit};
+}
+void keep_allocations(void* capture, bool kept) {
+  const Ref done(PyObject_CallMethod(static_cast<PyObject*>(capture), "keep", "O", kept ? Py_True : Py_False));
+  if (!done.get()) throw std::runtime_error(take_python_error());
 }
 void refused(const std::string& program, size_t partition, const std::string& why) {
   const Ref module(PyImport_ImportModule("plait.runtime.graphs"));
@@ -230,42 +234,12 @@ constexpr Host kHost{[]() -> void* { return PyEval_SaveThread(); },
                      call_python,
                      to_ivalue,
                      begin_capture,
+                     keep_allocations,
                      end_capture,
                      abort_capture,
                      [](void* capture) { capture_method(capture, "replay"); },
                      [](void* object) { Py_DECREF(static_cast<PyObject*>(object)); },
                      refused};
-
-std::vector<Output> plan_outputs(const Program& p) {
-  std::vector<Output> out;
-  std::vector<int> uses(p.plan().slots.size());
-  for (const Operand& o : p.outputs())
-    if (o.kind == Operand::Kind::ref) ++uses[static_cast<size_t>(o.id)];
-  for (const Operand& o : p.outputs()) {
-    using Kind = Output::Kind;
-    Output v{Kind::none, o.id, o.re};
-    if (o.kind == Operand::Kind::ref) {
-      const SlotInfo::Kind kind = p.slot(o.id).kind;
-      const bool owned = kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result ||
-                         kind == SlotInfo::Kind::view;
-      v.kind = kind == SlotInfo::Kind::opaque                  ? Kind::opaque
-               : owned && uses[static_cast<size_t>(o.id)] == 1 ? Kind::moved_tensor
-                                                               : Kind::tensor;
-    } else if (o.kind == Operand::Kind::size) {
-      v.kind = Kind::integer;
-    } else if (o.kind == Operand::Kind::value) {
-      v.kind = Kind::value;
-    } else if (o.kind == Operand::Kind::real) {
-      v.kind = Kind::real;
-    } else if (o.kind == Operand::Kind::boolean) {
-      v.kind = Kind::boolean;
-    } else if (o.kind != Operand::Kind::none) {
-      throw LoadError("a value of this kind cannot be returned");
-    }
-    out.push_back(v);
-  }
-  return out;
-}
 
 PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
@@ -285,7 +259,7 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
       kernels = reinterpret_cast<PyLibrary*>(library)->value;
     }
     std::shared_ptr<Cubins> cubins;
-    if (cubins_path) cubins = std::make_shared<Cubins>(cubins_path);
+    if (cubins_path) cubins = std::make_shared<Cubins>(Cubins::read(cubins_path));
     std::optional<Generated> generated;
     if (generated_path) generated.emplace(generated_path, entry);
     std::vector<at::Tensor> tensors;
@@ -294,20 +268,11 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
       if (!is_tensor(given.data[i])) throw InputTypeError("constants must be tensors");
       tensors.push_back(unpack(given.data[i]));
     }
-    auto state = std::make_unique<ProgramState>();
+    std::vector<Ref> called;
     const Items calls(callables, "callables must be a sequence");
-    for (Py_ssize_t i = 0; i < calls.n; ++i) state->callables.push_back(Ref::borrow(calls.data[i]));
-    if (state->callables.size() != static_cast<size_t>(plan.n_callables))
-      throw LoadError("the program wants " + std::to_string(plan.n_callables) +
-                      " callables and got " + std::to_string(calls.n));
-    state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(cubins),
-                                               std::move(tensors), kHost, state.get(),
-                                               std::move(generated));
-    state->outputs = plan_outputs(*state->program);
-    Ref self = Ref::check(type->tp_alloc(type, 0));
-    reinterpret_cast<PyProgram*>(self.get())->call = program_call;
-    reinterpret_cast<PyProgram*>(self.get())->state = state.release();
-    return self.release();
+    for (Py_ssize_t i = 0; i < calls.n; ++i) called.push_back(Ref::borrow(calls.data[i]));
+    return make_program(type, std::move(plan), std::move(kernels), std::move(cubins), std::move(tensors),
+                        std::move(called), std::move(generated));
   });
 }
 int program_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -457,6 +422,23 @@ PyType_Slot program_slots[] = {
     {Py_tp_members, program_members},
     {0, nullptr}};
 }  // namespace
+PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels, std::shared_ptr<Cubins> cubins,
+                       std::vector<at::Tensor> constants, std::vector<Ref> callables,
+                       std::optional<Generated> generated) {
+  if (callables.size() != static_cast<size_t>(plan.n_callables))
+    throw LoadError("the program wants " + std::to_string(plan.n_callables) + " callables and got " +
+                    std::to_string(callables.size()));
+  auto state = std::make_unique<ProgramState>();
+  state->callables = std::move(callables);
+  state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(cubins),
+                                             std::move(constants), kHost, state.get(), std::move(generated));
+  state->outputs = plan_outputs(*state->program);
+  Ref self = Ref::check(type->tp_alloc(type, 0));
+  reinterpret_cast<PyProgram*>(self.get())->call = program_call;
+  reinterpret_cast<PyProgram*>(self.get())->state = state.release();
+  return self.release();
+}
+
 PyType_Spec program_spec{"plait._native.Program", sizeof(PyProgram), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
                          program_slots};

@@ -6,16 +6,9 @@
 #include <vector>
 
 #include "python/object.h"
-#include "torch/program.h"
+#include "torch/bound.h"
 
 namespace plait {
-
-// What a returned value is, decided once.
-struct Output {
-  enum class Kind { tensor, moved_tensor, opaque, integer, none, real, boolean, value } kind;
-  int32_t id = kNone;
-  double real = 0;
-};
 
 struct ProgramState {
   std::unique_ptr<Program> program;
@@ -28,25 +21,13 @@ struct PyProgram {
   ProgramState* state;
 };
 
-struct PyLibrary {
-  PyObject_HEAD std::shared_ptr<Library> value;
+struct BoundState {
+  Ref program;
+  std::unique_ptr<Bound> bound;
 };
 
-// A frame for a call; dropped tensors and the arena go back whatever happens.
-class Call {
- public:
-  explicit Call(Program& p) : program_(p), frame_(p.take_frame()) {}
-  ~Call() {
-    program_.reset(*frame_);
-    program_.give_frame(std::move(frame_));
-  }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-  Frame& frame() { return *frame_; }
-
- private:
-  Program& program_;
-  std::unique_ptr<Frame> frame_;
+struct PyLibrary {
+  PyObject_HEAD std::shared_ptr<Library> value;
 };
 
 inline ProgramState& state_of(PyObject* program) {
@@ -56,12 +37,17 @@ void check_count(const Program& p, Py_ssize_t got);                     // throw
 void bind_inputs(const Program& p, Frame& f, PyObject* const* args);    // as many as it takes
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o);  // a new reference
 PyObject* outputs(const ProgramState& s, Frame& f);                     // a new tuple
+// A new Program or Bound.
+PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels, std::shared_ptr<Cubins> cubins,
+                       std::vector<at::Tensor> constants, std::vector<Ref> callables,
+                       std::optional<Generated> generated);
+PyObject* make_bound(PyObject* program, Signature signature, const std::vector<at::Tensor>& bound);
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,
     *direct_type;
 PyObject* module_load_cubin(PyObject*, PyObject* args);
 PyObject* module_launch_cubin(PyObject*, PyObject* args);
-extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec;
-std::vector<void*> math_table(PyObject* names);
+extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec,
+    package_spec;
 
 }  // namespace plait

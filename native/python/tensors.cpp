@@ -59,10 +59,15 @@ void set_error() {
     PyErr_SetString(plan_error, e.what());
   } catch (const LoadError& e) {
     PyErr_SetString(load_error, e.what());
+  } catch (const PackageError& e) {
+    PyErr_SetString(package_error, e.what());
   } catch (const InputError& e) {
     set_plait_error("InputError", e.what());
   } catch (const InputTypeError& e) {
     PyErr_SetString(PyExc_TypeError, e.what());
+  } catch (const AssertError& e) {
+    const Ref message(PyUnicode_FromStringAndSize(e.text.data(), static_cast<Py_ssize_t>(e.text.size())));
+    if (message) PyErr_SetObject(PyExc_RuntimeError, message.get());
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   } catch (const std::exception&) {

@@ -72,13 +72,6 @@ PyObject* backward_program(TrainingState& t, bool may_overwrite) {
   return t.backward[may_overwrite].get();
 }
 
-at::Tensor tensor_of(Frame& f, const Output& o) {
-  if (o.kind == Output::Kind::moved_tensor)
-    return std::move(f.tensors[static_cast<size_t>(o.id)]);
-  if (o.kind == Output::Kind::tensor) return *f.refs[static_cast<size_t>(o.id)];
-  return {};
-}
-
 ag::variable_list run_backward(TrainingState& t, BackwardRun& run) {
   const Ref keep = Ref::borrow(backward_program(t, run.may_overwrite));
   ProgramState& s = state_of(keep.get());
@@ -104,7 +97,7 @@ ag::variable_list run_backward(TrainingState& t, BackwardRun& run) {
   ag::variable_list grads;
   grads.reserve(t.wants_grad.size());
   for (Py_ssize_t input : t.wants_grad)
-    grads.push_back(tensor_of(f, s.outputs[static_cast<size_t>(input)]));
+    grads.push_back(take_tensor(f, s.outputs[static_cast<size_t>(input)]));
   return grads;
 }
 
@@ -168,7 +161,7 @@ Ref finish(const TrainingState& t, const ProgramState& s, Frame& f, const NodeRe
   std::vector<at::Tensor> results(n_results);
   Ref tuple = Ref::check(PyTuple_New(static_cast<Py_ssize_t>(n_results)));
   for (size_t i = 0; i < n_results; ++i) {
-    results[i] = tensor_of(f, s.outputs[i]);
+    results[i] = take_tensor(f, s.outputs[i]);
     if (t.differentiable[i] && results[i].defined()) set_history(results[i], node);
     PyObject* value = results[i].defined() ? wrap(results[i]) : to_python(s, f, s.outputs[i]);
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Ref::check(value).release());
@@ -176,7 +169,7 @@ Ref finish(const TrainingState& t, const ProgramState& s, Frame& f, const NodeRe
   for (size_t k = 0; k < t.n_saved; ++k) {
     const int32_t result = t.saved_result[k];
     if (result == kNone)
-      node->save(tensor_of(f, s.outputs[n_results + k]), false);
+      node->save(take_tensor(f, s.outputs[n_results + k]), false);
     else
       node->save(results[static_cast<size_t>(result)],
                  t.differentiable[static_cast<size_t>(result)]);

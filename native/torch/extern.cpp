@@ -40,9 +40,12 @@ class Resolver {
     if (in_.op == "plait::seed") return seed();
     out_.name = in_.overload.empty() ? in_.op : in_.op + "." + in_.overload;
     out_.builtin = in_.op.starts_with("aten::");
+    out_.may_keep = in_.may_keep;
     out_.outs = in_.outs;
     out_.op = c10::Dispatcher::singleton().findSchema({in_.op, in_.overload});
-    if (!out_.op) throw LoadError("there is no operator " + out_.name);
+    if (!out_.op)
+      throw LoadError("there is no operator " + out_.name + ": load the library that defines '" +
+                      in_.op.substr(0, in_.op.find(':')) + "' first");
     const c10::FunctionSchema& schema = out_.op->schema();
     const auto& args = schema.arguments();
     if (in_.args.size() > args.size()) fail("gets too many arguments");

@@ -5,9 +5,8 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
-#include <set>
-#include <unordered_map>
 
 #include "dispatch_guard.h"
 #include "program.h"
@@ -25,22 +24,21 @@ constexpr unsigned kNoTiming = 2;         // CU_EVENT_DISABLE_TIMING
 // What the recordings of one device share. The GIL guards it.
 struct Shared {
   bool busy = false;
-  bool used = false, on_many_streams = false;
+  bool used = false;
   cuda::Stream last = nullptr;
   cuda::Event event = nullptr;
-  std::weak_ptr<SharedArena> arena;
+  int64_t nbytes = 0;  // of the memory that all recordings share
   std::vector<Recording*> recordings;
 
-  static std::unordered_map<int, Shared>& all() {
-    static auto* all = new std::unordered_map<int, Shared>;  // outlives every recording
+  static auto& all() {
+    static auto* all = new std::array<Shared, 128>;  // every index of a device; outlives recordings
     return *all;
   }
-  static Shared& of(c10::DeviceIndex device) { return all()[device]; }
+  static Shared& of(c10::DeviceIndex device) { return all()[static_cast<size_t>(device)]; }
 
   // A call uses memory of the one before it, wherever that was put.
   void follow(cuda::Stream stream) {
     if (used && last != stream) {
-      on_many_streams = true;
       const cuda::Driver& driver = cuda::Driver::machine();
       if (!event) driver.check(driver.make_event(&event, kNoTiming), "cuEventCreate");
       if (driver.record_event(event, last) == 0)
@@ -136,25 +134,15 @@ bool is_held(const Recording& r) {
   return false;
 }
 
-// What all recordings hold with a new one, and what that would hold alone.
-std::pair<int64_t, int64_t> held_nbytes(const std::vector<Recording*>& recordings, const Recording& made) {
-  std::set<const SharedArena*> arenas{made.arena.get()};
-  const int64_t alone = made.nbytes + (made.arena ? made.arena->nbytes : 0);
-  int64_t all = alone;
-  for (const Recording* r : recordings) {
-    all += r->nbytes;
-    if (r->arena && arenas.insert(r->arena.get()).second) all += r->arena->nbytes;
-  }
-  return {all, alone};
-}
-
 // Throws where there is no room for a new recording; else others that nobody needs may have gone.
-void make_room(const std::vector<Recording*>& recordings, const Recording& made, int64_t limit) {
+void make_room(const Shared& shared, const Recording& made, int64_t limit) {
+  const int64_t alone = shared.nbytes + made.nbytes;
   for (;;) {
-    const auto [all, alone] = held_nbytes(recordings, made);
+    int64_t all = alone;
+    for (const Recording* r : shared.recordings) all += r->nbytes;
     if (all <= limit) return;
     Recording* oldest = nullptr;
-    for (Recording* r : recordings)
+    for (Recording* r : shared.recordings)
       if (!is_held(*r) && (!oldest || r->used < oldest->used)) oldest = r;
     if (alone > limit || !oldest)
       throw std::runtime_error("it would hold " + std::to_string(alone / kMiB) + " MiB, all recordings " +
@@ -167,32 +155,8 @@ void make_room(const std::vector<Recording*>& recordings, const Recording& made,
 }  // namespace
 
 Recording::~Recording() {
-  for (auto& [device, shared] : Shared::all()) std::erase(shared.recordings, this);
+  for (Shared& shared : Shared::all()) std::erase(shared.recordings, this);
   if (host) release(host);
-}
-
-const void* Program::address(const Frame& f, SlotId s) const {
-  if (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::arena)
-    return f.pointers[static_cast<size_t>(s)];
-  return data_of(*f.refs[static_cast<size_t>(s)]);
-}
-
-// The arena of this device, at least this large. Not called while something is recorded.
-void Program::reserve_arena(int64_t nbytes) const {
-  Shared& shared = Shared::of(gpu_->device().index());
-  std::shared_ptr<SharedArena> now = shared.arena.lock();
-  if (!now || now->nbytes < nbytes) {
-    // The allocator knows of one stream that uses the old one.
-    if (now && shared.on_many_streams)
-      cuda::Driver::machine().check(cuda::Driver::machine().synchronize(), "cuCtxSynchronize");
-    now = std::make_shared<SharedArena>(gpu_->allocate(nbytes), nbytes);
-    shared.arena = now;
-  }
-  graphs_->arena = std::move(now);
-}
-
-void Program::lend_arena(Frame& f, const Step& s) const {
-  bind_arena(f, s.a, at::DataPtr(graphs_->arena->memory.get(), gpu_->device()), value(f, s.b));
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -280,8 +244,9 @@ void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vecto
 
 // What may die in the partition before it has run lives to its end: it runs as it is if recording
 // fails.
-void Program::capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::DataPtr>& rooms,
-                            Recording& r) const {
+void Program::capture_steps(Frame& f, const PartitionInfo& p, void* capture,
+                            std::vector<c10::DataPtr>& rooms, Recording& r) const {
+  const auto keep = [&](bool kept) { host_.keep_allocations(capture, kept); };
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard below;
   for (int32_t at = p.first; at < p.last; ++at) {
@@ -292,10 +257,15 @@ void Program::capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::D
       continue;
     if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(p, r, s.a))
       continue;
-    if (s.kind == StepKind::arena)
-      lend_arena(f, s);
-    else
+    const bool kept = std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end();
+    if (kept) keep(true);
+    try {
       step(f, s, false);
+    } catch (...) {
+      if (kept) keep(false);
+      throw;
+    }
+    if (kept) keep(false);
     if (s.kind == StepKind::launch)
       note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], r);
     bring_out(f, p, at, rooms, r);
@@ -313,7 +283,7 @@ void Program::refuse(size_t partition, std::string& kept, const std::string& why
 // The partition, recorded and run; false if it cannot be.
 bool Program::record(Frame& f, size_t partition, Recordings& at) const {
   const PartitionInfo& p = partitions_[partition];
-  std::vector<Recording*>& others = Shared::of(gpu_->device().index()).recordings;
+  Shared& shared = Shared::of(gpu_->device().index());
   auto r = std::make_unique<Recording>(host_.release, at);
   r->imports.resize(p.imports.size());
   r->exports.resize(p.exports.size());
@@ -323,18 +293,11 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
   void* capture = nullptr;
   std::optional<std::string> failed;
   try {
-    const auto begin = steps_.begin() + p.first, end = steps_.begin() + p.last;
-    const auto arena = std::find_if(begin, end, [](const Step& s) { return s.kind == StepKind::arena; });
-    for (auto s = begin; arena != end && s != arena; ++s)
-      if (s->kind == StepKind::eval) evaluate_range(f, s->a, s->b);
-    if (arena != end) reserve_arena(value(f, arena->b));
-    r->arena = graphs_->arena;
     for (size_t i = 0; i < p.imports.size(); ++i) {
       const SlotId s = p.imports[i].slot;
       Recording::Import& import = r->imports[i];
       const at::Tensor& from = *f.refs[static_cast<size_t>(s)];
-      if (p.imports[i].fixed && from.defined() && from.device().is_cpu() &&
-          slots_[static_cast<size_t>(s)].kind != SlotInfo::Kind::arena)
+      if (p.imports[i].fixed && from.defined() && from.device().is_cpu())
         throw std::runtime_error("'" + slots_[static_cast<size_t>(s)].name + "' is on the host");
       if (at.copied[i]) {
         const DispatchGuard below;
@@ -343,7 +306,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
         replaced.emplace_back(s, &from);
         substitute(f, s, &import.copy);
       }
-      import.pointer = address(f, s);
+      import.pointer = data_of(*f.refs[static_cast<size_t>(s)]);
     }
     std::vector<c10::DataPtr> rooms(p.exports.size());  // outside of the recording's pool
     for (size_t k = 0; k < rooms.size(); ++k) {
@@ -352,15 +315,17 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     }
     capture = host_.begin_capture(gpu_->device().index());
     f.stream = gpu_->stream();
-    capture_steps(f, p, rooms, *r);
+    capture_steps(f, p, capture, rooms, *r);
+    drop_arena(f);
     const Host::Captured made = host_.end_capture(capture);
     r->exec = made.exec;
     r->nbytes = made.nbytes;
+    shared.nbytes = made.shared;
     const cuda::Driver& driver = cuda::Driver::machine();
     for (Recording::Copy& c : r->copies)
       if (c.node)
         driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
-    make_room(others, *r, made.limit);
+    make_room(shared, *r, made.limit);
     r->host = capture;
   } catch (const c10::Error& error) {
     failed = error.what_without_backtrace();
@@ -371,6 +336,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
   for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
   if (failed) {
     for (SlotId s : p.made) f.tensors[static_cast<size_t>(s)].reset();
+    drop_arena(f);
     r->copies.clear();
     if (capture) host_.abort_capture(capture);
     refuse(partition, at.refused, *failed);
@@ -388,7 +354,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
   ++graphs_->counts.recorded;
   graphs_->counts.results_copied += static_cast<int64_t>(r->copies.size());
   graphs_->counts.results_direct += p.n_direct;
-  others.push_back(r.get());
+  shared.recordings.push_back(r.get());
   at.all.push_back(std::move(r));
   launch_recording(f, p, *at.all.back());
   return true;
@@ -442,16 +408,17 @@ void Program::update_recording(Frame& f, const PartitionInfo& p, Recording& r) c
     for (const Recording::Import::Use& u : import.uses) {
       RecordedLaunch& launch = r.launches[static_cast<size_t>(u.launch)];
       launch.words[static_cast<size_t>(u.word)] = reinterpret_cast<uint64_t>(now + u.delta);
-      launch.changed = true;
+      if (!std::exchange(launch.changed, true)) r.changed.push_back(u.launch);
     }
     import.pointer = now;
   }
-  for (RecordedLaunch& launch : r.launches) {
-    if (!launch.changed) continue;
+  for (int32_t k : r.changed) {
+    RecordedLaunch& launch = r.launches[static_cast<size_t>(k)];
     launch.kernel->set_node(r.exec, launch.node, launch.grid, launch.addresses.data());
     launch.changed = false;
     ++graphs_->counts.patched;
   }
+  r.changed.clear();
   void* context = nullptr;
   const cuda::Driver& driver = cuda::Driver::machine();
   if (!r.copies.empty()) driver.check(driver.current_context(&context), "cuCtxGetCurrent");
@@ -473,7 +440,7 @@ Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recor
   std::erase_if(at.all, [](const std::unique_ptr<Recording>& r) { return !is_whole(*r); });
   const auto lies_elsewhere = [&](const Recording& r, size_t i) {
     return p.imports[i].fixed && !r.imports[i].copy.defined() &&
-           address(f, p.imports[i].slot) != r.imports[i].pointer;
+           data_of(*f.refs[static_cast<size_t>(p.imports[i].slot)]) != r.imports[i].pointer;
   };
   bool known = false;
   for (const auto& r : at.all) {
@@ -486,7 +453,6 @@ Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recor
   const Recording& last = *at.all.back();
   const auto may_copy = [&](size_t i) {
     return lies_elsewhere(last, i) && !p.imports[i].written &&
-           slots_[static_cast<size_t>(p.imports[i].slot)].kind != SlotInfo::Kind::arena &&
            f.refs[static_cast<size_t>(p.imports[i].slot)]->is_non_overlapping_and_dense();
   };
   size_t moved = 0;
@@ -569,15 +535,7 @@ void Program::run_below(Frame& f, const PartitionInfo& p) const {
   const bool profiled = at::hasCallbacks();
   if (p.waits) f.gil = host_.release_gil();
   try {
-    for (int32_t at = p.first; at < p.last; ++at) {
-      const Step& s = steps_[static_cast<size_t>(at)];
-      if (s.kind == StepKind::arena) {
-        reserve_arena(value(f, s.b));
-        lend_arena(f, s);
-      } else {
-        step(f, s, profiled);
-      }
-    }
+    for (int32_t at = p.first; at < p.last; ++at) step(f, steps_[static_cast<size_t>(at)], profiled);
   } catch (...) {
     if (f.gil) host_.retake_gil(std::exchange(f.gil, nullptr));
     throw;

@@ -6,13 +6,13 @@
 // - What only our kernels touch may lie anywhere: a new address is written into their graph nodes.
 // - What operators touch as well must lie where it lay. If it moves, the partition is recorded again,
 //   or, for small tensors, a copy that stays is read instead.
-// - What operators write lies in a memory pool of the recording's own. A result for the caller is
-//   copied inside the graph, after the last step that touches it, to memory of the caller's, and its
-//   place in the pool serves later steps. What is saved for a backward pass stays in the pool, and
-//   while it is held another recording serves the call.
-// Arenas hold nothing between calls: all programs of a device share one. So no two of them run at
-// once with recordings, and a call on another stream waits for the one before it. A call that finds
-// another under way, or a recording of the user's own, runs as it is.
+// - What lives no longer than a run lies in a memory pool that all recordings of the device share. So
+//   no two of them run at once, and a call on another stream waits for the one before it. A call that
+//   finds another under way, or a recording of the user's own, runs as it is.
+// - A result for the caller that operators write is copied inside the graph, after the last step that
+//   touches it, to memory of the caller's, and its place in the pool serves later steps.
+// - What is saved for a backward pass, or for a later partition, lies in a pool of the recording's own,
+//   and while it is held another recording serves the call.
 // The recordings of a device may hold so many bytes; for one more, those used least recently go.
 #pragma once
 
@@ -44,6 +44,7 @@ struct PartitionInfo {
   };
   std::vector<Import> imports;
   std::vector<Export> exports;
+  std::vector<int32_t> kept;     // steps that make memory which outlives a run without being copied
   std::vector<int32_t> after;    // steps that a replay does not spare: sizes, headers of views
   std::vector<int32_t> bumps;    // inputs whose versions go up
   std::vector<int32_t> dropped;  // slots from before it that die in it
@@ -63,13 +64,6 @@ struct RecordedLaunch {
   std::vector<uint64_t> words;
   std::vector<void*> addresses;
   bool changed = false;
-};
-
-// Memory of intermediates, shared by whatever runs next.
-struct SharedArena {
-  SharedArena(c10::DataPtr memory, int64_t nbytes) : memory(std::move(memory)), nbytes(nbytes) {}
-  c10::DataPtr memory;
-  int64_t nbytes;
 };
 
 struct Recordings;
@@ -104,15 +98,15 @@ struct Recording {
   void (*release)(void*);
   Recordings& owner;
   void* host = nullptr;  // the host's object
-  int64_t nbytes = 0;    // of its memory pool
+  int64_t nbytes = 0;    // of memory of its own
   uint64_t used = 0;     // when it was launched last
   cuda::GraphExec exec = nullptr;
   std::vector<RecordedLaunch> launches;
+  std::vector<int32_t> changed;  // of these, by number
   std::vector<Import> imports;
   std::vector<Export> exports;  // as in PartitionInfo
   std::vector<Copy> copies;
   std::vector<int64_t> values;  // as in PartitionInfo
-  std::shared_ptr<SharedArena> arena;
 };
 
 // The recordings of one partition at one choice of sizes.
@@ -139,7 +133,6 @@ struct GraphCounts {
 
 struct Graphs {
   std::vector<PartitionState> partitions;
-  std::shared_ptr<SharedArena> arena;  // that the last call used
   GraphCounts counts;
 };
 

@@ -274,6 +274,8 @@ void PartitionLearner::bring_in(int32_t k, SlotId s, bool fixed) {
     last_[static_cast<size_t>(s)] = at_;
     return;
   }
+  if (p_.slot(s).kind == SlotInfo::Kind::arena)  // a replay would not bring it to others
+    throw LoadError("two partitions share the arena '" + p_.slot(s).name + "'");
   if (home(s) >= 0) exported_[static_cast<size_t>(s)] = true;
   if (k == n_) return;
   for (PartitionInfo::Import& i : partition(k).imports) {
@@ -282,6 +284,25 @@ void PartitionLearner::bring_in(int32_t k, SlotId s, bool fixed) {
     return;
   }
   partition(k).imports.push_back({s, fixed, false});
+}
+
+// Finds the steps that make what the partition leaves in memory of its own. An operator that may
+// return its operands makes none of it.
+void PartitionLearner::keep(PartitionInfo& p) {
+  std::vector<bool> kept(p_.slots_.size(), false);
+  for (const PartitionInfo::Export& e : p.exports) kept[static_cast<size_t>(e.slot)] = !e.escapes;
+  for (int32_t at = p.last - 1; at >= p.first; --at) {
+    const Step& s = p_.steps_[static_cast<size_t>(at)];
+    if (s.kind == StepKind::alloc && kept[static_cast<size_t>(s.a)]) p.kept.push_back(at);
+    if (s.kind != StepKind::call_extern) continue;
+    const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
+    if (std::none_of(c.outs.begin(), c.outs.end(), [&](const Result& r) {
+          return r.kind == Result::Kind::tensor && kept[static_cast<size_t>(r.id)];
+        }))
+      continue;
+    p.kept.push_back(at);
+    if (c.may_keep) extern_slots(c, [&](SlotId t) { kept[static_cast<size_t>(memory(t))] = true; });
+  }
 }
 
 void PartitionLearner::finish(int32_t k) {
@@ -298,9 +319,8 @@ void PartitionLearner::finish(int32_t k) {
     const SlotInfo::Kind kind = p_.slots_[s].kind;
     if (kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result)
       p.exports.push_back({static_cast<int32_t>(s), escaping_[s], last_[s], {}});
-    else if (kind == SlotInfo::Kind::arena)
-      p.recorded = false;  // a replay would not lend it to those after it
   }
+  keep(p);
   for (SlotId v : p.made)
     for (PartitionInfo::Export& e : p.exports)
       if (is_derived(v) && memory(v) == e.slot) e.views.push_back(v);

@@ -30,6 +30,7 @@ class PartitionLearner {
   void kernel(int32_t k, Range bufs, bool fixed);
   void see(int32_t k, SlotId s);
   void bring_in(int32_t k, SlotId s, bool fixed);
+  void keep(PartitionInfo& p);
   void finish(int32_t k);
 
   Program& p_;

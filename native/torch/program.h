@@ -128,6 +128,7 @@ struct ExternCall {
   Road road = Road::boxed;
   std::vector<SlotId> tensors;  // fast roads: operands in order, output last
   double beta = 1, alpha = 1;
+  bool may_keep = true;
   bool makes_result = false;  // no `out` operand: the result is allocated at the call
   // mm, addmm on pointers alone: where the operands stand in Frame::bufs, and whether they are
   // float or double.
@@ -205,7 +206,8 @@ struct Step {
 struct Host {
   struct Captured {
     cuda::GraphExec exec;
-    int64_t nbytes, limit;  // of its memory pool; what all recordings of the device may hold
+    // Of memory that is its own, and that all recordings of the device share; what these may hold.
+    int64_t nbytes, shared, limit;
   };
   void* (*release_gil)();
   void (*retake_gil)(void* state);
@@ -213,8 +215,10 @@ struct Host {
                       const Operands&);            // with the GIL held
   c10::IValue (*to_ivalue)(void* object);                          // with the GIL held
   // Recording what is put on a stream, with the GIL held. begin() makes a stream current that is
-  // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure.
+  // recorded, end() the one before it; both throw std::runtime_error. abort() after a failure. keep():
+  // whether what is allocated from now on is the recording's own.
   void* (*begin_capture)(int device);
+  void (*keep_allocations)(void* capture, bool kept);
   Captured (*end_capture)(void* capture);
   void (*abort_capture)(void* capture);
   void (*replay)(void* capture);  // with new random numbers for torch's operators
@@ -324,6 +328,7 @@ class Program {
   void patch(Frame& f, SlotId s, char* pointer) const;
   void take_arena(Frame& f, SlotId s, int64_t nbytes) const;
   void bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) const;
+  void drop_arena(Frame& f) const noexcept;
   const at::Storage& storage_of(Frame& f, SlotId s) const;
   void allocate(Frame& f, SlotId s) const;
   void allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes, bool contiguous) const;
@@ -374,7 +379,7 @@ class Program {
   void refuse(size_t partition, std::string& kept, const std::string& why) const;
   Recording* find_recording(const Frame& f, const PartitionInfo& p, Recordings& at) const;
   bool record(Frame& f, size_t partition, Recordings& at) const;
-  void capture_steps(Frame& f, const PartitionInfo& p, std::vector<c10::DataPtr>& rooms,
+  void capture_steps(Frame& f, const PartitionInfo& p, void* capture, std::vector<c10::DataPtr>& rooms,
                      Recording& r) const;
   bool is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const;
   void bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
@@ -382,11 +387,8 @@ class Program {
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
   void update_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   void launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
-  const void* address(const Frame& f, SlotId s) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
   void substitute(Frame& f, SlotId s, const at::Tensor* tensor) const;
-  void reserve_arena(int64_t nbytes) const;
-  void lend_arena(Frame& f, const Step& s) const;
   void step(Frame& f, const Step& s, bool profiled) const;
   template <class T>
   const T& instr(int32_t index) const {
@@ -454,6 +456,13 @@ ExternCall resolve_extern(const CallExtern& call,
 // A sanity check of an input failed: wrong dtype or device.
 struct InputTypeError : std::runtime_error {
   using std::runtime_error::runtime_error;
+};
+
+// An AssertScalar that failed. what() ends at the first zero byte, text does not.
+struct AssertError : std::runtime_error {
+  explicit AssertError(std::string message)
+      : std::runtime_error(message), text(std::move(message)) {}
+  std::string text;
 };
 
 }  // namespace plait

@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kReleaseGilTicks = 100 * kTicksPerUs;
 // Going parallel pays once the time saved exceeds the cost of a region: about 2 us while the pool's
 // threads still spin, 39 us after.
-constexpr int64_t kColdRegionNs = 60'000, kWarmRegionNs = 6'000;
+constexpr int64_t kColdRegionNs = 60'000, kWarmRegionNs = kSerialRegionNs;
 constexpr uint64_t kWarmTicks = 500 * kTicksPerUs;
 constexpr int64_t kThreadNs = 8'000;  // least share of a region for a thread
 constexpr int64_t kBarrierNs = 300;
@@ -306,15 +306,14 @@ void Program::drop(Frame& f, SlotId s) const {
 }
 
 void Program::reset(Frame& f) const noexcept {
-  for (SlotId s : owned_) drop(f, s);
+  for (SlotId s : owned_)
+    if (f.tensors[static_cast<size_t>(s)].defined()) drop(f, s);
   if (f.owns_inputs)
     for (const Input& i : plan_.inputs)
       if (i.kind == Input::Kind::tensor) f.tensors[static_cast<size_t>(i.id)].reset();
   f.stack.clear();
   f.written_back.clear();
-  f.arena = ArenaBlock();
-  if (gpu_ && f.arena_storage)
-    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, f.arena_storage.device()});
+  drop_arena(f);
   f.owns_inputs = false;
 }
 
@@ -351,6 +350,12 @@ void Program::bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) 
   c10::StorageImpl* storage = f.arena_storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(block));
   storage->set_nbytes(size);
+}
+
+void Program::drop_arena(Frame& f) const noexcept {
+  f.arena = ArenaBlock();
+  if (gpu_ && f.arena_storage)
+    f.arena_storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, f.arena_storage.device()});
 }
 
 void Program::allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes,
@@ -678,7 +683,7 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::drop_input: return drop_input(f, s.a);
     case StepKind::assert_scalar:
       if (value(f, instr<AssertScalar>(s.a).expr) == 0)
-        throw std::runtime_error(instr<AssertScalar>(s.a).message);
+        throw AssertError(instr<AssertScalar>(s.a).message);
       return;
     case StepKind::assert_size_stride: return check_size_stride(f, instr<AssertSizeStride>(s.a));
     case StepKind::assert_alignment: {

@@ -1,6 +1,7 @@
 // native/torch/table.cpp: the functions that generated C++ programs call (plait/wrapper.h): each is
 // what the executor itself runs at that step. No exception leaves them: it is kept until the
 // program has returned.
+#include <bit>
 #include <exception>
 
 #include "program.h"
@@ -11,14 +12,14 @@ namespace {
 struct RunningCall : plait_call {
   const Program& program;
   Frame& f;
-  bool profiled;
   std::exception_ptr error;
 };
 
 // Generated code has laid out what run_tasks() reads.
-static_assert(sizeof(plait_task) == sizeof(Task) && offsetof(plait_task, split) == offsetof(Task, split) &&
-              offsetof(plait_task, barrier) == offsetof(Task, barrier) &&
-              offsetof(plait_task, kernel) == offsetof(Task, kernel));
+static_assert(sizeof(plait_task) == sizeof(Task) && std::endian::native == std::endian::little &&
+              offsetof(Task, split) == offsetof(plait_task, what) &&
+              offsetof(Task, barrier) == offsetof(plait_task, what) + 1 &&
+              offsetof(Task, kernel) == offsetof(plait_task, what) + 4);
 static_assert(static_cast<int>(Symbol::Source::size) == plait_size + 1 &&
               static_cast<int>(Symbol::Source::item) == plait_item + 1);
 
@@ -113,6 +114,9 @@ struct Table {
     else
       call.program.drop(call.f, s);
   }
+  static int failed(plait_call* c, int32_t kernel, int64_t code) {
+    return guarded(c, [&](const Program& p, Frame&, auto&) { p.fail_check(kernel, code); });
+  }
   static int run(plait_call* c, const plait_task* tasks, int n, int64_t split_ns) {
     return guarded(c, [&](const Program& p, Frame&, RunningCall& call) {
       p.run_tasks(reinterpret_cast<const Task*>(tasks), n, split_ns, call.profiled);
@@ -174,8 +178,10 @@ struct Table {
     return guarded(c,
                    [&](const Program& p, Frame& f, auto&) { p.check_finite(f, s, origin, infinities); });
   }
-  static int fail(plait_call* c, const char* message) {
-    return guarded(c, [&](const Program&, Frame&, auto&) { throw std::runtime_error(message); });
+  static int fail(plait_call* c, const char* message, int64_t n_bytes) {
+    return guarded(c, [&](const Program&, Frame&, auto&) {
+      throw AssertError({message, static_cast<size_t>(n_bytes)});
+    });
   }
   static int overflow(plait_call* c) {
     return guarded(c, [&](const Program&, Frame&, auto&) { fail_size(); });
@@ -197,7 +203,7 @@ struct Table {
   }
 
   static constexpr plait_table functions{symbol, read, arena,  place, alloc,   view, storage,
-                                         drop,   run,  launch, op,    python,  copy, bump,
+                                         drop,   run,  failed, launch, op,    python,  copy, bump,
                                          fill,   layout, aligned, finite, fail, overflow, give};
 };
 
@@ -211,7 +217,7 @@ Generated::Generated(const std::string& path, const std::string& entry)
 }
 
 void Program::run_generated(Frame& f, bool profiled) const {
-  RunningCall call{{&Table::functions, functions_.data(), f.pointers.data()}, *this, f, profiled, {}};
+  RunningCall call{{&Table::functions, functions_.data(), f.pointers.data(), profiled}, *this, f, {}};
   if (generated_->run(&call) != 0) std::rethrow_exception(call.error);
 }
 

@@ -27,6 +27,7 @@ from plait.graph.captured import Captured, GraphKind
 from plait.graph.partition import partition
 from plait.log import KERNELS, PassLog
 from plait.wrapper.program import Target
+from plait.wrapper.watch import watcher
 
 _serial = itertools.count()  # makes graph names unique within the process
 
@@ -76,6 +77,7 @@ class _OneGraph:
         self.program: Program | None = None  # of the inference or forward graph
         self.direct = DirectGraph()
         self.training: TrainingGraph | None = None
+        self.watcher = watcher()  # of the backward graph too, which is compiled later
 
     def compile(self, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.nested = not isinstance(gm, GraphModule)
@@ -149,5 +151,6 @@ class _OneGraph:
             bumped_inputs=bumped_inputs,
             n_results=n_results,
             wrapper_reason=wrapper_reason,
+            watcher=self.watcher,
         )
         return compile_captured(captured, self.cfg, self.target)

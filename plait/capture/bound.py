@@ -6,19 +6,40 @@ With a native program the result is the native `Bound` object itself. A program 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Node
 
 from plait import _native, compat
+from plait.capture.direct import is_plain_view
+from plait.capture.trace import Traced
 from plait.errors import InputError
+from plait.graph.captured import Captured
+from plait.graph.edit import output_of
 from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH, from_torch
 
 InputSpec = tuple[Any, ...]
 """("bound", name, Tensor that is bound for good) or ("tensor", arg, dtype, shape, strides, device)."""
+
+
+_serial = itertools.count()  # makes graph names unique within the process
+
+
+def captured_from(traced: Traced) -> Captured:
+    """A traced program as the compiler takes it."""
+    state = tuple(range(len(traced.state)))
+    name = f"export_{next(_serial)}"
+    return Captured(traced.graph, name, "inference", static_inputs=state, bumped_inputs=traced.mutated)
+
+
+def argument_specs(traced: Traced) -> list[InputSpec]:
+    """What is checked about the user's tensors."""
+    return [tensor_spec(i, fake, traced.sizes.bounds) for i, fake in enumerate(traced.fakes)]
 
 
 def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, tuple[int, int | None]]) -> tuple[Any, ...]:
@@ -41,6 +62,24 @@ def _entry(size: int | torch.SymInt, bounds: dict[str, tuple[int, int | None]]) 
 
 Result = tuple[Any, ...]
 """("program",), or ("view", number of the program's input, True, offset or None: the program's tensor tells)."""
+
+
+def views_of_inputs(graph: GraphModule) -> list[Result]:
+    """Which of the graph's results are views of inputs, in eager too, and where they begin; nothing if none is."""
+    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    storages = {x.untyped_storage()._cdata: k for k, x in enumerate(inputs) if x.layout == torch.strided}
+    outputs: Any = output_of(graph.graph).args[0]
+    results: list[Result] = []
+    for node in outputs:
+        val = node.meta.get("val") if isinstance(node, Node) else None
+        result: Result = ("program",)
+        if isinstance(val, torch.Tensor) and val.layout == torch.strided and node.op != "placeholder":
+            base = storages.get(val.untyped_storage()._cdata)
+            if base is not None and is_plain_view(inputs[base], val):
+                offset = val.storage_offset() - inputs[base].storage_offset()
+                result = ("view", base, True, compat.as_constant(offset))
+        results.append(result)
+    return results if any(r[0] == "view" for r in results) else []
 
 
 def bind(

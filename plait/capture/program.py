@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from plait.compile import Program, compile_graph
 from plait.config import Config
@@ -18,6 +19,8 @@ from plait.errors import InternalError, PlaitError, warn_once
 from plait.graph.captured import Captured
 from plait.runtime.toolchain import ToolchainMissing
 from plait.wrapper.program import Target
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -35,14 +38,19 @@ def collector_paused() -> Iterator[None]:
 
 
 def compile_captured(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
-    """`compile_graph`, without kernels if it turns out that the machine cannot build them; an unexpected exception
+    """`compile_graph`, with what `guarded` adds."""
+    return guarded(lambda cfg: compile_graph(captured, cfg, target), captured, cfg)
+
+
+def guarded(compile_with: Callable[[Config], T], captured: Captured, cfg: Config) -> T:
+    """compile_with(cfg), without kernels if it turns out that the machine cannot build them; an unexpected exception
     becomes the cause of an InternalError that names the graph."""
     try:
         try:
-            return compile_graph(captured, cfg, target)
+            return compile_with(cfg)
         except ToolchainMissing as missing:
             warn_once(f"plait runs every op as a call of ATen: {missing.line}")
-            return compile_graph(captured, replace(cfg, kernels=False), target)
+            return compile_with(replace(cfg, kernels=False))
     except PlaitError:
         raise
     except Exception as error:

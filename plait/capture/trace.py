@@ -6,7 +6,6 @@ the facts about its sizes (ranges, extra conditions), and how arguments flatten 
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import traceback
@@ -24,6 +23,7 @@ from torch.nn.utils import stateless
 from plait import compat
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.edit import aten, output_of
+from plait.runtime.signature import CONSTANTS, VALUE, Signature
 
 
 class FunctionModule(torch.nn.Module):
@@ -50,55 +50,7 @@ def _in_python(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Value:
-    """Stands in a list of result leaves where a tensor or size is to be put."""
-
-    def __repr__(self) -> str:
-        return "VALUE"
-
-
-VALUE = _Value()
-
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum) + (
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 _REGISTER = "torch.export.register_dataclass, or torch.utils._pytree.register_pytree_node for other containers"
-
-
-@dataclass(frozen=True)
-class Signature:
-    """How a call's arguments and results map to the graph's.
-
-    leaves: the example's argument leaves, VALUE where a tensor goes. names: one for each leaf.
-    out_leaves: result leaves, VALUE where a tensor or size of the graph goes, otherwise a constant.
-    """
-
-    in_spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    names: tuple[str, ...]
-    n_args: int
-    keywords: tuple[str, ...]
-    out_spec: pytree.TreeSpec
-    out_leaves: tuple[Any, ...]
-
-    @property
-    def takes_tensors(self) -> bool:
-        """Whether every argument is a tensor itself."""
-        if not all(x is VALUE for x in self.leaves) or len(self.leaves) != self.n_args + len(self.keywords):
-            return False
-        flat = ((VALUE,) * self.n_args, dict.fromkeys(self.keywords, VALUE))
-        return pytree.tree_structure(flat) == self.in_spec
-
-    @property
-    def single(self) -> bool:
-        """Whether the result is one tensor."""
-        return self.out_spec.is_leaf() and self.out_leaves == (VALUE,)
-
-    @property
-    def returns_tuple(self) -> bool:
-        """Whether the result is a flat tuple of tensors and sizes."""
-        spec = pytree.tree_structure((VALUE,) * len(self.out_leaves))
-        return all(x is VALUE for x in self.out_leaves) and spec == self.out_spec
 
 
 @dataclass(frozen=True)
@@ -115,8 +67,14 @@ class Traced:
     sizes: compat.SizeFacts
 
 
-def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Traced:
-    """Traces module(*args, **kwargs) without autograd.
+def trace(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    device: torch.device | None = None,
+) -> Traced:
+    """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine may lack.
 
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced, and what
     the module raises, with a note of the user's line.
@@ -129,7 +87,7 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, real_leaves, strict=True):
         _check_argument(name, x)
-    env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes)
+    env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
     for name, fake in zip(names, env.leaves, strict=True):
         if isinstance(fake, torch.SymInt):
             raise Unsupported(f"plait.compile of a dynamic int, argument {name!r}", hint="pass a tensor")
@@ -153,7 +111,7 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
                 result = module(*call_args, **call_kwargs)
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
-                if not _is_value(x) and not isinstance(x, _CONSTANTS):
+                if not _is_value(x) and not isinstance(x, CONSTANTS):
                     what = f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may hold tensors"
                     raise Unsupported(f"plait.compile of {what}", hint=_REGISTER)
             found = [x for _, x in paths]
@@ -192,7 +150,7 @@ def _check_argument(name: str, x: Any) -> None:
         if kind := compat.special_kind(x):
             hint = 'torch.compile(fn, backend="plait")'
             raise Unsupported(f"plait.compile of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint)
-    elif not isinstance(x, _CONSTANTS):
+    elif not isinstance(x, CONSTANTS):
         what = f"argument {name!r} is {_type_name(x)}, neither a tensor nor a constant nor a container that torch knows"
         raise UserError(f"example_inputs: {what}", hint=_REGISTER)
 

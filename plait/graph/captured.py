@@ -7,6 +7,7 @@ into a placeholder. This file must not know who captured the graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ class Captured:
     bumped_inputs: positions of mutated placeholders whose autograd version the program itself must bump, once a call.
     n_results: of a forward graph: how many of its outputs are for the caller, the others are for its backward graph.
     wrapper_reason: why calls go through AOTAutograd's runtime wrapper; "" where they do not.
+    watcher: what the program shows its intermediates to, see `wrapper/watch.py`.
     """
 
     graph: torch.fx.GraphModule
@@ -35,3 +37,4 @@ class Captured:
     bumped_inputs: tuple[int, ...] = ()
     n_results: int | None = None
     wrapper_reason: str = ""
+    watcher: Callable[[str, str, torch.Tensor | None], None] | None = None

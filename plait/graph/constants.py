@@ -6,6 +6,7 @@ nothing inside a kernel. Results of more than MAX_NUMEL elements stay too, for m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ def fold_constants(gm: GraphModule) -> int:
         if not _foldable(node, constants) or node in visible:
             continue  # an output must be new memory at every call
         try:
-            value = _evaluate(node, constants)
+            result = compute(node, constants)
         except (RuntimeError, IndexError):
             continue  # it fails when the program runs, as in eager
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(result, torch.Tensor):
             continue
+        value = settled(result, value_of(node))  # even where the operator is a view: constants never alias
         name = f"_folded_{folded}"
         while hasattr(gm, name):
             name += "_"
@@ -68,15 +70,17 @@ def _foldable(node: Node, constants: dict[Node, torch.Tensor]) -> bool:
     return torch._debug_has_internal_overlap(layout) == 0  # an overlapping result has no memory of its own to fill
 
 
-def _evaluate(node: Node, constants: dict[Node, torch.Tensor]) -> Any:
-    """The real result; new memory even where the operator is a view, so that constants never alias."""
+def compute(node: Node, values: Mapping[Node, torch.Tensor]) -> Any:
+    """What a node's operator gives for real values. Raises what it raises."""
     assert callable(node.target)
-    args = torch.fx.node.map_arg(node.args, constants.__getitem__)
-    kwargs = torch.fx.node.map_arg(node.kwargs, constants.__getitem__)
-    with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes():
-        result = node.target(*args, **kwargs)
-        value = value_of(node)
-        if not isinstance(result, torch.Tensor):
-            return result
-        out = torch.empty_strided(value.shape, value.stride(), dtype=result.dtype, device=result.device)
+    args = torch.fx.node.map_arg(node.args, values.__getitem__)
+    kwargs = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+    with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        return node.target(*args, **kwargs)
+
+
+def settled(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same values in memory of their own, with the dtype and strides of a fake tensor."""
+    with torch._guards.tracing(None), torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=result.device)
         return out.copy_(result)

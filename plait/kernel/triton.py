@@ -70,6 +70,7 @@ class TritonTarget:
         distinct = dict(zip(reversed(keys), reversed(kernels), strict=True))
         distinct = {key: distinct[key] for key in keys}  # in the order of the first of each
         capability = {device: compute_capability(device, cfg) for device in {k.device for k in kernels}}
+        ptx = cfg.gpu_arch.startswith("ptx")
         taken: set[str] = set()
         symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
         tuned, notes = _tuned(distinct, symbols, capability, cfg) if cfg.autotune else ({}, {})
@@ -79,7 +80,7 @@ class TritonTarget:
             text="\n\n".join(unit.text for unit in made.values()),
             entry_points={n: u.name for n, u in units.items()},
             grids={n: u.grid for n, u in units.items()},
-            units=tuple(_job(unit, capability[key.device]) for key, unit in made.items()),
+            units=tuple(replace(_job(unit, capability[key.device]), ptx=ptx) for key, unit in made.items()),
             notes=tuple(f"{made[key].name}: {text}" for key, text in notes.items()),
         )
 
@@ -157,9 +158,9 @@ def compute_capability(device: str, cfg: Config) -> int:
     if cfg.gpu_arch == "auto":
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
-    if not re.fullmatch(r"sm_\d+", cfg.gpu_arch):
-        raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint="auto, or a name such as sm_90")
-    return int(cfg.gpu_arch[3:])
+    if not re.fullmatch(r"(sm|ptx)_\d+", cfg.gpu_arch):
+        raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint="auto, or a name such as sm_90 or ptx_80")
+    return int(cfg.gpu_arch.partition("_")[2])
 
 
 def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> TritonKernel:
@@ -167,7 +168,7 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
     that Triton has no atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
     for s in kernel.stmts:
-        if not isinstance(s, Store) or s.mode == "store":
+        if not isinstance(s, Store) or s.mode in ("store", "sum"):
             continue
         if dtypes[s.buf] not in ATOMICS.get(s.mode, ()):
             raise Unsupported(f"a scatter that combines {dtypes[s.buf]} by '{s.mode}' on a GPU")

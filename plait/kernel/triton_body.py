@@ -2,12 +2,14 @@
 
 A value is one Triton variable of the block's rank, broadcast only where it must be. Text grows in two levels: what does
 not depend on the reduced index is written outside the loop over it, once; the rest inside the loop of its pass. A block
-that holds whole rows has no loop, so nothing is read twice.
+that holds whole rows has no such loop, so nothing is read twice; it may walk along rows, in one loop for all passes,
+outside of which is what does not depend on the row.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from plait.ir.checks import Bound
@@ -32,6 +34,7 @@ class Writer:
         self.index_type = "tl.int64" if wide else "tl.int32"
         self.size_names = size_names
         self.deps = dependences(space)
+        self.users = Counter(a for n in walk(space.roots()) for a in n.args)
         self.outer_lines: list[str] = []
         self.loop_lines: list[str] = []
         self.values: dict[Node, str] = {}
@@ -40,6 +43,7 @@ class Writer:
         self.loop_exprs: dict[Size, str] = {}
         self.accs: dict[str, str] = {}
         self.running: set[str] = set()
+        self.along = "x" if tile.walked else "r"  # the dimension of the loop
         self.groups: tuple[Group, ...] = (*tile.groups, *((tile.programs,) if tile.programs else ()))
         self.group_of = {a: g for g in self.groups for a in g.axes}
         self.passes = plan_passes(space, tile.looped)
@@ -95,6 +99,9 @@ class Writer:
         heads = self._heads()
         lines, self.outer_lines = self.outer_lines + heads, []  # first the sizes that heads are written with
         loaded = [{n for s in p for n in walk(stmt_nodes(s)) if n.op == "load"} for p in self.passes.loops]
+        if self.tile.walked:
+            self._walk()
+            return lines + self.outer_lines
         for k, p in enumerate(self.passes.loops):
             if self.tile.looped and len(loaded) > 1:
                 self.later = frozenset().union(*loaded[k + 1 :])
@@ -108,24 +115,26 @@ class Writer:
         """Which block this program is, and the indices of its points."""
         lines = [f"pid = tl.program_id(0).to({self.index_type})"]
         pids = {"x": "pid"}
-        if len(self.tile.outer) == 2 or self.tile.programs:
+        if self.tile.walked:
+            lines.append("y = pid")
+        elif len(self.tile.outer) == 2 or self.tile.programs:
             x = next(g for g in self.tile.outer if g.name == "x")
             lines.append(f"columns = {self._count(x)}")
             pids = {"x": "pid % columns", "y": "pid // columns"}
-        if self.tile.programs:
-            lines.append("y = pid // columns")
+            if self.tile.programs:
+                lines.append("y = pid // columns")
         for d, g in enumerate(self.tile.groups):
             at = ", ".join(":" if k == d else "None" for k in range(len(self.tile.groups)))
             span = f"tl.arange(0, {g.block}).to({self.index_type})[{at}]"
-            if g.name == "r":
-                lines.append(f"rbase = {span}")
-                if not self.tile.looped:
-                    lines.append("r = rbase")
-            else:
-                lines.append(f"{g.name} = ({pids[g.name]}) * {g.block} + {span}")
-            if not g.full and not (g.name == "r" and self.tile.looped):
-                lines.append(f"{g.name}mask = {g.name} < {self._points(g)}")
+            if g.name == self.along and (self.tile.looped or self.tile.walked):
+                lines.append(f"{g.name}base = {span}")
+                continue
+            lines.append(f"r = {span}" if g.name == "r" else f"{g.name} = ({pids[g.name]}) * {g.block} + {span}")
+            lines += self._mask_of(g)
         return lines
+
+    def _mask_of(self, g: Group) -> list[str]:
+        return [] if g.full else [f"{g.name}mask = {g.name} < {self._points(g)}"]
 
     def _points(self, g: Group) -> str:
         return self.size(g.points)
@@ -159,17 +168,49 @@ class Writer:
             self._block_of(stmts, begun)
             self.inside = False
             first = str(r.points // r.block * r.block)
-            lines = [f"for offset in range(0, {first}, {r.block}):", "r = rbase + offset", *self.loop_lines]
-            self.outer_lines += [lines[0], *(f"    {line}" for line in lines[1:])]
+            self._loop(r, first, ["r = rbase + offset", *self.loop_lines])
         self._block_of(stmts, begun)
         head = ["r = rbase + offset"] if r.full else ["r = rbase + offset", f"rmask = r < {points}"]
         if first != "0":
             self.outer_lines += [f"offset = {first}", *head, *self.loop_lines]
         else:
-            lines = [*head, *self.loop_lines]
-            self.outer_lines += [f"for offset in range(0, {points}, {r.block}):", *(f"    {line}" for line in lines)]
+            self._loop(r, points, [*head, *self.loop_lines])
         for s, names in started:
             self._finish(s, names)
+
+    def _loop(self, g: Group, end: str, lines: Sequence[str]) -> None:
+        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead."""
+        n = self.tile.num_stages
+        span = f"range(0, {end}, {g.block})" if n == 1 else f"tl.range(0, {end}, {g.block}, num_stages={n})"
+        self.outer_lines += [f"for offset in {span}:", *(f"    {line}" for line in lines)]
+
+    def _walk(self) -> None:
+        """All passes for a block of rows after the other, and the sums of their columns, stored at the end."""
+        everything = self.shape(frozenset(g.name for g in self.tile.groups))
+        sums = [s for s in self.space.stmts if isinstance(s, Store) and s.mode == "sum"]
+        for s in sums:
+            zeros = f"tl.zeros({everything}, {TYPES[self.space.buffers[s.buf].dtype.name]})"
+            self.accs[s.buf] = self._define(zeros, False, "a")
+        lines: list[str] = []
+        for p in (*self.passes.loops, self.passes.last):
+            self._block_of(p, {})
+            lines += self.loop_lines
+            self.values.update(self.loop_values)
+            self.exprs.update(self.loop_exprs)
+        x = self.tile.groups[0]
+        self._loop(x, self._points(x), ["x = xbase + offset", *self._mask_of(x), *lines])
+        for s in sums:
+            value = self._define(f"tl.sum({self.accs[s.buf]}, 0)[None, :]", False)
+            at = self._offset(s.index[0], frozenset("r"))
+            mask = "".join(f", {m}" for m in self.mask(frozenset("r")))
+            self.outer_lines.append(f"tl.store({self.pointer(s.buf)} + {at}, {value}{mask})")
+
+    def _sum(self, s: Store) -> None:
+        """Adds a block of rows to the sums of their columns."""
+        value = f"tl.broadcast_to({self.value(s.value)}, {self.shape(frozenset(g.name for g in self.tile.groups))})"
+        for mask in self.mask(frozenset("x")):
+            value = f"tl.where({mask}, {value}, 0)"
+        self.loop_lines.append(f"{self.accs[s.buf]} = {self.accs[s.buf]} + {value}")
 
     def _keeps_from_vectors(self, stmts: Sequence[Reduce | Store], length: int) -> bool:
         """Whether rows that begin where vectors may are so long that a mask, which ends in the middle of a vector,
@@ -199,7 +240,10 @@ class Writer:
             else:
                 self._whole(s)
         for s in pending:  # after all loads: an output may have the memory of an input
-            self._store(s, inner=True)
+            if s.mode == "sum":
+                self._sum(s)
+            else:
+                self._store(s, inner=s.full)
         if not begun.keys().isdisjoint(self.passes.spread):
             self.loop_lines.append(f"{self.seen} = {self.seen} + 1")
 
@@ -359,7 +403,7 @@ class Writer:
     def _store(self, s: Store, inner: bool) -> None:
         level = frozenset(g.name for g in (self.tile.groups if inner else self.tile.outer))
         value, at = self.value(s.value), self._offset(s.index[0], level)
-        inner = inner and bool(self.space.rvars)
+        inner = (inner and bool(self.space.rvars)) or self.tile.walked
         conditions = self.mask(level)
         if s.mask is not None:
             conditions.append(self.value(s.mask))
@@ -399,7 +443,7 @@ class Writer:
                 stack.extend(todo)
                 continue
             stack.pop()
-            inner = "r" in self._names(self._all_deps(n))
+            inner = self.along in self._names(self._all_deps(n))
             name = self._define(self._node(n), inner)
             (self.loop_values if inner else self.values)[n] = name
         return self.values.get(root) or self.loop_values[root]
@@ -407,6 +451,8 @@ class Writer:
     def _needs(self, n: Node) -> tuple[Node, ...]:
         """Nodes whose values must exist before this one: its arguments and what its index is made of."""
         found = n.args[0].args if _is_narrow_quotient(n) else n.args
+        if (below := self._under_tanh(n)) is not None:
+            found = (below,)
         e: Size = 0
         if n.op == "load":
             e = offset_of(n)
@@ -424,6 +470,8 @@ class Writer:
     def _node(self, n: Node) -> str:
         if _is_narrow_quotient(n):
             return self._quotient(n)
+        if (below := self._under_tanh(n)) is not None:
+            return f"p_one_more_than_tanh({self.value(below)})"
         args = tuple(self.value(a) for a in n.args)
         if n.op in OPS:
             return render(n.op, n.args[-1].dtype, args)
@@ -440,6 +488,16 @@ class Writer:
         assert n.op == "const" and isinstance(n.attr, (bool, int, float))
         return _constant(n.attr, n.dtype)
 
+    def _under_tanh(self, n: Node) -> Node | None:
+        """u of tanh(u) + 1, where nothing else needs the tanh: a logistic function, which has no branch and loses
+        nothing below 0."""
+        if n.op != "add" or n.dtype != f32:
+            return None
+        for a, one in (n.args, n.args[::-1]):
+            if a.op == "tanh" and one.op == "const" and one.attr == 1 and self.users[a] == 1:
+                return a.args[0]
+        return None
+
     def _quotient(self, n: Node) -> str:
         """A quotient that becomes a 16-bit float. Where the divisor is the same all along a row, its reciprocal is: one
         rounding of 24 bits more does not show in 11. A small divisor is scaled, so that its reciprocal is finite."""
@@ -447,8 +505,9 @@ class Writer:
         if "r" not in self._names(self._all_deps(a)) or "r" in self._names(self._all_deps(b)):
             return cast(render("truediv", f32, (self.value(a), self.value(b))), f32, n.dtype)
         if b not in self.reciprocals:
-            scale = self._define(f"tl.where(tl.abs({self.value(b)}) < 2.0**-64, 2.0**64, 1.0)", False)
-            self.reciprocals[b] = scale, self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", False)
+            inner = self.along in self._names(self._all_deps(b))
+            scale = self._define(f"tl.where(tl.abs({self.value(b)}) < 2.0**-64, 2.0**64, 1.0)", inner)
+            self.reciprocals[b] = scale, self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", inner)
         return cast(f"({' * '.join((self.value(a), *self.reciprocals[b]))})", f32, n.dtype)
 
     def _load(self, n: Node, args: tuple[str, ...]) -> str:
@@ -486,7 +545,7 @@ class Writer:
         """Asserts on the device that a promise holds at every point of the tensor; the variable that says where."""
         self.checks = True
         names = self._names(self._all_deps(n))
-        inner = "r" in names
+        inner = self.along in names
         held = self._define(f"({ok}) | ~{args[1]}" if len(args) > 1 else ok, inner)
         outside = self.mask(names)
         asserted = f"{held} | ~({_and(outside)})" if outside else held
@@ -540,7 +599,7 @@ class Writer:
         for known in (self.exprs, self.loop_exprs):
             if key in known:
                 return known[key]
-        inner = "r" in self._names(self._expr_deps(key))
+        inner = self.along in self._names(self._expr_deps(key))
         text = self._atom_text(a)
         if text.isidentifier():
             return text

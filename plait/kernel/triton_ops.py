@@ -212,8 +212,11 @@ _FUNCTIONS: dict[str, str] = dict((
     ("p_sign", """def p_sign(a):
     return (a > 0).to(a.dtype) - (a < 0).to(a.dtype)
 """),
+    ("p_one_more_than_tanh", """def p_one_more_than_tanh(x):
+    return 2.0 / (1.0 + tl.exp(x * -2.0))
+"""),
     ("p_exp_below", """def p_exp_below(x, peak):
-    return libdevice.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
+    return tl.exp(x - tl.where(peak == float('-inf'), 0.0, peak))
 """),
     ("p_exp_sum", """def p_exp_sum(total, old, x, peak):
     return total * p_exp_below(old, peak) + tl.sum(tl.sum(p_exp_below(x, peak[:, None, :, None]), 3), 1)

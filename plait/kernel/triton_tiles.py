@@ -15,7 +15,7 @@ from plait.ir.loops import Node, walk
 from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, product
 from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
-from plait.schedule.plan import Reduce, Store
+from plait.schedule.plan import Reduce, Store, walked
 
 PERSISTENT_POINTS = 32768
 """The longest row that one block holds as a whole, for each value of a point that it holds."""
@@ -25,8 +25,16 @@ BLOCK_POINTS = 1024
 """Points of a block of a pointwise kernel."""
 REDUCE_POINTS = 4096
 """Points of a block of a reduction."""
+COLUMN_POINTS = 2048
+"""The same where it walks along columns, of which there are many: threads give each other a result a column."""
 AGAIN_POINTS = 8192
 """The same where rows are read again: more threads a row, so that the rows in flight fit the cache."""
+WALK_POINTS = 1024
+"""Points of a block that walks along rows shorter than that."""
+WALK_EACH = 16
+"""Points of a thread of such a block: it holds sums of columns besides."""
+WALK_AHEAD = 1 << 14
+"""Bytes of rows that are on their way to such a block while it works on others: at least two blocks of rows."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
 TILE = 64
@@ -55,13 +63,15 @@ class Group:
 @dataclass(frozen=True)
 class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
-    looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a program has one point."""
+    looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a program has one point.
+    walked: the block, which holds whole rows, walks along x: there is a program a point of `programs`."""
 
     groups: tuple[Group, ...]
     looped: bool
     num_warps: int
     num_stages: int = 1
     programs: Group | None = None
+    walked: bool = False
 
     @property
     def outer(self) -> tuple[Group, ...]:
@@ -72,12 +82,14 @@ class Tile:
     def grid(self) -> Size:
         """The number of programs."""
         count = trip_count(self.programs.axes) if self.programs else 1
-        return product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
+        return count if self.walked else product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
 
 
 def plan_tile(space: Space) -> Tile:
     """Chooses the tile of a kernel."""
     votes = _unit_strides(space)
+    if along := walked(space.stmts, space.vars):
+        return _walk(space, along, votes)
     if space.rvars:
         return _reduction(space, votes)
     axes = _fastest_last(space.vars, votes)
@@ -127,19 +139,32 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     if known and length <= longest and not (column and narrow and _is_wasteful(length, _power(length))):
         r = _power(length)
         x = _block_rows(rows, r, width if column else 1)
-        warps = _row_warps(x * r, rows // x, narrow, column)
+        each = (32 if narrow else 16) * (1 if any(isinstance(s, Store) and s.full for s in space.stmts) else 2)
+        warps = _row_warps(x * r, rows // x, narrow, each if column else 0)
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
         x = min(_power(rows), _column_width(rows, TILE, held))
-        r = max(1, REDUCE_POINTS // x)
+        r = max(1, (COLUMN_POINTS if rows // x >= 2 * BUSY else REDUCE_POINTS) // x)
         # Rows that are not there cost arithmetic, and time where programs wait for one another.
         if known and rows // x >= 4 * BUSY and _is_wasteful(length, r) and not _is_wasteful(length, r // 2):
             r //= 2
-        warps = _warps(x * r, 16 if narrow else 8)
+        warps = _warps(x * r, 16)
     else:
         r, x = min(_power(length), AGAIN_POINTS if again else REDUCE_POINTS), 1
         warps = _power(r // (32 * (8 if again or rows < 2 * BUSY else 16)))
     return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
+
+
+def _walk(space: Space, along: tuple[Atom, ...], votes: dict[Atom, int]) -> Tile:
+    """Whole rows, a few at a time, where a row is short."""
+    inner = _fastest_last(space.rvars, votes)
+    r = _power(_known(trip_count(inner)))
+    x = max(1, min(_power(_known(trip_count(along))), WALK_POINTS // r))
+    chunks = Group("y", tuple(v for v in space.vars if v not in along), 1)
+    nbytes = x * r * sum(d.nbytes for d in held_dtypes(space, space.vars))
+    stages = 1 + max(2 if nbytes <= 2 * WALK_AHEAD else 1, min(3, WALK_AHEAD // max(nbytes, 1)))
+    warps = _warps(x * r, WALK_EACH)
+    return Tile((Group("x", along, x), Group("r", inner, r)), False, warps, stages, chunks, walked=True)
 
 
 def _column_width(rows: int, most: int, held: list[DType]) -> int:
@@ -171,11 +196,14 @@ def _reads_again(space: Space) -> bool:
     return False
 
 
-def _row_warps(points: int, programs: int, narrow: bool, column: bool) -> int:
+def _row_warps(points: int, programs: int, narrow: bool, of_columns: int) -> int:
     """Warps of a block that holds whole rows: a thread has four vectors of 16 bytes in flight; fewer where the block is
-    small or the device hardly filled."""
-    if column or programs < BUSY:
-        return _warps(points, (16 if narrow else 8) if column else 4)
+    small or the device hardly filled. of_columns: points of a thread where columns are reduced (else 0): more, since
+    threads give each other a result a column, but where it has other results at every point."""
+    if programs < BUSY:
+        return _warps(points, 16 if of_columns else 4)
+    if of_columns:
+        return _warps(points, of_columns)
     return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))
 
 

@@ -297,10 +297,8 @@ class Lowering:
                     return replace(found, strides=strides)
         if strides is not None and 0 in strides:
             return self._expanded_copy(x, strides)
-        copied = self.copy(x, strides or self._natural(x), fixed=True)
-        if shared:
-            self.copies.setdefault(x.buf, []).append((x, copied, len(self.ops)))
-        made = self.strided(copied)
+        wanted = strides or self._natural(x)
+        made = self.strided(self.copied_once(x, wanted) if shared else self.copy(x, wanted, fixed=True))
         assert made is not None
         return made if strides is None else replace(made, strides=strides)
 

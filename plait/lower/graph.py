@@ -51,13 +51,15 @@ class Lowered:
     """program, and what stands behind its numbers: constants (tensors, in the order of program.constants) and
     callables.
 
-    fallbacks: how often each op became an extern call for want of a rule; reasons: why, by op."""
+    fallbacks: how often each op became an extern call for want of a rule; reasons: why, by op. nodes: buffer -> the FX
+    node whose value it is."""
 
     program: LoopProgram
     constants: tuple[torch.Tensor, ...]
     callables: tuple[object, ...]
     fallbacks: Mapping[str, int]
     reasons: Mapping[str, str]
+    nodes: Mapping[str, str]
 
 
 @cache
@@ -124,8 +126,10 @@ class _Walk:
         )  # fmt: skip
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
+        values = reversed(self.env.items())  # of nodes with one value the first counts
+        nodes = {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)}
         return Lowered(
-            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons)
+            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons), nodes
         )
 
     # ---- inputs
@@ -219,11 +223,13 @@ class _Walk:
             value = getattr(value, part)
         if not isinstance(value, torch.Tensor):
             return value
-        view = self._constant(node.target, value)
+        fake = node.meta.get("val")  # its device counts: this machine may lack it
+        device = fake.device if isinstance(fake, torch.Tensor) else value.device
+        view = self._constant(node.target, value, device)
         self.constants[node.target] = view
         return view
 
-    def _constant(self, target: str, value: torch.Tensor) -> View:
+    def _constant(self, target: str, value: torch.Tensor, device: torch.device) -> View:
         ctx = self.ctx
         name = f"const{len(ctx.constants)}"
         dense = value.layout == torch.strided
@@ -235,12 +241,12 @@ class _Walk:
             and ctx.cfg.kernels
             and dtype in LOOP_DTYPES
             and type(value) is torch.Tensor
-            and value.device.type == "cpu"
+            and device.type == "cpu"
         ):
             with torch.utils._python_dispatch._disable_current_modes():  # value is no fake tensor
                 number = value.item()  # a literal: fused like any number
             return ctx.pointwise((), dtype, lambda ops, i: ops.const(number, dtype))
-        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(value.device), fixed=True)
+        ctx.buffers[name] = Buffer(name, dtype, shape, strides, device=device_name(device), fixed=True)
         ctx.constants.append(name)
         ctx.constant_tensors.append(value.detach() if isinstance(value, torch.nn.Parameter) else value)
         return ctx.whole(name)

@@ -54,7 +54,8 @@ _OTHER_VARIABLES = {
 @dataclass(frozen=True)
 class Job:
     """One kernel to compile. text: a module that defines function `name`. signature: Triton's type of each argument.
-    aligned: positions of pointers that are multiples of 16. capability: such as 90 for sm_90."""
+    aligned: positions of pointers that are multiples of 16. capability: such as 90 for sm_90. ptx: its image is the
+    assembler's input, which the driver of any newer GPU takes too."""
 
     name: str
     text: str
@@ -64,6 +65,7 @@ class Job:
     num_stages: int = 1
     aligned: tuple[int, ...] = ()
     checks: bool = False
+    ptx: bool = False
 
     def frame(self) -> str:
         """The job as a worker reads it, with what this process's environment tells the compiler."""
@@ -74,6 +76,7 @@ class Job:
         facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),
             "capability": self.capability, "aligned": list(self.aligned), "options": options, "env": _variables(),
+            "image": "ptx" if self.ptx else "cubin",
         }  # fmt: skip
         return json.dumps(facts, sort_keys=True)
 

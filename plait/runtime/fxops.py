@@ -15,18 +15,17 @@ All run as in the Python target, by `runtime/generated.py`. No graph optimisatio
 from __future__ import annotations
 
 import builtins
-import linecache
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.fx.node import has_side_effect
 
 from plait.runtime import generated
+from plait.runtime.source import executed
 
 _outer: ContextVar[generated.Keys | None] = ContextVar("plait_fx_outer", default=None)
 
@@ -62,12 +61,7 @@ class PythonFunction(torch.nn.Module):
 @lru_cache(maxsize=1024)
 def triton_function(name: str, text: str) -> Any:
     """Function `name` of a module of Triton's language. Imports Triton; equal texts give one function."""
-    filename = f"<plait {name} {len(linecache.cache)}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)  # Triton reads a function's source
-    module = ModuleType(name)
-    module.__file__ = filename
-    exec(compile(text, filename, "exec"), module.__dict__)
-    return module.__dict__[name]
+    return executed(text, name, {"__name__": name}, name)
 
 
 @lru_cache(maxsize=4096)

@@ -198,8 +198,9 @@ def _with_strides(value: object, strides: Sequence[int] | None) -> object:
     return made.copy_(value)
 
 
-def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str] | None]) -> None:
-    """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device than promised."""
+def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dtype, str | None] | None]) -> None:
+    """Raises TypeError for a wrong number of inputs or a tensor of another dtype or device (None: any) than
+    promised."""
     if len(args) != len(promised):
         raise TypeError(f"expected {len(promised)} inputs, got {len(args)}")
     for value, want in zip(args, promised, strict=True):
@@ -210,7 +211,7 @@ def check_inputs(args: Sequence[object], promised: Sequence[tuple[str, torch.dty
             raise TypeError(f"input '{name}': expected a tensor, got {type(value).__name__}")
         if value.dtype != dtype:
             raise TypeError(f"input '{name}': expected dtype {dtype}, got {value.dtype}")
-        if value.device != torch.device(device):
+        if device is not None and value.device != torch.device(device):
             raise TypeError(f"input '{name}': expected a plain tensor on device {device}, got one on {value.device}")
 
 

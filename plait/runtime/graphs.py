@@ -1,7 +1,8 @@
 """CUDA graphs as torch makes them: recording with torch's memory pools and random numbers; the executor does the rest.
 
-Each recording has a pool of memory of its own; those of a device are made on one stream. What is not recorded, and why,
-is said once a program and kept for `plait.explain`.
+The recordings of a device are made on one stream and run one after another, so they share a pool of memory for what
+lives no longer than a run of theirs. What outlives a run, such as tensors that are saved for a backward pass, lies in a
+pool of the recording's own. What is not recorded, and why, is said once a program and kept for `plait.explain`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 from contextlib import suppress
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary, finalize
 
 import torch
 
@@ -38,24 +40,55 @@ def _stream(device: int) -> Any:
     return new_stream(device, priority=-1)
 
 
-class Capture:
-    """From its making until `end`, what this thread puts on the current stream is recorded instead of run."""
+class _Pool:
+    """Memory of torch's allocator that nothing else gets as long as this is there."""
 
     def __init__(self, device: int) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self.device, self.id = device, torch.cuda.graph_pool_handle()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(device, self.id)
+        torch._C._cuda_endAllocateToPool(device, self.id)
+        finalize(self, torch._C._cuda_releasePool, device, self.id).atexit = False
+
+    def nbytes(self) -> int:
+        snapshot: Any = torch.cuda.memory_snapshot
+        return sum(int(s["total_size"]) for s in snapshot(self.id))
+
+
+_shared: WeakValueDictionary[int, _Pool] = WeakValueDictionary()  # by device; goes with the last recording
+
+
+def _shared_pool(device: int) -> _Pool:
+    found = _shared.get(device)
+    if found is None:
+        found = _shared[device] = _Pool(device)
+    return found
+
+
+class Capture:
+    """From its making until `end`, what this thread puts on the current stream is recorded instead of run. What it
+    allocates serves other recordings as well, but for what is allocated after `keep(True)` and before `keep(False)`."""
+
+    def __init__(self, device: int) -> None:
+        backend: Any = torch.cuda.get_allocator_backend
+        if backend() != "native":
+            raise RuntimeError(f"recordings need the pools of PyTorch's own allocator, and this one is {backend()}")
+        self._device, self._kept = device, _Pool(device)
+        self._shared = _shared_pool(device)
         # A workspace that cuBLAS keeps must not lie in the pool of a recording that may go.
         torch._C._cuda_clearCublasWorkspaces()
         self._outer = torch.cuda.current_stream(device)
         if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > SPARE_NBYTES:
             torch.cuda.empty_cache()
-        self._reserved = torch.cuda.memory_reserved(device)
         self._collects = gc.isenabled()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes the executor patches
         torch.cuda.set_stream(_stream(device))
         gc.disable()  # what dies in a collection may wait for the device
         try:
-            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=self._shared.id, capture_error_mode="thread_local")
         except BaseException:
+            with suppress(RuntimeError):  # torch may not have come to this
+                torch._C._cuda_endAllocateToPool(device, self._shared.id)
+                torch._C._cuda_releasePool(device, self._shared.id)
             self._leave()
             raise
         self._records = True
@@ -66,14 +99,20 @@ class Capture:
         if self._collects:
             gc.enable()
 
-    def end(self) -> tuple[int, int, int]:
-        """Ends the recording and returns its cudaGraphExec_t, the bytes of its pool, and how many all recordings of the
-        device may hold. Raises RuntimeError where something in it could not be recorded."""
+    def keep(self, kept: bool) -> None:
+        before, now = (self._shared, self._kept) if kept else (self._kept, self._shared)
+        torch._C._cuda_endAllocateToPool(self._device, before.id)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, now.id)
+        torch._C._cuda_releasePool(self._device, now.id)  # the pool counts who holds it, and this is no holder
+
+    def end(self) -> tuple[int, int, int, int]:
+        """Ends the recording and returns its cudaGraphExec_t, the bytes of its own memory and of what it shares with
+        others, and how many all recordings of the device may hold. Raises RuntimeError where something in it could not
+        be recorded."""
         self._end()
         self._graph.instantiate()
-        nbytes = max(torch.cuda.memory_reserved(self._device) - self._reserved, 0)
         limit = torch.cuda.get_device_properties(self._device).total_memory // SHARE
-        return self._graph.raw_cuda_graph_exec(), nbytes, limit
+        return self._graph.raw_cuda_graph_exec(), self._kept.nbytes(), self._shared.nbytes(), limit
 
     def abort(self) -> None:
         """Ends a recording that failed, in `end` or before; nothing of it remains."""
@@ -88,9 +127,9 @@ class Capture:
         except RuntimeError:
             # torch stops at the first thing that a broken recording refuses; the rest is undone here.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device, self._pool)
+                torch._C._cuda_endAllocateToPool(self._device, self._shared.id)
             with suppress(RuntimeError):
-                torch._C._cuda_releasePool(self._device, self._pool)
+                torch._C._cuda_releasePool(self._device, self._shared.id)
             generator = torch.cuda.default_generators[self._device]
             generator.graphsafe_set_state(generator.clone_state())  # the old state waits for an end that never came
             raise

@@ -51,6 +51,10 @@ class Built:
     path: Path
     hit: bool
 
+    def read(self) -> bytes:
+        """What was built. Raises OSError if it was dropped meanwhile."""
+        return self.path.read_bytes()[:-_TRAILER]
+
 
 @dataclass(frozen=True)
 class Store:

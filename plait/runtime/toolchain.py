@@ -117,20 +117,27 @@ _broken: dict[str, str] = {}
 
 
 def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
-    """The widest instructions that this machine has, or those asked for. Raises UserError if the machine
-    lacks them."""
+    """The widest instructions that this machine has, or those asked for, which it may lack."""
+    if wanted != "auto":
+        return ISAS[wanted]
+    have = _cpu_flags(cpuinfo)
+    return next(i for i in ISAS.values() if i.cpu <= have)
+
+
+def check_isa(cfg: Config, cpuinfo: str = "/proc/cpuinfo") -> None:
+    """Raises UserError if the instructions that cfg names are none of this machine's."""
+    missing = set() if cfg.isa == "auto" else ISAS[cfg.isa].cpu - _cpu_flags(cpuinfo)
+    if missing:
+        raise UserError(f"this machine has no {', '.join(sorted(missing))}", hint="isa='auto'")
+
+
+def _cpu_flags(cpuinfo: str) -> frozenset[str]:
     try:
         text = Path(cpuinfo).read_text()
     except OSError:
-        text = ""
+        return frozenset()
     line = next((t for t in text.splitlines() if t.startswith("flags")), "")
-    have = frozenset(line.partition(":")[2].split())
-    if wanted != "auto":
-        isa = ISAS[wanted]
-        if not isa.cpu <= have:
-            raise UserError(f"this machine has no {', '.join(sorted(isa.cpu - have))}", hint="isa='auto'")
-        return isa
-    return next(i for i in ISAS.values() if i.cpu <= have)
+    return frozenset(line.partition(":")[2].split())
 
 
 def find_toolchain(cfg: Config) -> Toolchain:

@@ -34,8 +34,8 @@ ROOM = 16 << 20
 """Bytes that a folder must have free for a job."""
 _PR_SET_PDEATHSIG = 1
 
-# The caller keeps what is made: no stages on disk. Lines would be those of a file that is gone.
-_OURS = {"TRITON_STORE_BINARY_ONLY": "1", "TRITON_DISABLE_LINE_INFO": "1"}
+# Lines would be those of a file that is gone.
+_OURS = {"TRITON_DISABLE_LINE_INFO": "1"}
 
 # Everything that compilers load when first used: LLVM's target, libdevice, the versions of ptxas.
 _FIRST = """import triton
@@ -61,7 +61,7 @@ def load_module(name: str, text: str, folder: Path) -> ModuleType:
 
 
 def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bytes]:
-    """What a launcher needs to know of a kernel, and its cubin."""
+    """What a launcher needs to know of a kernel, and its image."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -72,7 +72,9 @@ def compile_job(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byte
     target = GPUTarget("cuda", job["capability"], 32)
     # Triton reads this variable once, when loaded.
     made = triton.compile(source, target, {"ptx_options": os.environ.get("PTXAS_OPTIONS"), **job["options"]})
-    return facts_of(made.metadata), made.asm["cubin"]
+    image = made.asm[job["image"]]
+    text = image if isinstance(image, bytes) else image.encode() + b"\0"  # as the driver wants it
+    return facts_of(made.metadata), text
 
 
 def facts_of(m: Any) -> dict[str, Any]:
@@ -96,7 +98,9 @@ def answer(job: dict[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any]
     try:
         with tempfile.TemporaryDirectory(dir=roomy(folders), ignore_cleanup_errors=True) as name:
             tempfile.tempdir = name
-            os.environ.update({**job["env"], **_OURS, "TRITON_CACHE_DIR": f"{name}/cache"})
+            only_last = str(int(job["image"] == "cubin"))  # the caller keeps what is made: no other stages on disk
+            ours = {**_OURS, "TRITON_STORE_BINARY_ONLY": only_last, "TRITON_CACHE_DIR": f"{name}/cache"}
+            os.environ.update({**job["env"], **ours})
             facts, cubin = compile_job(job, Path(name))
     except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
         last = "".join(traceback.format_exception_only(error)).strip()
@@ -146,7 +150,7 @@ def prepare(capability: int, folders: Sequence[Path]) -> None:
     signature = {"p0": "*fp32", "s0": "i64"}
     job = {
         "name": "first", "text": _FIRST, "signature": signature, "capability": capability, "aligned": [0],
-        "options": options, "env": {},
+        "options": options, "env": {}, "image": "cubin",
     }  # fmt: skip
     answer(job, folders)
 

@@ -32,12 +32,14 @@ class Space:
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """One space for a host and a guest. host, guest: their variables in terms of the new ones (those that stay are left
-    out). full: a guest without reduced axes runs at every point of vars x rvars."""
+    out). full: a guest without reduced axes runs at every point of vars x rvars. across: the guest's reduced axes are
+    outer ones."""
 
     space: Space
     host: Env
     guest: Env
     full: bool
+    across: bool = False
 
 
 def divided(a: Size, b: Size) -> Size | None:
@@ -273,12 +275,18 @@ def _variable_under(e: Size, by: Size) -> tuple[Atom, Size] | None:
     return None
 
 
-def align(host: Space, guest: Space, ties: Sequence[tuple[Index, Index]], fresh: Fresh) -> Alignment | None:
-    """One space for both, or None. A guest without reduced axes may have the host's outer space or its full one.
+def align(
+    host: Space, guest: Space, ties: Sequence[tuple[Index, Index]], fresh: Fresh, across: bool = False
+) -> Alignment | None:
+    """One space for both, or None. A guest without reduced axes may have the host's outer space or its full one; with
+    them, it reduces what the host does, or (across) outer axes of it, as the ties say.
 
     ties: indices with which host and guest touch a common buffer, the most binding first."""
     full = False
-    if guest.rvars:
+    targets: list[tuple[tuple[Expr, ...], tuple[Expr, ...]]]
+    if across:
+        targets = [(host.vars + host.rvars, ())]
+    elif guest.rvars:
         if not host.rvars:
             return None
         targets = [(host.vars, guest.vars), (host.rvars, guest.rvars)]
@@ -291,7 +299,7 @@ def align(host: Space, guest: Space, ties: Sequence[tuple[Index, Index]], fresh:
             return None
         targets = [(host.vars + host.rvars if full else host.vars, guest.vars)]
     same = [(h, g) for h, g in targets if h != g]
-    if not same and all(x == y for x, y in ties):
+    if not across and not same and all(x == y for x, y in ties):
         return Alignment(host, {}, {}, full)
     m = _Matcher(host, guest, fresh)
     for x, y in ties:
@@ -302,23 +310,24 @@ def align(host: Space, guest: Space, ties: Sequence[tuple[Index, Index]], fresh:
         return None
     vars_ = tuple(p for v in host.vars for p in m.parts(v))
     rvars = tuple(p for v in host.rvars for p in m.parts(v))
-    if not _levels_agree(m, vars_, guest):
+    if not _levels_agree(m, vars_, guest, across):
         return None
     host_env = {_atom(v): m.host_at(v) for v in host.vars + host.rvars if m.parts(v) != (v,)}
     guest_env = {_atom(v): e for v in m.guest_vars if (e := m.guest_at(v)) != v}
-    return Alignment(Space(vars_, rvars), host_env, guest_env, full)
+    return Alignment(Space(vars_, rvars), host_env, guest_env, full, across)
 
 
 def _free(m: _Matcher, vars_: Sequence[Expr]) -> bool:
     return any(_atom(p) in m.free_host for v in vars_ for p in m.parts(v))
 
 
-def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: Space) -> bool:
-    """Whether outer axes of the guest are outer axes of the host and reduced ones reduced ones."""
+def _levels_agree(m: _Matcher, vars_: Sequence[Expr], guest: Space, across: bool) -> bool:
+    """Whether outer axes of the guest are outer axes of the host and reduced ones reduced ones, or (across) outer
+    ones."""
     if not guest.rvars:  # it has one level, which align chose
         return True
     outer = {_atom(v) for v in vars_}
-    for vs, want in ((guest.vars, True), (guest.rvars, False)):
+    for vs, want in ((guest.rvars, True),) if across else ((guest.vars, True), (guest.rvars, False)):
         for v in vs:
             used = free_symbols(m.guest_at(v))
             if any((a in outer) != want for a in used if a.extent is not None):

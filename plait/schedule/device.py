@@ -19,7 +19,12 @@ class DeviceKind:
     A unit of work is what runs without the others: a result, or `neighbours` results that lie side by side. A
     reduction of split_nbytes or more, and of unit_nbytes or more a unit, to fewer than min_units of them is cut in two
     stages, with `units` to aim at. A partial result is worth min_along points that lie side by side in memory, or
-    min_across that do not, and begins at a multiple of align_along or align_across points where it can.
+    min_across that do not, and begins at a multiple of align_along or align_across points where it can. Parts of equal
+    length may be up to more_across times as many as aimed at, or fewer_across times as few.
+
+    walkers: how many programs (0: none) walk rows where sums of columns are to be had on the way, a part of the rows
+    each, of walk_rows or more. Together they have up to walk_points under way, a row up to walk_row, and the tensor has
+    walk_nbytes or more.
 
     min_outer: outer points from which on a large loop joins a reduction. tiny_nbytes: groups near each other that move
     no more are joined if only their shapes agree.
@@ -39,6 +44,13 @@ class DeviceKind:
     min_across: int
     align_along: int
     align_across: int
+    fewer_across: int
+    more_across: int
+    walkers: int
+    walk_rows: int
+    walk_row: int
+    walk_points: int
+    walk_nbytes: int
     min_outer: int
     tiny_nbytes: int
 
@@ -65,6 +77,13 @@ KINDS: dict[str, DeviceKind] = {
         min_across=1024,
         align_along=1,
         align_across=1,
+        fewer_across=1,
+        more_across=4,
+        walkers=0,
+        walk_rows=0,
+        walk_row=0,
+        walk_points=0,
+        walk_nbytes=0,
         min_outer=4,
         tiny_nbytes=4096,
     ),
@@ -81,9 +100,16 @@ KINDS: dict[str, DeviceKind] = {
         units=1024,
         neighbours=64,
         min_along=4096,
-        min_across=64,
+        min_across=128,
         align_along=64,
         align_across=32,
+        fewer_across=2,
+        more_across=2,
+        walkers=512,
+        walk_rows=8,
+        walk_row=8192,
+        walk_points=1 << 20,
+        walk_nbytes=2 << 20,
         min_outer=128,
         tiny_nbytes=1 << 20,
     ),

@@ -99,7 +99,7 @@ class _Finisher:
 def _kinds(kernel: Kernel) -> list[str]:
     """Words for a kernel whose origin is unknown."""
     kinds = dict.fromkeys(s.kind for s in kernel.stmts if isinstance(s, Reduce))
-    scatters = any(isinstance(s, Store) and s.mode != "store" for s in kernel.stmts)
+    scatters = any(isinstance(s, Store) and s.mode not in ("store", "sum") for s in kernel.stmts)
     return list(kinds) or (["scatter"] if scatters else ["pointwise"])
 
 

@@ -9,18 +9,19 @@ stays within limits. Each refusal is a Reason.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plait.config import Config
 from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
-from plait.ir.sizes import Expr, Size, add, mul, substitute, symbol
+from plait.ir.sizes import Atom, Expr, Size, add, free_symbols, is_contiguous, mul, substitute, symbol
 from plait.schedule.align import Alignment, Env, Index, Space, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
 from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.form import Draft
 from plait.schedule.group import Group, Member, is_ordered, moved, store_index
+from plait.schedule.layout import flat_index
 from plait.schedule.plan import Fused, Reason, Refusal
 
 MAX_NODES = 1500  # of a kernel's statements
@@ -35,8 +36,8 @@ LARGE_NUMEL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece' or 'update'. full: at full
-    level."""
+    """How a group writes a buffer. kind: 'point' (every element once, at index), 'piece', 'update' or 'sum' (over outer
+    variables, so it is known at the end). full: at full level."""
 
     kind: str
     index: Index
@@ -77,8 +78,8 @@ def _writes(m: Member) -> dict[str, _Write]:
         return {loop.out: _Write(kind, m.at(store_index(loop)), m.full)}
     if isinstance(loop, Scatter):
         return {loop.out: _Write("update", m.at(loop.index), m.full)}
-    full = isinstance(loop, Scan)
-    return {o: _Write("point", m.at(loop.vars), full) for o in loop.outs if o is not None}
+    kind = "sum" if isinstance(loop, Reduction) and m.full else "point"
+    return {o: _Write(kind, m.at(loop.vars), isinstance(loop, Scan)) for o in loop.outs if o is not None}
 
 
 class _Fuser:
@@ -134,7 +135,7 @@ class _Fuser:
         last: dict[tuple[Size, ...], int] = {}
         for k in sorted(self.nodes):
             node = self.nodes[k]
-            if node.moved_nbytes > self._kind(node).tiny_nbytes:
+            if node.moved_nbytes > self._kind(node).tiny_nbytes and not self._ends_sums(node):
                 continue
             shape = tuple(extent(v) for v in node.group.vars)
             other = last.get(shape)
@@ -142,6 +143,14 @@ class _Fuser:
                 other = None
             joined = other is not None and isinstance(self._fuse(other, k), Fused)
             last[shape] = self._find(k) if joined else k
+
+    def _ends_sums(self, node: _Node) -> bool:
+        """Whether all that it reads are sums that programs made as they walked."""
+        kinds = [
+            {self.nodes[self._find(w)].writes[name].kind for w in self.writers.get(name, ())}
+            for name in node.external()
+        ]
+        return bool(kinds) and all("sum" in k for k in kinds)
 
     def _drop_unit_axes(self, node: _Node) -> None:
         g = node.group
@@ -206,6 +215,11 @@ class _Fuser:
             return why
         host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
         found = self._align(host, guest)
+        if isinstance(found, Reason) and self._kind(x).walkers:
+            for rows, columns in ((x, y), (y, x)):
+                if _may_be_across(rows, columns) and isinstance(across := self._align(rows, columns, True), Alignment):
+                    host, guest, found = rows, columns, across
+                    break
         if isinstance(found, Reason):
             return found
         self._join(a, b, host, guest, found)
@@ -221,6 +235,8 @@ class _Fuser:
         for n, other in ((x, y), (y, x)):
             for name, w in n.writes.items():
                 touched = name in other.reads or name in other.writes
+                if w.kind == "sum" and name in other.reads:
+                    return Reason(f"{name} is known once all rows are")
                 if w.kind == "update" or (w.kind == "piece" and name in other.reads):
                     return Reason(f"{name} is written in pieces or updated in place")
                 if touched and w.kind == "point" and name in other.writes:
@@ -254,7 +270,7 @@ class _Fuser:
         op = self.draft.program.ops[k]
         return str(getattr(op, "op", type(op).__name__))
 
-    def _align(self, host: _Node, guest: _Node) -> Alignment | Reason:
+    def _align(self, host: _Node, guest: _Node, across: bool = False) -> Alignment | Reason:
         hs = Space(host.group.vars, host.group.rvars)
         gs = Space(guest.group.vars, guest.group.rvars)
         if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
@@ -264,7 +280,7 @@ class _Fuser:
             points = hint_numel(map(extent, gs.vars), self.hints)
             if points > LARGE_NUMEL and points != outer:
                 return Reason(f"{points} points would run over {outer} outer points")
-        found = align(hs, gs, list(self._ties(host, guest)), self.fresh)
+        found = align(hs, gs, list(self._ties(host, guest)), self.fresh, across)
         if found is None:
             return Reason(f"spaces {_shape(hs)} and {_shape(gs)} cannot be made one")
         if (host.running or guest.running) and len(found.space.rvars) != 1:
@@ -272,12 +288,37 @@ class _Fuser:
         if (host.ordered or guest.ordered) and not _same_order(gs, found):
             return Reason("the order of the reduced axes matters")
         new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
-        new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
+        new_guest = {m.op: moved(m, found.guest, found.full, across) for m in guest.group.members}
+        why = self._walks(found.space, guest, {**new_host, **new_guest})
+        if why is not None:
+            return why
         for w, r, makers, users in ((host, guest, new_host, new_guest), (guest, host, new_guest, new_host)):
             why = self._dependences(w, r, makers, users)
             if why is not None:
                 return why
         return found
+
+    def _walks(self, space: Space, guest: _Node, members: Mapping[int, Member]) -> Reason | None:
+        """A Reason if there are members across, and no program of the device can walk the rows for them."""
+        sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.full]
+        if not sums:
+            return None
+        kind = self._kind(guest)
+        along = {frozenset[Atom]().union(*map(free_symbols, m.at(loop.rvars))) for m, loop in sums}
+        chunks = [extent(v) for v in space.vars if v.symbol not in next(iter(along))]
+        if len(along) > 1 or not all(isinstance(extent(v), int) for v in space.vars):
+            return Reason("sums run over different rows")
+        row = hint_numel(map(extent, space.rvars), self.hints)
+        if row > kind.walk_row:
+            return Reason("rows are too long to sum their columns on the way")
+        if 4 * hint_numel(chunks, self.hints) < min(kind.walkers, kind.walk_points // row):
+            return Reason(f"{hint_numel(chunks, self.hints)} programs would walk the rows")
+        sites = [(m, load_of(n)) for m, loop in sums for n in self.draft.bodies.of(roots(loop)).loads]
+        m, load = max(sites, key=lambda s: self.nbytes[s[1].buf])
+        flat = flat_index(self.buffers[load.buf], m.at(load.index))
+        if not any(v.symbol is not None and is_contiguous(flat, v.symbol) for v in space.rvars):
+            return Reason("rows do not lie along memory")
+        return None
 
     def _ties(self, host: _Node, guest: _Node) -> Iterator[tuple[Index, Index]]:
         """Indices with which both touch one buffer: dependences first, then shared reads."""
@@ -320,7 +361,7 @@ class _Fuser:
     def _join(self, a: int, b: int, host: _Node, guest: _Node, found: Alignment) -> None:
         host.group.vars, host.group.rvars = found.space.vars, found.space.rvars
         self._rebase(host, found.host, False)
-        self._rebase(guest, found.guest, found.full)
+        self._rebase(guest, found.guest, found.full, found.across)
         keep, gone = (a, b) if a < b else (b, a)
         x, y = self.nodes[keep], self.nodes.pop(gone)
         x.group.vars, x.group.rvars = found.space.vars, found.space.rvars
@@ -351,13 +392,24 @@ class _Fuser:
             if self.before[u] & bits and u != keep:
                 self.before[u] |= more
 
-    def _rebase(self, node: _Node, env: Env, full: bool) -> None:
-        """Moves a group's members to new variables. full: pointwise ones are at full level from now on."""
-        members = [moved(m, env, full) for m in node.group.members]
+    def _rebase(self, node: _Node, env: Env, full: bool, across: bool = False) -> None:
+        """Moves a group's members to new variables. full: pointwise ones are at full level from now on, and (across)
+        reductions too."""
+        members = [moved(m, env, full, across) for m in node.group.members]
         node.group.members = members
         node.members = {m.op: m for m in members}
         for m in members:
             node.writes.update(_writes(m))
+
+
+def _may_be_across(rows: _Node, columns: _Node) -> bool:
+    """Whether one group may walk rows and sum the columns of another on the way."""
+    if rows.running or rows.ordered or not rows.group.rvars or any(w.kind == "update" for w in rows.writes.values()):
+        return False
+    return all(
+        m.loop.kind == "sum" and m.loop.body.dtype.nbytes >= 4 if isinstance(m.loop, Reduction) else m.full
+        for m in columns.group.members
+    )
 
 
 def _same_order(guest: Space, found: Alignment) -> bool:

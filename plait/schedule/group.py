@@ -36,7 +36,8 @@ Index = tuple[Size, ...]
 @dataclass(frozen=True, slots=True)
 class Member:
     """A loop in a group. op: its place in the program. env: its variables in terms of the group's (those that keep
-    their name are left out). full: it runs at every point of vars x rvars, otherwise once a point of vars."""
+    their name are left out). full: it runs at every point of vars x rvars, otherwise once a point of vars. A Reduction
+    runs at full level across: what it reduces are outer variables of the group, which one thread walks."""
 
     op: int
     loop: Loop
@@ -76,9 +77,10 @@ def new_group(op: int, loop: Loop) -> Group:
     return Group(name, loop.vars, (), [Member(op, loop)])
 
 
-def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
-    """A member after its group's variables became env."""
-    full = m.full or (full and not isinstance(m.loop, Reduction))
+def moved(m: Member, env: Mapping[Atom, Size], full: bool, across: bool = False) -> Member:
+    """A member after its group's variables became env. full: what is pointwise is at full level now. across: what is a
+    reduction runs across the group."""
+    full = m.full or (across if isinstance(m.loop, Reduction) else full)
     if not env:
         return m if full == m.full else replace(m, full=full)
     own = dict(m.env)
@@ -171,6 +173,8 @@ def _reduction(m: Member, loop: Reduction, body: _Body) -> list[Stmt]:
     value = body(loop.body)
     name = loop_outs(loop)[0]
     index = m.at(loop.vars)
+    if m.full:
+        return [Store(name, index, value, True, loop.kind)]
     out: list[Stmt] = [Reduce(name, loop.kind, value)]
     parts = (".mean", ".m2", ".count") if loop.kind == "welford" else ("",)
     dtype = i64 if loop.kind in ("argmax", "argmin") else value.dtype

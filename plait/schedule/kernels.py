@@ -89,7 +89,7 @@ def _free(e: Size) -> frozenset[Atom]:
 
 def _collides(s: Store) -> bool:
     """Whether two points may store to one element."""
-    return bool(s.index_args) or s.mode != "store"
+    return bool(s.index_args) or s.mode not in ("store", "sum")
 
 
 def size_symbols(

@@ -6,12 +6,12 @@ A `Kernel` is one iteration space with a straight list of statements; kernel tar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plait.ir.checks import Check
 from plait.ir.loops import Alias, Assert, Buffer, Extern, Item, LoopProgram, Mutate, Node, check_of, walk
-from plait.ir.sizes import Expr, Size
+from plait.ir.sizes import Atom, Expr, Size, free_symbols
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min', 'max'.
+    """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min', 'max', or (mode 'sum', at
+    full level) the sum of value over the outer variables that index leaves out, which are `walked`.
 
     full: executed at every point of vars x rvars; otherwise once per point of vars. index is LOGICAL, over vars, rvars
     and Arg symbols $k, which mean index_args[k]. mask: nothing is stored where it is false. atomic: points of different
@@ -47,6 +48,16 @@ class Store:
 
 
 Stmt = Reduce | Store
+
+
+def walked(stmts: Iterable[Stmt], vars_: Iterable[Atom]) -> tuple[Atom, ...]:
+    """Of a kernel's outer variables, those that its stores of sums leave out: one thread runs through them in a
+    loop."""
+    for s in stmts:
+        if isinstance(s, Store) and s.mode == "sum":
+            used = frozenset[Atom]().union(*map(free_symbols, s.index))
+            return tuple(v for v in vars_ if v not in used)
+    return ()
 
 
 def stmt_roots(s: Stmt) -> tuple[Node, ...]:

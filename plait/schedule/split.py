@@ -6,7 +6,8 @@ short one combines. What it takes to be worth a second kernel is the device's (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from plait.ir.dtypes import DType, b1, i64
@@ -42,9 +43,10 @@ from plait.ir.sizes import (
     mul,
     numel,
 )
+from plait.schedule.align import divided
 from plait.schedule.cost import Hints, hint, hint_numel
-from plait.schedule.deps import Bodies, extent, load_of, roots
-from plait.schedule.device import kind_of
+from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
+from plait.schedule.device import DeviceKind, kind_of
 from plait.schedule.layout import flat_index, follow
 
 MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a partial result of any length serves
@@ -53,19 +55,21 @@ MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a part
 @dataclass(frozen=True, slots=True)
 class Parts:
     """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the extent of the next,
-    or 1 where that one stays."""
+    or 1 where that one stays. A chunk is `rest` points that follow each other or (dealt) every chunks-th one."""
 
     whole: int
     chunks: Size = 1
     rest: Size = 1
+    dealt: bool = False
 
 
 def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     """The program with long reductions in two stages."""
     buffers = dict(program.buffers)
     ops: list[Op] = []
+    rows = _of_rows(program, bodies) if any(kind_of(b).walkers for b in buffers.values()) else set()
     for op in program.ops:
-        found = _chunks(op, program.buffers, bodies, program.hints) if isinstance(op, Reduction) else None
+        found = _chunks(op, program.buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
         if found is None:
             ops.append(op)
         else:
@@ -73,8 +77,27 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
     return replace(program, ops=tuple(ops), buffers=buffers)
 
 
+def _of_rows(program: LoopProgram, bodies: Bodies) -> set[tuple[str, int]]:
+    """What reductions along memory read, and what is computed from their results at every point, each with the length
+    of their rows."""
+    rows: set[tuple[str, int]] = set()
+    results: dict[str, int] = {}
+    for op in program.ops:
+        if not isinstance(op, (Reduction, Pointwise)):
+            continue
+        loads = bodies.of(roots(op)).loads
+        read = {load_of(n).buf for n in loads}
+        if isinstance(op, Pointwise):
+            rows.update((op.out, results[b]) for b in read if b in results)
+        elif _along_memory(op, program.buffers, loads):
+            length = hint_numel(map(extent, op.rvars), program.hints)
+            rows.update((b, length) for b in read)
+            results.update(dict.fromkeys(loop_outs(op), length))
+    return rows
+
+
 def _chunks(
-    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints
+    op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints, rows: Set[tuple[str, int]]
 ) -> tuple[Reduction, Parts] | None:
     """A reduction, perhaps over fewer axes, and how it is cut, or None where it stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
@@ -85,8 +108,17 @@ def _chunks(
     kind = kind_of(buffers[next(o for o in op.outs if o is not None)])
     nbytes = max(buffers[load_of(n).buf].dtype.nbytes for n in found)
     along = _along_memory(op, buffers, found)
+    large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
+    if not along and any((b.name, outer) in rows for b in large):
+        flat = _flattened(op, buffers, found)  # as others may sum what is the same rows to them
+        ends = [numel(map(extent, op.rvars[k:])) for k in range(1, len(op.rvars))] if flat is not op else []
+        if parts := _walked(flat, nbytes * points, outer, ends, kind):
+            return flat, parts
     units = outer if along else outer // kind.neighbours
-    if points * nbytes < max(kind.split_nbytes, kind.unit_nbytes * units) or units >= kind.min_units:
+    if points * nbytes < kind.split_nbytes or units >= kind.min_units:
+        return None
+    largest = max((buffers[load_of(n).buf] for n in found), key=lambda b: hint_numel(b.shape, hints))
+    if points * largest.dtype.nbytes < kind.unit_nbytes * units:  # a mean a column adds nothing to it
         return None
     least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
     want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
@@ -95,8 +127,29 @@ def _chunks(
     inner = extent(op.rvars[-1])
     if along and isinstance(inner, int) and inner % aligned:  # parts of rows would begin anywhere
         op = _flattened(op, buffers, found)
-    parts = _cut(op, want, aligned, along, hints)
+    near = (1, 4) if along else (kind.fewer_across, kind.more_across)
+    parts = _cut(op, want, aligned, along, near, hints)
     return None if parts is None else (op, parts)
+
+
+def _walked(op: Reduction, nbytes: int, row: int, ends: list[Size], kind: DeviceKind) -> Parts | None:
+    """Equal parts of the rows for programs that walk them side by side, or None where sums of columns are better made
+    apart. row: points of one. ends: what others may cut the rows by."""
+    sizes = [n for v in op.rvars if isinstance(n := extent(v), int)]
+    if op.kind != "sum" or nbytes < kind.walk_nbytes or len(sizes) < len(op.rvars):
+        return None
+    want, whole = min(kind.walkers, kind.walk_points // max(row, 1), math.prod(sizes) // kind.walk_rows), 0
+    if want < 1:  # rows are too long, or too few
+        return None
+    while whole < len(sizes) - 1 and sizes[whole] <= want:
+        want, whole = -(-want // sizes[whole]), whole + 1
+    size = sizes[whole]
+    near = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
+    near = [d for d in near if all(divided(n, d) is not None or divided(d, n) is not None for n in ends)]
+    if not near:
+        return None
+    chunks = min(near, key=lambda d: abs(d - want))
+    return Parts(whole, chunks, size // chunks, dealt=True) if chunks > 1 else Parts(whole) if whole else None
 
 
 def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> Reduction:
@@ -123,15 +176,17 @@ def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, 
     return replace(op, rvars=(whole,), body=substitute_vars(op.body, env))
 
 
-def _cut(op: Reduction, want: int, aligned: int, along: bool, hints: Hints) -> Parts | None:
+def _cut(op: Reduction, want: int, aligned: int, along: bool, near: tuple[int, int], hints: Hints) -> Parts | None:
     """Parts with about `want` partial results for a result, each beginning at a multiple of `aligned` points. Across
-    memory, where what is summed may be stored on the way, equal parts matter more."""
+    memory, where what is summed may be stored on the way, equal parts matter more. near: how many times fewer or more
+    such parts may be."""
+    fewer, more = near
     sizes = [extent(v) for v in op.rvars]
     whole = 0
     position = op.kind in ("argmax", "argmin")  # is counted in one axis of chunks
     while want >= 2 and whole < len(sizes) - 1 and not (position and whole):
         n = hint(sizes[whole], hints)
-        if n > 4 * want or (position and n < want) or hint_numel(sizes[whole + 1 :], hints) <= 1:
+        if n > more * want or (position and n < want) or hint_numel(sizes[whole + 1 :], hints) <= 1:
             break
         whole, want = whole + 1, -(-want // max(n, 1))
     kept = Parts(whole) if hint_numel(sizes[:whole], hints) > 1 else None
@@ -139,7 +194,8 @@ def _cut(op: Reduction, want: int, aligned: int, along: bool, hints: Hints) -> P
     if want < 2 or not isinstance(size, int) or (position and whole):
         return kept
     last = whole == len(sizes) - 1
-    exact = [d for d in range(want, min(4 * want, size - 1) + 1) if size % d == 0]
+    counts = (*range(want, min(more * want, size - 1) + 1), *range(want - 1, max(want // fewer, 2) - 1, -1))
+    exact = [d for d in counts if size % d == 0]
     even = [d for d in exact if not last or size // d % aligned == 0] or ([] if along else exact)
     if even:
         return Parts(whole, even[0], size // even[0])
@@ -191,6 +247,8 @@ class _Split:
         if self.parts.chunks == 1:
             return inline(node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer)
         at = add(mul(chunk[-1], self.parts.rest), self.first_rvars[0])
+        if self.parts.dealt:
+            at = add(mul(self.first_rvars[0], self.parts.chunks), chunk[-1])
         index = (*outer, *chunk[:-1], at, *self.first_rvars[1:])
         size = extent(self.op.rvars[self.parts.whole])
         if mul(self.parts.chunks, self.parts.rest) == size:

@@ -16,7 +16,7 @@ from plait.ir.sizes import Atom, Size, free_symbols
 from plait.schedule.deps import extent, output_buffers
 from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched
-from plait.schedule.plan import Kernel, Plan, Reduce, Store, stmt_roots
+from plait.schedule.plan import Kernel, Plan, Reduce, Store, stmt_roots, walked
 
 _PARTS = {"welford": (".mean", ".m2", ".count")}
 
@@ -152,6 +152,11 @@ class _Kernel:
         if s.full:
             if not self.rvars:
                 raise self.fail(f"{s.buf} is stored at full level, but nothing is reduced")
+            if s.mode == "sum":
+                outer = [a for v in self.kernel.vars if (a := v.symbol) is not None]
+                mine = walked([s], outer)
+                if s.mask or s.index_args or not mine or mine != walked(self.kernel.stmts, outer):
+                    raise self.fail(f"{s.buf} is no sum over the variables that are walked")
             return
         if any(r in self.inner for r in stmt_roots(s)) or self.rvars & _symbols(s.index):
             raise self.fail(f"{s.buf} is stored at outer level from values inside")

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from plait import compat
 from plait.capture.backend import plait_backend
-from plait.capture.export import check_callable, record_of
+from plait.capture.export import record_of
+from plait.capture.exported import check_callable
 from plait.config import Config
 from plait.runtime.graphs import refusals
 from plait.tools.report import Report

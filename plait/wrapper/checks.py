@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs
+from plait.wrapper.walk import defined, operands, refs, root
 
 _BEFORE = (ins.DefineKernel, ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment)
 
@@ -23,32 +23,27 @@ def check_finite(p: ins.WrapperProgram, infinities: bool) -> ins.WrapperProgram:
 
 
 class _Checks:
-    """roots: view -> whose memory it is. last: memory of ours -> position of the last instruction that writes it.
-    makers: memory -> what has written it so far. seen: tensors looked at since they were written."""
+    """bases: view -> what it views. last: memory of ours -> position of the last instruction that writes it.
+    makers: memory -> what has written it so far. seen: memory -> tensors looked at since it was written."""
 
     def __init__(self, p: ins.WrapperProgram, infinities: bool) -> None:
         self.program = p
         self.infinities = infinities
         self.instructions = [i for i in p.body if not isinstance(i, ins.Free)]  # lives are longer now
-        self.roots: dict[str, str] = {}
+        self.bases: dict[str, str] = {}
         self.last: dict[str, int] = {}
         self.makers: dict[str, list[str]] = {}
-        self.seen: set[str] = set()
+        self.seen: dict[str, set[str]] = {}
         self.origins = dict(p.origins)
         self.note = ""
         for k, i in enumerate(self.instructions):
             if isinstance(i, (ins.Alloc, ins.Place, ins.Reuse)):
                 self.last[i.name] = k
             elif isinstance(i, ins.View):
-                self.roots[i.name] = i.base
+                self.bases[i.name] = i.base
             for name in _writes(i):
-                if (root := self.root(name)) in self.last:
-                    self.last[root] = k
-
-    def root(self, name: str) -> str:
-        while name in self.roots:
-            name = self.roots[name]
-        return name
+                if (memory := root(name, self.bases)) in self.last:
+                    self.last[memory] = k
 
     def body(self) -> Iterator[ins.Instr]:
         given = [i.name for i in self.program.inputs if isinstance(i, ins.TensorInput) and i.dtype.is_float]
@@ -63,16 +58,18 @@ class _Checks:
             self.advance(i)
 
     def check(self, k: int, name: str) -> Iterator[ins.Instr]:
-        root = self.root(name)
-        if root not in self.makers or self.last.get(root, -1) >= k or self.is_seen(name):
+        memory = root(name, self.bases)
+        seen = self.seen.setdefault(memory, set())
+        if memory not in self.makers or self.last.get(memory, -1) >= k or self.is_any(seen, name):
             return
-        self.seen.add(name)
-        yield ins.CheckFinite(name, ", ".join(dict.fromkeys(self.makers[root])), self.infinities)
+        seen.add(name)
+        yield ins.CheckFinite(name, ", ".join(dict.fromkeys(self.makers[memory])), self.infinities)
 
-    def is_seen(self, name: str) -> bool:
-        while name not in self.seen and name in self.roots:
-            name = self.roots[name]
-        return name in self.seen
+    def is_any(self, of: set[str], name: str) -> bool:
+        """Whether the name, or one that it is a view of, is among these."""
+        while name not in of and name in self.bases:
+            name = self.bases[name]
+        return name in of
 
     def advance(self, i: ins.Instr) -> None:
         """Notes what the instruction has computed."""
@@ -80,10 +77,10 @@ class _Checks:
             self.note = i.text
         maker = self.maker(i)
         for name in (*_writes(i), *(defined(i) if isinstance(i, (ins.CallExtern, ins.CallPython)) else ())):
-            root = self.root(name)
-            before = () if root in self.seen else self.makers.get(root, ())  # that was fine
-            self.makers[root] = [*before, maker]
-            self.seen = {n for n in self.seen if self.root(n) != root}
+            memory = root(name, self.bases)
+            if memory in self.seen.pop(memory, ()):  # that was fine
+                self.makers[memory] = []
+            self.makers.setdefault(memory, []).append(maker)
 
     def maker(self, i: ins.Instr) -> str:
         match i:

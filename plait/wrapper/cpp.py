@@ -360,6 +360,8 @@ class _Source:
                 self._launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self._call(i)
+            case ins.Hook():
+                self._call(i.call())
             case ins.Copy():
                 self._begin()
                 self._add(f"TRY({name[i.dst]}.copy({name[i.src]}, {str(i.bump).lower()}));")
@@ -411,15 +413,17 @@ class _Source:
     def _launch(self, i: ins.Launch) -> None:
         kernel = f"kernel::{self.kernel_names[i.kernel]}"
         buffers = ", ".join(self._at(a) for a in i.args)
-        sizes = ", ".join(self.size(s) for s in i.sizes)
+        sizes = self._list(i.sizes)
         if self.devices[i.kernel] != "cpu":
             self._begin()
             grid = self.size(i.grid)
             self._add(f"TRY(launch(call, {kernel}, {grid}, Arguments<{len(i.args)}, {len(i.sizes)}>{{"
-                      f"{{{buffers}}}, {{{sizes}}}}}));")  # fmt: skip
+                      f"{{{buffers}}}, {sizes}}}));")  # fmt: skip
             return
         flags = " | ".join(f for f, on in (("kWhole", not i.parallel), ("kNoBarrier", not i.barrier)) if on)
-        arguments = f"{{{buffers}}}, {{{sizes}}}, {self.size(i.work_ns)}, {flags or 0}"
+        if all(isinstance(s, int) for s in i.sizes):
+            sizes = f"kSizes<{sizes[1:-1]}>"
+        arguments = f"{{{buffers}}}, {sizes}, {self.size(i.work_ns)}, {flags or 0}"
         self.region.lines += [*self.notes, f"Launch<{len(i.args)}, {len(i.sizes)}>{{{kernel}, {arguments}}},"]
         self.notes = []
 

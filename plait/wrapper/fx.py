@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import keyword
-import linecache
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +32,9 @@ from plait.lower.dtypes import TO_TORCH
 from plait.lower.pycall import PythonCall
 from plait.runtime import generated
 from plait.runtime.fxops import PythonFunction, below_autograd, triton_function
+from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
-from plait.wrapper.program import Loaded, Parts
+from plait.wrapper.program import Loaded, Parts, promises
 from plait.wrapper.walk import input_sizes, sizes, used
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ class FxProgram:
 
     def __init__(self, program: ins.WrapperProgram, module: GraphModule, run: Callable[..., Any]) -> None:
         self.module = module
-        signature = [_promise(i) for i in program.inputs]
+        signature = promises(program)
         in_list = getattr(run, "_boxed_call", False)
         gpus = sorted({i.device for i in program.body if isinstance(i, ins.DefineKernel)} - {"cpu"})
         if len(gpus) > 1:  # Triton's operator launches on the current device
@@ -99,11 +99,6 @@ class FxProgram:
         return self._call
 
 
-def _promise(i: ins.Input) -> tuple[str, torch.dtype, str] | None:
-    plain = isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH
-    return (i.name, TO_TORCH[i.dtype], i.device) if plain else None  # type: ignore[union-attr]
-
-
 def _read_by_kernels(program: ins.WrapperProgram) -> list[int]:
     """Positions of the tensors that kernels read and nothing else touches."""
     users: dict[str, list[ins.Instr]] = {}
@@ -129,11 +124,7 @@ def boxed(module: GraphModule) -> Callable[[list[object]], Any]:
     unpack = f"{', '.join(names)}, = {given}\n" if names else ""
     forward.body[:0] = ast.parse(f"{unpack}{given}.clear()").body
     source = ast.unparse(ast.fix_missing_locations(tree))
-    name = f"<plait {len(linecache.cache)}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines
-    scope = dict(made.globals)
-    exec(compile(source, name, "exec"), scope)
-    run = partial(scope[forward.name], module)
+    run = partial(executed(source, "graph", dict(made.globals), forward.name), module)
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -166,6 +157,7 @@ def _made(program: ins.WrapperProgram, parts: Parts) -> tuple[GraphModule, list[
             maker.instruction(instruction)
             ends.append(len(maker.graph.nodes) - len(program.inputs))
     module = GraphModule(maker.root, maker.graph, program.name)
+    compat.drop_text_with(module)
     module.graph.lint()
     return module, ends
 
@@ -311,6 +303,8 @@ class _Maker:
                 self.extern(i)
             case ins.CallPython():
                 self.python(i)
+            case ins.Hook():
+                self.python(i.call())
             case ins.Copy():
                 self.effect(aten.copy_.default, (env[i.dst], env[i.src]))
                 if i.bump:

@@ -295,6 +295,24 @@ class CallPython:
 
 
 @dataclass(frozen=True, slots=True)
+class Hook:
+    """Calls Python object number `index` of the program's table of callables with the words `node` and `label` and the
+    tensor, as it is by now.
+
+    The GIL is held. The object keeps and changes nothing of the tensor; what it returns is nobody's."""
+
+    tensor: str
+    index: int
+    node: str
+    label: str
+
+    def call(self) -> CallPython:
+        """The same as a call."""
+        words = Literal("str", self.node), Literal("str", self.label)
+        return CallPython(self.index, self.node, (*words, Ref(self.tensor)), (), ())
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
     """dst.copy_(src): broadcasting and dtype conversion as ATen's copy_.
 
@@ -345,12 +363,12 @@ class Return:
 
 Instr = (
     Symbol | AssertScalar | AssertSizeStride | AssertAlignment | CheckFinite | Arena | Place | Alloc | Reuse | Free
-    | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Copy | BumpVersion | Fill | Partition | Note
-    | Return
+    | View | Constant | DefineKernel | Launch | CallExtern | CallPython | Hook | Copy | BumpVersion | Fill | Partition
+    | Note | Return
 )  # fmt: skip
 INSTRUCTIONS: tuple[type, ...] = (
     Symbol, AssertScalar, AssertSizeStride, AssertAlignment, CheckFinite, Arena, Place, Alloc, Reuse, Free, View,
-    Constant, DefineKernel, Launch, CallExtern, CallPython, Copy, BumpVersion, Fill, Partition, Note, Return,
+    Constant, DefineKernel, Launch, CallExtern, CallPython, Hook, Copy, BumpVersion, Fill, Partition, Note, Return,
 )  # fmt: skip
 
 

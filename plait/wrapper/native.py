@@ -270,6 +270,8 @@ class _Encoder:
             case ins.CallPython():
                 words = [i.index, self._string(i.label), *self._operands(i.args, i.kwargs)]
                 return 14, words + self._outs(i.outs)
+            case ins.Hook():
+                return self._instr(i.call())
             case ins.Copy():
                 return 15, [self._slot(i.dst), self._slot(i.src), int(i.bump)]
             case ins.BumpVersion():

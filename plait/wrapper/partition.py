@@ -3,11 +3,13 @@
 A pass over the final instructions, run where CUDA graphs are wanted. What needs the host while it runs (kernels of the
 CPU, Python, sizes that depend on data, operators that wait for the device) is never recorded, and its reason is written
 down. Seeds are drawn first, so that a replay gets new random numbers as any input. Results for the caller that kernels
-alone write are allocated before the recorded work and patched into it.
+alone write are allocated before the recorded work and patched into it. Those of operators have to be copied out of a
+recording: where the last operators make large ones, they run after it instead.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse, takewhile
@@ -16,10 +18,12 @@ from typing import Any
 import torch
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs, symbols, used
+from plait.wrapper.walk import defined, operands, refs, root, symbols, used
 
 MIN_STEPS = 2
 """Launches and calls that a recording must save."""
+COPIED_NBYTES = 16 << 20
+"""A result of this size or more takes longer to copy than its operator to be called beside a recording."""
 SEED = "plait::seed"
 # Operators that wait for the device or ask the host for sizes, though no tag says so.
 _WAITS = frozenset({
@@ -33,11 +37,15 @@ _WAITS = frozenset({
 
 
 def partition(
-    program: ins.WrapperProgram, constants: Sequence[torch.Tensor], n_results: int | None = None
+    program: ins.WrapperProgram,
+    constants: Sequence[torch.Tensor],
+    n_results: int | None = None,
+    nbytes: Mapping[str, int] | None = None,
 ) -> ins.WrapperProgram:
     """The program with a Partition before each part; unchanged where nothing runs on a GPU.
 
-    constants: its table of constants. n_results: as in the program that is returned."""
+    constants: its table of constants. n_results: as in the program that is returned. nbytes: plausible sizes of what
+    operators make."""
     if not _gpus(program):
         return program
     if len(_gpus(program)) > 1:
@@ -48,19 +56,14 @@ def partition(
     rest = body[len(head) :]
     facts = _Facts(program, constants)
     why = [reason for i in head if (reason := facts.why_not(i))]
-    parts = _cut(rest, facts)
+    parts = _give_arena(_leave_results(_cut(rest, facts), n_results, nbytes or {}))
+    rest = [i for p in parts for i in p.body]
     hoisted = _outputs_of_kernels(program, head, rest, n_results)
-    arenas = [i for i in rest if isinstance(i, ins.Arena)]
-    arena_at = _arena_partition(parts)
     out: list[ins.Instr] = [ins.Partition(False, "; ".join(why)), *head, *hoisted]
-    if arena_at is None:
-        out += arenas
-    moved = {i.name for i in hoisted} | {i.name for i in arenas}
-    for k, p in enumerate(parts):
+    moved = {i.name for i in hoisted}
+    for p in parts:
         out.append(ins.Partition(p.recorded, "; ".join(dict.fromkeys(p.reasons))))
-        if k == arena_at:
-            out += arenas
-        out += [i for i in p.body if not (isinstance(i, (ins.Alloc, ins.Arena)) and i.name in moved)]
+        out += [i for i in p.body if not (isinstance(i, ins.Alloc) and i.name in moved)]
     return replace(program, body=tuple(out), n_results=n_results)
 
 
@@ -109,11 +112,15 @@ def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
         if why:
             parts[-1].reasons.append(why)
     parts[-1].body += waiting
-    for p in parts:
-        if p.recorded and sum(isinstance(i, _WORK) for i in p.body) < MIN_STEPS:
-            p.recorded, p.reasons = False, ["too little work to record"]
+    return _joined(parts)
+
+
+def _joined(parts: Iterable[_Part]) -> list[_Part]:
+    """The parts, those with too little work not recorded, neighbours of one kind as one."""
     joined: list[_Part] = []
     for p in parts:
+        if p.recorded and sum(isinstance(i, _WORK) for i in p.body) < MIN_STEPS:
+            p = _Part(False, p.body, ["too little work to record"])
         if joined and p.recorded == joined[-1].recorded:
             joined[-1].body += p.body
             joined[-1].reasons += p.reasons
@@ -123,6 +130,35 @@ def _cut(body: list[ins.Instr], facts: _Facts) -> list[_Part]:
 
 
 _WORK = (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)
+
+
+def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[str, int]) -> list[_Part]:
+    """The parts, where what the last operators of a recorded one make for the caller is made after it, if it is large:
+    nothing needs to be copied, and the recording holds no memory for it."""
+    *before, last = parts
+    if not last.recorded:
+        return parts
+    values = last.body[-1]
+    assert isinstance(values, ins.Return)
+    bases = _bases(last.body)
+    returned = {root(n, bases) for v in values.values[:n_results] for n in refs(v)}
+    cut, ops = len(last.body), []
+    while (at := _last_work(last.body[:cut])) >= 0:
+        i = last.body[at]
+        if not isinstance(i, ins.CallExtern) or sum(nbytes.get(n, 0) for n in returned & {*defined(i)}) < COPIED_NBYTES:
+            break
+        ops.append(i.op)
+        cut = _last_work(last.body[:at]) + 1
+        while isinstance(last.body[cut], ins.Free):
+            cut += 1
+    if not ops:
+        return parts
+    outside = _Part(False, last.body[cut:], [f"the caller gets what {op} makes" for op in reversed(ops)])
+    return _joined([*before, _Part(True, last.body[:cut], last.reasons), outside])
+
+
+def _last_work(body: Sequence[ins.Instr]) -> int:
+    return max((k for k, i in enumerate(body) if isinstance(i, _WORK)), default=-1)
 
 
 class _Facts:
@@ -144,6 +180,8 @@ class _Facts:
                 return self._extern(i)
             case ins.CallPython():
                 return f"{i.label} is a Python function"
+            case ins.Hook():
+                return "intermediates are watched"
             case ins.CheckFinite():
                 return "values are checked"
             case ins.Symbol(_, ins.ItemOf(tensor)):
@@ -233,9 +271,9 @@ def _outputs_of_kernels(
     assert isinstance(last, ins.Return)
     bases = _bases(rest)
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
-    returned = {_root(n, bases) for v in last.values[:n_results] for n in refs(v)}
+    returned = {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
     touched = {
-        _root(n, bases)
+        root(n, bases)
         for i in rest
         if not isinstance(i, (ins.Launch, ins.View, ins.Reuse, ins.Return, ins.AssertAlignment))
         for n in used(i)
@@ -252,25 +290,31 @@ def _bases(body: Iterable[ins.Instr]) -> dict[str, str]:
     return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}
 
 
-def _root(name: str, bases: Mapping[str, str]) -> str:
-    while name in bases:
-        name = bases[name]
-    return name
+def _give_arena(parts: list[_Part]) -> list[_Part]:
+    """The parts, where the arena belongs to the one that needs it most: what others use of it is allocated."""
+    body = [i for p in parts for i in p.body]
+    arena = next((i for i in body if isinstance(i, ins.Arena)), None)
+    if arena is None:
+        return parts
+    bases = _bases(body)
+    at = {i.name: {k} for k, p in enumerate(parts) for i in p.body if isinstance(i, ins.Place)}
+    for k, p in enumerate(parts):
+        for i in p.body:
+            for n in used(i):
+                at.get(root(n, bases), set()).add(k)
+    counts = Counter(k for users in at.values() if len(users) == 1 for k in users)
+    owner = max(counts, key=counts.__getitem__, default=None)
+    own = {n for n, users in at.items() if users == {owner}}
 
+    def given(i: ins.Instr) -> ins.Instr:
+        if not isinstance(i, ins.Place) or i.name in own:
+            return i
+        return ins.Alloc(i.name, i.dtype, i.shape, i.strides, arena.device)
 
-def _arena_partition(parts: list[_Part]) -> int | None:
-    """The only part whose tensors lie in the arena, if it is recorded: the arena is then recorded memory too."""
-    places = {i.name for p in parts for i in p.body if isinstance(i, ins.Place)}
-    bases = _bases(i for p in parts for i in p.body)
-    at = {
-        k
-        for k, p in enumerate(parts)
-        for i in p.body
-        if not isinstance(i, ins.Place)
-        for n in used(i)
-        if _root(n, bases) in places
-    }
-    return at.pop() if len(at) == 1 and parts[min(at)].recorded else None
+    made = [replace(p, body=[given(i) for i in p.body if i is not arena]) for p in parts]
+    if owner is not None:
+        made[owner].body.insert(0, arena)
+    return made
 
 
 def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
@@ -285,7 +329,7 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
         if isinstance(i, ins.Partition):
             recorded = i.recorded
         elif recorded and not isinstance(i, (ins.View, ins.Reuse, ins.Return)):
-            (kernels if isinstance(i, ins.Launch) else others).update(_root(n, bases) for n in used(i))
+            (kernels if isinstance(i, ins.Launch) else others).update(root(n, bases) for n in used(i))
     return [n for n in inputs if n in kernels - others], [n for n in inputs if n in others]
 
 
@@ -295,7 +339,7 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
     bases = _bases(program.body)
     last = program.body[-1]
     assert isinstance(last, ins.Return)
-    returned = {_root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}
+    returned = {root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}
     made: set[str] = set()
     direct: dict[str, None] = {}
     copied: dict[str, None] = {}
@@ -308,5 +352,5 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
         elif recorded and isinstance(i, (ins.Alloc, ins.CallExtern)):
             copied.update(dict.fromkeys(n for n in defined(i) if n in returned))
         elif recorded and isinstance(i, ins.Launch):
-            direct.update(dict.fromkeys(n for o in i.outs if (n := _root(o, bases)) in returned & made))
+            direct.update(dict.fromkeys(n for o in i.outs if (n := root(o, bases)) in returned & made))
     return list(direct), list(copied)

@@ -14,7 +14,7 @@ from plait.ir.sizes import Expr, Size, free_symbols
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
 from plait.wrapper.verify import verify, verify_kept
-from plait.wrapper.walk import defined, rewrite, symbols, used
+from plait.wrapper.walk import defined, rewrite, root, symbols, used
 
 Pass = Callable[[ins.WrapperProgram], ins.WrapperProgram]
 Show = Callable[[str, ins.WrapperProgram], None]
@@ -171,14 +171,9 @@ class _Memory:
                 self.bases[i.name] = i.base
             case ins.CallExtern(may_keep=True) | ins.CallPython():
                 # A result may be the memory of an argument, which is no longer ours alone.
-                self.own.difference_update([self.root(n) for n in used(i)])
+                self.own.difference_update([root(n, self.bases) for n in used(i)])
             case _:
                 pass
-
-    def root(self, name: str) -> str:
-        while name in self.bases:
-            name = self.bases[name]
-        return name
 
     def may_share(self, a: str, b: str) -> bool:
         """Whether two roots may have a byte in common."""
@@ -210,18 +205,21 @@ def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:
     for i in p.body:
         memory.define(i)
         if isinstance(i, ins.Launch):
-            outs = {memory.root(n) for n in i.outs}
-            args = {memory.root(n) for n in i.args}
+            outs = {root(n, memory.bases) for n in i.outs}
+            args = {root(n, memory.bases) for n in i.args}
             barrier = _meet(memory, args, written) or _meet(memory, outs, read)
             if barrier:
                 read, written = set(), set()
             read |= args
             written |= outs
             i = replace(i, barrier=barrier)
-        elif isinstance(i, (ins.CallExtern, ins.CallPython, ins.Copy, ins.Fill, ins.CheckFinite)) or _reads_item(i):
+        elif isinstance(i, _ENDS_A_REGION) or _reads_item(i):
             read, written = set(), set()
         out.append(i)
     return replace(p, body=tuple(out))
+
+
+_ENDS_A_REGION = (ins.CallExtern, ins.CallPython, ins.Hook, ins.Copy, ins.Fill, ins.CheckFinite)
 
 
 def _reads_item(i: ins.Instr) -> bool:

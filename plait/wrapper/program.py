@@ -15,9 +15,12 @@ import torch
 
 from plait.config import Config
 from plait.kernel.target import Source
+from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
 from plait.schedule.plan import Plan
+from plait.wrapper import instructions as ins
 from plait.wrapper.instructions import WrapperProgram
+from plait.wrapper.walk import used
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,27 @@ class Program:
     call: Callable[..., tuple[object, ...]]
     boxed: Callable[[list[object]], tuple[object, ...]]
     record: CompileRecord
+
+
+Promise = tuple[str, torch.dtype, str | None] | None
+"""Name, dtype and device of an input; device None: any; None where the input is no tensor of a dtype that is known."""
+
+
+def promises(program: WrapperProgram) -> list[Promise]:
+    """What the Python targets ask of every input, as `Program::misfit` in native/torch/run.cpp asks it.
+
+    Attention gives the state of its random numbers on the host, though the fake tensors say otherwise: what has no
+    dimensions and is taken by operators only may be anywhere."""
+    memory = (ins.Launch, ins.View, ins.Reuse, ins.AssertAlignment)
+    touched = {name for i in program.body if isinstance(i, memory) for name in used(i)}
+    out: list[Promise] = []
+    for i in program.inputs:
+        if isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH:
+            anywhere = i.device != "cpu" and not i.shape and i.name not in touched
+            out.append((i.name, TO_TORCH[i.dtype], None if anywhere else i.device))
+        else:
+            out.append(None)
+    return out
 
 
 Observer = Callable[[CompileRecord], None]

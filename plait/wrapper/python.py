@@ -10,10 +10,10 @@ from __future__ import annotations
 import builtins
 import json
 import keyword
-import linecache
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, assert_never
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import assert_never
 
 import torch
 
@@ -23,8 +23,10 @@ from plait.ir.sizes import Atom, Expr, Size, free_symbols
 from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
+from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import input_sizes
+from plait.wrapper.program import Promise, promises
+from plait.wrapper.walk import input_sizes, sizes
 
 _RESERVED = frozenset(
     {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "torch", "rt", "args", "outer", "call", "inputs"}
@@ -78,19 +80,11 @@ class PythonProgram:
 
 
 def load_python(
-    source: str,
-    libraries: Libraries,
-    constants: Sequence[torch.Tensor],
-    callables: Sequence[Callable[..., object]],
-    filename: str = "<plait>",
+    source: str, libraries: Libraries, constants: Sequence[torch.Tensor], callables: Sequence[Callable[..., object]]
 ) -> PythonProgram:
     """Executes a module's source and binds it. Raises RuntimeError if a library lacks a kernel."""
-    name = f"{filename[:-1]} {len(linecache.cache)}>" if filename == "<plait>" else filename
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # tracebacks show its lines
-    module = ModuleType("plait_generated")
-    module.__file__ = name
-    exec(compile(source, name, "exec"), module.__dict__)
-    call: Any = module.__dict__["bind"](libraries, list(constants), list(callables))
+    bind = executed(source, "program", {"__name__": "plait_generated"}, "bind")
+    call = bind(libraries, list(constants), list(callables))
     call._boxed_call = True
     return PythonProgram(call, source)
 
@@ -105,15 +99,18 @@ class _Names(Scope):
 
     def variable(self, name: str) -> str:
         """The variable of a tensor or symbol, always the same."""
-        found = self.variables.get(name)
-        if found is None:
-            stem = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
-            stem = stem if stem.isidentifier() and not stem.startswith("__") else f"v_{stem}"
-            found, k = stem, 2
-            while found in self.used:
-                found, k = f"{stem}_{k}", k + 1
-            self.used.add(found)
-            self.variables[name] = found
+        if name not in self.variables:
+            self.variables[name] = self.fresh(name)
+        return self.variables[name]
+
+    def fresh(self, name: str) -> str:
+        """A variable that nothing else has, like this name."""
+        stem = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+        stem = stem if stem.isidentifier() and not stem.startswith("__") else f"v_{stem}"
+        found, k = stem, 2
+        while found in self.used:
+            found, k = f"{stem}_{k}", k + 1
+        self.used.add(found)
         return found
 
     def declare(self, atom: Atom) -> str:
@@ -130,13 +127,15 @@ class _Module:
         self.foreign = {i.name for i in p.inputs}  # and views: memory that the caller may hold
         self.body: list[str] = []
         self.devices = {i.name: i.device for i in p.body if isinstance(i, ins.DefineKernel)}
+        self.uses = Counter(e for i in p.body for e in {*self.computed(i)})
+        self.made: dict[Size, str] = {}
 
     def text(self) -> str:
         p = self.p
         inputs = [self.names.variable(i.name) for i in p.inputs]
         for i in p.body:
             self.instruction(i)
-        python_calls = any(isinstance(i, ins.CallPython) for i in p.body)
+        python_calls = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in p.body)
         lines = [
             f'"""{p.name}, compiled by plait: run this file to time a call on random inputs."""',
             "",
@@ -146,8 +145,8 @@ class _Module:
             "",
             f"LIBRARIES = {dict(self.libraries)!r}",
             f"CONSTANTS = {self.constants!r}",
-            "SIGNATURE = (  # name, dtype and device of every input that is a tensor",
-            *self.signature(),
+            "SIGNATURE = (  # name, dtype and device of every input that is a tensor; device None: any",
+            *(f"    {_promise(s)}," for s in promises(p)),
             ")",
             "",
             "",
@@ -169,13 +168,6 @@ class _Module:
             *self.main(),
         ]
         return "\n".join(lines) + "\n"
-
-    def signature(self) -> list[str]:
-        parts = []
-        for i in self.p.inputs:
-            plain = isinstance(i, ins.TensorInput) and i.dtype in TO_TORCH
-            parts.append(f"({i.name!r}, {_dtype(i.dtype)}, {i.device!r})" if plain else "None")  # type: ignore[union-attr]
-        return [f"    {s}," for s in parts]
 
     def main(self) -> list[str]:
         atoms = {a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)}
@@ -202,9 +194,28 @@ class _Module:
         ]
 
     # ---- instructions
+    def computed(self, i: ins.Instr) -> Iterator[Expr]:
+        """Expressions of an instruction that take more than the name of a symbol."""
+        if isinstance(i, ins.Launch):
+            i = replace(i, work_ns=0) if self.devices[i.kernel] != "cpu" else replace(i, grid=1)
+        if not isinstance(i, ins.Symbol):
+            yield from (e for e in sizes(i) if isinstance(e, Expr) and e.symbol is None)
+
+    def size(self, e: Size) -> str:
+        """An expression; what several instructions need has a variable."""
+        return self.made.get(e) or self.names.size(e)
+
+    def sizes(self, values: Sequence[Size]) -> str:
+        return tuple_text([self.size(v) for v in values])
+
     def instruction(self, i: ins.Instr) -> None:
-        name, size, sizes = self.names.variable, self.names.size, self.names.sizes
+        name, size, sizes = self.names.variable, self.size, self.sizes
         add = self.body.append
+        for e in self.computed(i):
+            if self.uses[e] > 1 and e not in self.made:
+                made = self.names.fresh("size")
+                add(f"{made} = {self.names.size(e)}")
+                self.made[e] = made
         match i:
             case ins.Symbol():
                 add(f"{name(i.name)} = {self.source(i.value)}")
@@ -246,6 +257,8 @@ class _Module:
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self.call(i)
+            case ins.Hook():
+                self.call(i.call())
             case ins.Copy():
                 add(f"rt.copy({name(i.dst)}, {name(i.src)}, bump={i.bump})")
             case ins.BumpVersion():
@@ -262,7 +275,7 @@ class _Module:
                 assert_never(i)
 
     def type(self, i: ins.Place | ins.Reuse | ins.View) -> str:
-        return f"{_dtype(i.dtype)}, {self.names.sizes(i.shape)}, {self.names.sizes(i.strides)}"
+        return f"{_dtype(i.dtype)}, {self.sizes(i.shape)}, {self.sizes(i.strides)}"
 
     def source(self, value: ins.SizeOf | ins.ItemOf | Size) -> str:
         match value:
@@ -279,11 +292,11 @@ class _Module:
 
     def launch(self, i: ins.Launch) -> None:
         args = tuple_text([self.names.variable(a) for a in i.args])
-        sizes = self.names.sizes(i.sizes)
+        sizes = self.sizes(i.sizes)
         if self.devices[i.kernel] == "cpu":
-            more = f"work_ns={self.names.size(i.work_ns)}{'' if i.parallel else ', parallel=False'}"
+            more = f"work_ns={self.size(i.work_ns)}{'' if i.parallel else ', parallel=False'}"
         else:
-            more = f"grid={self.names.size(i.grid)}"
+            more = f"grid={self.size(i.grid)}"
         writes = tuple(k for k, a in enumerate(i.args) if a in i.outs and a in self.foreign)
         more += f", writes={writes}" if writes else ""
         self.body.append(f"{self.names.variable(i.kernel)}({args}, {sizes}, {more})")
@@ -311,7 +324,7 @@ class _Module:
         """An expression that leaves the program: a comparison alone would be a bool."""
         alone = isinstance(e, Expr) and len(e.terms) == 1 and len(e.terms[0][0]) == 1
         compares = alone and e.terms[0][0][0].kind in ("eq", "ne", "lt", "le")  # type: ignore[union-attr]
-        return f"int({self.names.size(e)})" if compares else self.names.size(e)
+        return f"int({self.size(e)})" if compares else self.size(e)
 
     def operand(self, o: ins.Operand) -> str:
         match o:
@@ -337,6 +350,10 @@ def sorted_symbols(e: Size) -> list[Atom]:
 def _typical(a: Atom) -> int:
     """A value for a symbol of which only the range is known."""
     return int(min(max(8, a.lo), a.hi))
+
+
+def _promise(p: Promise) -> str:
+    return "None" if p is None else f"({p[0]!r}, {p[1]}, {p[2]!r})"
 
 
 def _dtype(d: DType) -> str:

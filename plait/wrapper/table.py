@@ -22,7 +22,7 @@ from plait.wrapper.text import line, read, text
 from plait.wrapper.verify import verify
 
 EXAMPLE = """\
-program('example', n_constants=1, n_callables=1)
+program('example', n_constants=1, n_callables=2)
 s0 = symbol(lo=2)
 
 x = tensor_input(f32[s0, 8] @ (8, 1))
@@ -48,6 +48,7 @@ launch('plait_relu', (buf1, buf2), (s0,), (buf2,), 4*s0, barrier=False)
 free(buf1)
 require_finite(buf2, 'model.py:31', infinities=False)
 buf3, = call_python(0, 'mylib.scale')(buf2, alpha=0.5)
+hook(buf3, 1, 'scale', 'mylib.scale (model.py:32)')
 copy(state, buf3)
 bump_version(x)
 buf4 = alloc(f32[4] @ (1,))
@@ -91,7 +92,7 @@ def markdown() -> str:
     p = example()
     verify(p, after="example")
     encode(p)  # the native target takes all of it
-    beside = Parts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print])
+    beside = Parts({"cpu": "kernels.so"}, [torch.ones(8, 8)], [print, print])
     shown: dict[type, tuple[ins.Instr, list[str], list[str], list[str]]] = {}
     for (i, python), (_, cpp), (_, fx) in zip(python_lines(p), cpp_lines(p), fx_lines(p, beside), strict=True):
         shown.setdefault(type(i), (i, python, cpp, fx))

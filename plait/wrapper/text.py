@@ -57,6 +57,7 @@ SYNTAX: dict[type, Syntax] = {
         (("kernel", "text"), ("args", "names"), ("sizes", "sizes"), ("outs", "names"), ("work_ns", "size"),
          ("parallel", "bool"), ("barrier", "bool"), ("grid", "size")),
     ),
+    ins.Hook: ("hook", (("tensor", "name"), ("index", "int"), ("node", "text"), ("label", "text"))),
     ins.Copy: ("copy", (("dst", "name"), ("src", "name"), ("bump", "bool"))),
     ins.BumpVersion: ("bump_version", (("tensor", "name"),)),
     ins.Fill: ("fill", (("tensor", "name"), ("value", "operand"))),

@@ -16,7 +16,7 @@ from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS
 from plait.ir.sizes import Expr, Size
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs, sizes, symbols, used
+from plait.wrapper.walk import defined, operands, refs, root, sizes, symbols, used
 
 LITERALS = frozenset({"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"})
 
@@ -51,6 +51,8 @@ def _effects(p: ins.WrapperProgram) -> Counter[tuple[str, ...]]:
                 out["CallExtern", i.op] += 1
             case ins.CallPython():
                 out["CallPython", i.label] += 1
+            case ins.Hook():
+                out["Hook", i.node, i.label] += 1
             case ins.Copy():
                 out["Copy", i.dst, i.src] += 1
             case _:
@@ -100,12 +102,6 @@ class _Verifier:
             self.fail("an empty name")
         self.kind[name] = kind
 
-    def root(self, name: str) -> str:
-        """The tensor whose memory this names, through views."""
-        while name in self.base:
-            name = self.base[name]
-        return name
-
     def live(self, name: str) -> str:
         """Checks that name and the memory under it may be used here; gives its kind."""
         kind = self.kind.get(name)
@@ -117,10 +113,10 @@ class _Verifier:
                 through = "" if at == name else f" (through {name})"
                 self.fail(f"{at} is used after it was freed by instruction {self.freed[at]}{through}")
             at = self.base.get(at)
-        root = self.root(name)
-        taker = self.spent.get(root)
+        memory = root(name, self.base)
+        taker = self.spent.get(memory)
         if taker is not None and self.at > self.first_use(taker):
-            self.fail(f"{root} is used after {taker} took over its memory")
+            self.fail(f"{memory} is used after {taker} took over its memory")
         return kind
 
     def tensor(self, name: str) -> None:
@@ -193,6 +189,8 @@ class _Verifier:
                 self.launch(i)
             case ins.CallExtern() | ins.CallPython():
                 self.call(i)
+            case ins.Hook():
+                self.callable(i.index)
             case ins.Return():
                 self.at_return(i)
             case _:
@@ -271,11 +269,11 @@ class _Verifier:
             self.fail(f"{stray[0]} is written but no argument")
 
     def call(self, i: ins.CallExtern | ins.CallPython) -> None:
-        if isinstance(i, ins.CallPython) and not 0 <= i.index < self.p.n_callables:
-            self.fail(f"the program has {self.p.n_callables} callables")
+        if isinstance(i, ins.CallPython):
+            self.callable(i.index)
         if isinstance(i, ins.CallPython) or i.may_keep:
             for name in used(i):
-                if self.kind[self.root(name)] == "place":
+                if self.kind[root(name, self.base)] == "place":
                     self.fail(f"{name} lies in the arena and the call may keep it")
         if isinstance(i, ins.CallExtern):
             given = {n for _, o in i.kwargs for n in refs(o)}
@@ -284,6 +282,10 @@ class _Verifier:
         for name in defined(i):
             self.define(name, "result")
 
+    def callable(self, index: int) -> None:
+        if not 0 <= index < self.p.n_callables:
+            self.fail(f"the program has {self.p.n_callables} callables")
+
     def at_return(self, i: ins.Return) -> None:
         if self.at != len(self.p.body) - 1:
             self.fail("instructions follow")
@@ -291,7 +293,7 @@ class _Verifier:
             if not isinstance(o, (ins.Ref, ins.Literal, ins.ValueOf, int, Expr)):
                 self.fail(f"{o} is no output")
             for name in refs(o) if isinstance(o, ins.Ref) else ():
-                if self.kind[self.root(name)] == "place":
+                if self.kind[root(name, self.base)] == "place":
                     self.fail(f"output {name} lies in the arena")
 
 

@@ -6,7 +6,7 @@ or an integer symbol; all of them share one space of names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import assert_never
 
@@ -23,8 +23,8 @@ def defined(i: ins.Instr) -> tuple[str, ...]:
             return tuple(n for n in i.outs if n is not None)
         case (
             ins.AssertScalar() | ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free()
-            | ins.DefineKernel() | ins.Launch() | ins.Copy() | ins.BumpVersion() | ins.Fill() | ins.Partition()
-            | ins.Note() | ins.Return()
+            | ins.DefineKernel() | ins.Launch() | ins.Hook() | ins.Copy() | ins.BumpVersion() | ins.Fill()
+            | ins.Partition() | ins.Note() | ins.Return()
         ):  # fmt: skip
             return ()
         case _:
@@ -78,7 +78,10 @@ def used(i: ins.Instr) -> tuple[str, ...]:
     match i:
         case ins.Symbol(_, ins.SizeOf(tensor) | ins.ItemOf(tensor)):
             names.append(tensor)
-        case ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.BumpVersion() | ins.Fill():
+        case (
+            ins.AssertSizeStride() | ins.AssertAlignment() | ins.CheckFinite() | ins.Hook() | ins.BumpVersion()
+            | ins.Fill()
+        ):  # fmt: skip
             names.append(i.tensor)
         case ins.Place():
             names.append(i.arena)
@@ -125,7 +128,7 @@ def sizes(i: ins.Instr) -> tuple[Size, ...]:
             return tuple(s for o in operands(i) for s in operand_sizes(o))
         case (
             ins.Symbol() | ins.AssertAlignment() | ins.CheckFinite() | ins.Free() | ins.Constant() | ins.DefineKernel()
-            | ins.Copy() | ins.BumpVersion() | ins.Partition() | ins.Note()
+            | ins.Hook() | ins.Copy() | ins.BumpVersion() | ins.Partition() | ins.Note()
         ):  # fmt: skip
             return ()
         case _:
@@ -135,6 +138,13 @@ def sizes(i: ins.Instr) -> tuple[Size, ...]:
 def symbols(i: ins.Instr) -> frozenset[str]:
     """Names of the symbols in this instruction's expressions."""
     return frozenset(a.name for e in sizes(i) for a in free_symbols(e))
+
+
+def root(name: str, bases: Mapping[str, str]) -> str:
+    """The tensor whose memory a name stands for. bases: names on the memory of another -> that one."""
+    while name in bases:
+        name = bases[name]
+    return name
 
 
 def input_sizes(i: ins.Input) -> tuple[Size, ...]:
@@ -180,7 +190,7 @@ def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size
             return replace(i, expr=size(i.expr))
         case ins.AssertSizeStride():
             return replace(i, tensor=ref(i.tensor), shape=many(i.shape), strides=many(i.strides))
-        case ins.AssertAlignment() | ins.CheckFinite() | ins.BumpVersion():
+        case ins.AssertAlignment() | ins.CheckFinite() | ins.Hook() | ins.BumpVersion():
             return replace(i, tensor=ref(i.tensor))
         case ins.Arena():
             return replace(i, nbytes=size(i.nbytes))

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define PLAIT_TABLE_VERSION 1
+#define PLAIT_TABLE_VERSION 2
 
 extern "C" {
 
@@ -20,10 +20,9 @@ struct plait_task {
   plait_kernel run;
   void* const* buffers;
   const int64_t* sizes;
-  bool split;      // divided over threads; else one of them runs it whole
-  bool barrier;    // starts after every earlier task has ended
-  int32_t kernel;  // its number
+  int64_t what;  // its number from bit 32 on, plait_split, plait_barrier
 };
+enum { plait_split = 1, plait_barrier = 1 << 8 };  // divided over threads; starts after every earlier task has ended
 
 // A tensor's slot, or an integer.
 struct plait_operand {
@@ -44,6 +43,7 @@ struct plait_table {
   int (*storage)(plait_call*, int32_t tensor, char** first);  // where its storage starts
   void (*drop)(plait_call*, int32_t tensor);
   int (*run)(plait_call*, const plait_task* tasks, int n, int64_t split_ns);
+  int (*failed)(plait_call*, int32_t kernel, int64_t code);  // which a kernel returned
   int (*launch)(plait_call*, int32_t kernel, void* const* buffers, const int64_t* sizes, int64_t grid);
   int (*op)(plait_call*, int32_t index, const plait_operand* operands, int n);
   int (*python)(plait_call*, int32_t index, const plait_operand* operands, int n);
@@ -53,7 +53,7 @@ struct plait_table {
   int (*layout)(plait_call*, int32_t tensor, int dtype, int rank, const int64_t* sizes, const int64_t* strides);
   int (*aligned)(plait_call*, int32_t tensor, const char* first, int64_t nbytes);
   int (*finite)(plait_call*, int32_t tensor, const char* origin, bool infinities);
-  int (*fail)(plait_call*, const char* message);
+  int (*fail)(plait_call*, const char* message, int64_t n_bytes);
   int (*overflow)(plait_call*);  // fails for a size that does not fit
   int (*give)(plait_call*, const plait_operand* results, int n);
 };
@@ -65,6 +65,7 @@ struct plait_call {
   const plait_table* table;
   const plait_kernel* kernels;  // of the CPU
   char* const* pointers;        // by slot, of tensors with memory of their own
+  bool profiled;                // somebody wants to see every kernel
 };
 }
 
@@ -72,6 +73,8 @@ namespace plait {
 
 // A kernel of less estimated work is cheaper on one thread.
 constexpr int64_t kSplitTaskNs = 2'000;
+// A region with no more work than this that could be split is always run by one thread.
+constexpr int64_t kSerialRegionNs = 6'000;
 
 namespace wrapper {
 
@@ -194,8 +197,9 @@ struct Operand : plait_operand {
 };
 
 inline int64_t symbol(Call call, int32_t index) { return call->table->symbol(call, index); }
-inline int require(Call call, int64_t holds, const char* message) {
-  return holds ? 0 : call->table->fail(call, message);
+template <int N>
+int require(Call call, int64_t holds, const char (&message)[N]) {
+  return holds ? 0 : call->table->fail(call, message, N - 1);
 }
 
 // ---- operators and Python objects
@@ -218,27 +222,44 @@ int give(Call call, const Operand (&results)[N]) {
 // ---- kernels
 enum { kWhole = 1, kNoBarrier = 2 };  // not to be split; may overlap those before it in its region
 
-// A kernel with its arguments. work_ns: its estimated time on one core.
+// Sizes that are constants.
+template <int64_t... S>
+constexpr int64_t kSizes[sizeof...(S) ? sizeof...(S) : 1] = {S...};
+
+// A kernel with its arguments; these alone are in memory. work_ns: its estimated time on one core.
 template <int N, int M>
 struct Launch {
   int32_t kernel;
-  void* buffers[N ? N : 1];
-  int64_t sizes[M ? M : 1];
+  void* const (&buffers)[N ? N : 1];
+  const int64_t (&sizes)[M ? M : 1];
   int64_t work_ns;
   int flags;
 
   bool split() const { return !(flags & kWhole) && work_ns >= kSplitTaskNs; }
   int64_t split_ns() const { return split() ? work_ns : 0; }
   plait_task task(Call call) const {
-    return {call->kernels[kernel], buffers, sizes, split(), !(flags & kNoBarrier), kernel};
+    const int64_t what = (split() ? plait_split : 0) | (flags & kNoBarrier ? 0 : plait_barrier);
+    return {call->kernels[kernel], buffers, sizes, what | int64_t(kernel) << 32};
   }
 };
+
+__attribute__((noinline, unused)) static int run_seen(Call call, const plait_task& task) {
+  return call->table->run(call, &task, 1, 0);
+}
+template <int N, int M>
+__attribute__((always_inline)) inline int run_alone(Call call, const Launch<N, M>& l) {
+  if (__builtin_expect(call->profiled, 0)) return run_seen(call, l.task(call));
+  const int64_t code = call->kernels[l.kernel](0, 1, l.buffers, l.sizes);
+  return __builtin_expect(code != 0, 0) ? call->table->failed(call, l.kernel, code) : 0;
+}
 
 // Kernels that follow each other run as one region.
 template <class... L>
 __attribute__((always_inline)) inline int run(Call call, const L&... launches) {
+  const int64_t split_ns = (launches.split_ns() + ...);
+  if (split_ns <= kSerialRegionNs) return (run_alone(call, launches) || ...);
   const plait_task tasks[] = {launches.task(call)...};
-  return call->table->run(call, tasks, sizeof...(L), (launches.split_ns() + ...));
+  return call->table->run(call, tasks, sizeof...(L), split_ns);
 }
 
 // On a GPU: what a grid of programs works on.

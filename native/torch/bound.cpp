@@ -1,0 +1,262 @@
+// native/torch/bound.cpp: the checks of a bound program.
+#include "torch/bound.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+namespace plait {
+namespace {
+
+bool dim_fits(const Dim& d, int64_t got, Symbols& symbols) {
+  if (d.kind == Dim::Kind::fixed) return d.value == got;
+  if (d.kind == Dim::Kind::any) return true;
+  return got >= d.lo && got <= d.hi && symbols.agree(d.value, got);
+}
+
+const char* layout_name(c10::Layout layout) {
+  switch (layout) {
+    case c10::kSparse: return "torch.sparse_coo";
+    case c10::kSparseCsr: return "torch.sparse_csr";
+    case c10::kSparseCsc: return "torch.sparse_csc";
+    case c10::kSparseBsr: return "torch.sparse_bsr";
+    case c10::kSparseBsc: return "torch.sparse_bsc";
+    case c10::kMkldnn: return "torch._mkldnn";
+    default: return "torch.jagged";
+  }
+}
+
+// What is special about a tensor that the program cannot take though its device is right.
+std::string special_kind(const at::Tensor& t, const std::string& type_name) {
+  if (t.layout() != c10::kStrided) return std::string("one of layout ") + layout_name(t.layout());
+  return t.is_nested() ? "a nested one" : "one of class " + type_name;
+}
+
+// The bytes of t's storage that its elements occupy.
+at::Tensor bytes_of(const at::Tensor& storage_bytes, const at::Tensor& t) {
+  const auto size = static_cast<int64_t>(t.element_size());
+  c10::DimVector sizes(t.sizes()), strides(t.strides());
+  for (int64_t& s : strides) s *= size;
+  sizes.push_back(size);
+  strides.push_back(1);
+  return storage_bytes.as_strided(sizes, strides, t.storage_offset() * size);
+}
+
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.has_storage() || !b.has_storage() || a.numel() == 0 || b.numel() == 0) return false;
+  if (!a.storage().is_alias_of(b.storage())) return false;
+  const at::NoGradGuard no_grad;
+  const at::Tensor bytes =
+      at::zeros({static_cast<int64_t>(a.storage().nbytes())}, at::TensorOptions(at::kByte));
+  bytes_of(bytes, a).fill_(1);
+  return bytes_of(bytes, b).any().item<bool>();
+}
+
+}  // namespace
+
+// ----------------------------------------------------------------------------------------------------
+// making
+Bound::Bound(const Program& program, Signature signature, const std::vector<at::Tensor>& bound)
+    : program_(program), signature_(std::move(signature)) {
+  const std::vector<Input>& inputs = program.plan().inputs;
+  const size_t n_outputs = program.outputs().size();
+  if (signature_.inputs.size() != inputs.size())
+    throw LoadError("the program has " + std::to_string(inputs.size()) + " inputs, " +
+                    std::to_string(signature_.inputs.size()) + " were described");
+  if (signature_.single && n_outputs != 1)
+    throw LoadError("the program has more than a single output");
+  for (const at::Tensor& t : bound) {
+    BoundTensor b{t, t.layout() == c10::kStrided};
+    if (b.strided) b.sizes = t.sizes(), b.strides = t.strides();
+    bound_.push_back(std::move(b));
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_spec(i, bound.size());
+    derives_ = derives_ || signature_.inputs[i].kind == InputSpec::Kind::symbol;
+    if (inputs[i].kind == Input::Kind::tensor && program.slot(inputs[i].id).written)
+      changed_.push_back(i);
+  }
+  const std::vector<Produced>& results = signature_.results;
+  if (!results.empty() && results.size() != n_outputs)
+    throw LoadError("the program has " + std::to_string(n_outputs) + " results, " +
+                    std::to_string(results.size()) + " were described");
+  for (size_t k = 0; k < results.size(); ++k) {
+    if (results[k].kind != Produced::Kind::view) continue;
+    const int64_t of = results[k].arg;
+    if (of < 0 || static_cast<size_t>(of) >= inputs.size() ||
+        !has_tensor(signature_.inputs[static_cast<size_t>(of)]))
+      throw LoadError("a result is a view of input " + std::to_string(of) + ", which is no tensor");
+    if (program.outputs()[k].kind != Operand::Kind::ref) throw LoadError("a view is no tensor");
+  }
+}
+
+void Bound::require(bool fits, size_t position, const char* what) const {
+  if (!fits) throw LoadError("program input " + std::to_string(position) + " " + what);
+}
+
+void Bound::check_spec(size_t position, size_t n_bound) const {
+  using Kind = InputSpec::Kind;
+  const Input& input = program_.plan().inputs[position];
+  const InputSpec& s = signature_.inputs[position];
+  const Input::Kind want = has_tensor(s)                                    ? Input::Kind::tensor
+                           : s.kind == Kind::object || s.kind == Kind::none ? Input::Kind::opaque
+                                                                            : Input::Kind::symbol;
+  require(input.kind == want, position, "is described as one of another kind");
+  const size_t n = s.kind == Kind::bound ? n_bound : signature_.names.size();
+  if ((s.kind == Kind::bound || s.kind == Kind::tensor || s.kind == Kind::integer ||
+       s.kind == Kind::object) &&
+      (s.arg < 0 || static_cast<size_t>(s.arg) >= n))
+    throw LoadError("argument " + std::to_string(s.arg) + " has no name");
+  if (s.kind != Kind::tensor) return;
+  require(s.dtype == dtype_name(input.dtype), position,
+          "is described with another dtype than the program's");
+  require(s.device == input.device, position,
+          "is described with another device than the program's");
+  require(s.layout != InputSpec::Layout::listed || s.strides.size() == s.sizes.size(), position,
+          "has as many strides as sizes");
+}
+
+// ----------------------------------------------------------------------------------------------------
+// checking
+// What was wanted instead of `got`, which does not fit.
+std::string Bound::misfit(const Dim& d, int64_t got, Symbols& symbols) const {
+  if (d.kind != Dim::Kind::symbol) return std::to_string(d.value);
+  const std::string& name = signature_.symbols[static_cast<size_t>(d.value)];
+  if (!symbols.agree(d.value, got))
+    return std::to_string(symbols[d.value]) + " (" + name +
+           ", as in an earlier input or dimension)";
+  return got < d.lo ? "at least " + std::to_string(d.lo) + " (" + name + ")"
+                    : "at most " + std::to_string(d.hi) + " (" + name + ")";
+}
+
+void Bound::fail(const InputSpec& s, const std::string& what) const {
+  throw InputError("input '" + signature_.names[static_cast<size_t>(s.arg)] + "': " + what);
+}
+
+void Bound::fail_misfit(const Input& input, const InputSpec& s, const at::Tensor& t,
+                        const std::string& type_name) const {
+  if (program_.misfit(input, t) == Program::Misfit::dtype)
+    fail(s, std::string("expected dtype ") + torch_name(input.dtype) + ", got " +
+                torch_name(from_scalar_type(t.scalar_type())));
+  if (const std::string device = t.device().str(); device != input.device)
+    fail(s, "expected a plain tensor on device " + input.device + ", got one on " + device);
+  fail(s, "expected a plain tensor, got " + special_kind(t, type_name));
+}
+
+void Bound::check_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const {
+  const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
+  if (sizes.size() != s.sizes.size()) [[unlikely]]
+    fail(s, "expected " + std::to_string(s.sizes.size()) + " dimensions, got " +
+                std::to_string(sizes.size()));
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (dim_fits(s.sizes[d], sizes[d], symbols)) [[likely]]
+      continue;
+    fail(s, "expected size " + misfit(s.sizes[d], sizes[d], symbols) + " in dimension " +
+                std::to_string(d) + ", got " + std::to_string(sizes[d]));
+  }
+  if (s.layout == InputSpec::Layout::contiguous && !t.is_contiguous())
+    fail(s, "expected a contiguous tensor, got strides " + at::str(strides));
+  if (s.layout != InputSpec::Layout::listed || t.numel() == 0) return;
+  for (size_t d = 0; d < strides.size(); ++d) {
+    if (sizes[d] <= 1 || dim_fits(s.strides[d], strides[d], symbols)) [[likely]]
+      continue;
+    fail(s, "expected stride " + misfit(s.strides[d], strides[d], symbols) + " in dimension " +
+                std::to_string(d) + ", got " + std::to_string(strides[d]));
+  }
+}
+
+void Bound::check_integer(const InputSpec& s, int64_t got, Symbols& symbols) const {
+  if (!dim_fits(s.integer, got, symbols))
+    fail(s, "expected " + misfit(s.integer, got, symbols) + ", got " + std::to_string(got));
+}
+
+// Kernels have the layout of bound tensors built in, but an assignment to `.data` may change it.
+void Bound::fail_moved(const Input& input, const InputSpec& s, const BoundTensor& b) const {
+  const auto layout = [](c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+    return " with sizes " + at::str(sizes) + " and strides " + at::str(strides);
+  };
+  const at::Tensor& t = b.tensor;
+  const bool opaque = input.dtype == DType::kAny;
+  throw InputError("parameter or buffer '" + s.name + "': its data is now " +
+                   torch_name(from_scalar_type(t.scalar_type())) + " on " + t.device().str() +
+                   layout(t.sizes(), t.strides()) + ", the program was compiled for " +
+                   (opaque ? "this dtype" : torch_name(input.dtype)) + " on " + input.device +
+                   layout(b.sizes, b.strides));
+}
+
+void Bound::bind_bound(Frame& f, const Input& input, const InputSpec& s) const {
+  const BoundTensor& b = bound_[static_cast<size_t>(s.arg)];
+  const auto has_layout = [&] {
+    const c10::IntArrayRef sizes = b.tensor.sizes(), strides = b.tensor.strides();
+    const size_t rank = b.sizes.size();
+    if (sizes.size() != rank) return false;
+    bool same_sizes = true, same_strides = true;
+    for (size_t d = 0; d < rank; ++d) {
+      same_sizes &= sizes[d] == b.sizes[d];
+      same_strides &= strides[d] == b.strides[d] || sizes[d] == 1;
+    }
+    return same_sizes && (same_strides || b.tensor.numel() == 0);
+  };
+  if (!b.strided)
+    program_.require_fit(input, b.tensor);
+  else if (program_.misfit(input, b.tensor) != Program::Misfit::none || !has_layout()) [[unlikely]]
+    fail_moved(input, s, b);
+  program_.bind(f, input, b.tensor);
+}
+
+void Bound::bind_symbols(Frame& f, const Symbols& symbols) const {
+  for (size_t i = 0; i < signature_.inputs.size(); ++i) {
+    if (signature_.inputs[i].kind != InputSpec::Kind::symbol) continue;
+    const int64_t index = signature_.inputs[i].integer.value;
+    if (!symbols.known(index))
+      throw InputError("no input defines the size '" +
+                       signature_.symbols[static_cast<size_t>(index)] + "'");
+    program_.set_symbol(f, program_.plan().inputs[i].id, symbols[index]);
+  }
+}
+
+std::string Bound::name_of(size_t input) const {
+  const InputSpec& s = signature_.inputs[input];
+  return s.kind == InputSpec::Kind::bound
+             ? "parameter or buffer '" + s.name + "'"
+             : "'" + signature_.names[static_cast<size_t>(s.arg)] + "'";
+}
+
+// The program was compiled for inputs that share no memory: a change of one would show in another
+// or not, as kernels happen to run.
+void Bound::check_apart(const Tensors& tensors) const {
+  for (size_t i : changed_)
+    for (size_t j = 0; j < tensors.size(); ++j)
+      if (j != i && tensors[j] && share_memory(*tensors[i], *tensors[j]))
+        throw InputError("inputs " + name_of(i) + " and " + name_of(j) + " share memory and " +
+                         name_of(i) + " is changed in place: pass a copy of one of them");
+}
+
+void Bound::check_conditions(const Tensors& tensors) const {
+  const auto of_argument = [&](int64_t arg) {
+    size_t i = 0;
+    while (signature_.inputs[i].kind != InputSpec::Kind::tensor || signature_.inputs[i].arg != arg)
+      ++i;
+    return tensors[i];
+  };
+  for (const Condition& c : signature_.conditions) {
+    std::vector<int64_t> values(c.nodes.size());
+    bool known = true;
+    for (size_t k = 0; known && k < values.size(); ++k) {
+      const ExprNode& e = c.nodes[k];
+      if (e.op == ExprNode::Op::symbol)
+        values[k] = of_argument(e.a)->size(e.b);
+      else
+        known = evaluate(e, values.data(), values[k]);
+    }
+    if (known && values.back() != 0) continue;
+    std::string shapes;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (signature_.inputs[i].kind == InputSpec::Kind::tensor)
+        shapes += (shapes.empty() ? "" : ", ") +
+                  signature_.names[static_cast<size_t>(signature_.inputs[i].arg)] + " " +
+                  at::str(tensors[i]->sizes());
+    throw InputError("sizes break a condition of the program, " + c.text + ": " + shapes);
+  }
+}
+
+}  // namespace plait

@@ -1,0 +1,156 @@
+// native/torch/bound.h: a program with its parameters in place that checks its inputs itself.
+//
+// What was promised for every program input is a list of small checks, made once; a call binds the
+// parameters, checks and binds the arguments and derives the symbols. What the arguments are is the
+// caller's business: a class `Arguments` with
+//   const at::Tensor* tensor(int64_t arg)   null if it is none
+//   std::string type_name(int64_t arg)      of its class, for errors
+//   bool integer(int64_t arg, int64_t& out) false if it is none
+//   void* object(int64_t arg)               an object of the host; of argument -1: its None
+#pragma once
+
+#include <limits>
+
+#include "plait/errors.h"
+#include "torch/call.h"
+
+namespace plait {
+
+// The values that symbols have taken in this call; the few that a signature has live on the stack.
+class Symbols {
+ public:
+  explicit Symbols(size_t n) {
+    if (n > kInline) more_.resize(n), at_ = more_.data();
+    std::fill(at_, at_ + n, kUnset);
+  }
+  Symbols(const Symbols&) = delete;
+  Symbols& operator=(const Symbols&) = delete;
+  // True if the symbol was free or has this value already.
+  bool agree(int64_t index, int64_t value) {
+    int64_t& have = at_[index];
+    if (have == kUnset) have = value;
+    return have == value;
+  }
+  int64_t operator[](int64_t index) const { return at_[index]; }
+  bool known(int64_t index) const { return at_[index] != kUnset; }
+
+ private:
+  static constexpr size_t kInline = 16;
+  static constexpr int64_t kUnset = std::numeric_limits<int64_t>::min();
+  int64_t inline_[kInline];
+  std::vector<int64_t> more_;
+  int64_t* at_ = inline_;
+};
+
+class Bound {
+ public:
+  // bound: the tensors of the inputs that are bound for good, by InputSpec::arg. Throws LoadError
+  // where the signature does not fit the program.
+  Bound(const Program& program, Signature signature, const std::vector<at::Tensor>& bound);
+
+  const Signature& signature() const { return signature_; }
+
+  // Checks the arguments and binds every input of the program; throws InputError.
+  template <class Arguments>
+  void bind(Frame& f, const Arguments& args) const;
+  bool is_view(size_t result) const {
+    return !signature_.results.empty() && signature_.results[result].kind == Produced::Kind::view;
+  }
+  // Result number `result`, a view: of the caller's tensor, for which `like` is what the program
+  // made.
+  template <class Arguments>
+  at::Tensor view(Frame& f, size_t result, const at::Tensor& like, const Arguments& args) const;
+
+ private:
+  struct BoundTensor {
+    at::Tensor tensor;
+    bool strided = false;
+    c10::DimVector sizes, strides;  // strided: what the program was compiled for
+  };
+  void require(bool fits, size_t position, const char* what) const;
+  void check_spec(size_t position, size_t n_bound) const;
+  [[noreturn]] void fail(const InputSpec& s, const std::string& what) const;
+  [[noreturn]] void fail_misfit(const Input& input, const InputSpec& s, const at::Tensor& t,
+                                const std::string& type_name) const;
+  [[noreturn]] void fail_moved(const Input& input, const InputSpec& s, const BoundTensor& b) const;
+  void check_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const;
+  void check_integer(const InputSpec& s, int64_t got, Symbols& symbols) const;
+  void bind_bound(Frame& f, const Input& input, const InputSpec& s) const;
+  void bind_symbols(Frame& f, const Symbols& symbols) const;
+  using Tensors = c10::SmallVector<const at::Tensor*, 8>;
+  void check_apart(const Tensors& tensors) const;
+  void check_conditions(const Tensors& tensors) const;
+  std::string misfit(const Dim& d, int64_t got, Symbols& symbols) const;
+  std::string name_of(size_t input) const;
+
+  template <class Arguments>
+  const at::Tensor& tensor_of(size_t input, const Arguments& args) const {
+    const InputSpec& s = signature_.inputs[input];
+    return s.kind == InputSpec::Kind::bound ? bound_[static_cast<size_t>(s.arg)].tensor
+                                            : *args.tensor(s.arg);
+  }
+
+  const Program& program_;
+  Signature signature_;
+  std::vector<BoundTensor> bound_;
+  std::vector<size_t> changed_;  // inputs that the program writes to
+  bool derives_ = false;         // some inputs are symbols
+};
+
+inline bool has_tensor(const InputSpec& s) {
+  return s.kind == InputSpec::Kind::bound || s.kind == InputSpec::Kind::tensor;
+}
+
+template <class Arguments>
+void Bound::bind(Frame& f, const Arguments& args) const {
+  const std::vector<Input>& inputs = program_.plan().inputs;
+  Symbols symbols(signature_.symbols.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const InputSpec& spec = signature_.inputs[i];
+    switch (spec.kind) {
+      case InputSpec::Kind::bound: bind_bound(f, inputs[i], spec); break;
+      case InputSpec::Kind::tensor: {
+        const at::Tensor* t = args.tensor(spec.arg);
+        if (!t) [[unlikely]]
+          fail(spec, "expected a tensor, got " + args.type_name(spec.arg));
+        if (program_.misfit(inputs[i], *t) != Program::Misfit::none) [[unlikely]]
+          fail_misfit(inputs[i], spec, *t, args.type_name(spec.arg));
+        check_tensor(spec, *t, symbols);
+        program_.bind(f, inputs[i], *t);
+        break;
+      }
+      case InputSpec::Kind::integer: {
+        int64_t value = 0;
+        if (!args.integer(spec.arg, value))
+          fail(spec, "expected an int, got " + args.type_name(spec.arg));
+        check_integer(spec, value, symbols);
+        program_.set_symbol(f, inputs[i].id, value);
+        break;
+      }
+      case InputSpec::Kind::object:
+      case InputSpec::Kind::none:
+        f.opaques[static_cast<size_t>(inputs[i].id)] =
+            args.object(spec.kind == InputSpec::Kind::none ? -1 : spec.arg);
+        break;
+      case InputSpec::Kind::symbol: break;
+    }
+  }
+  if (derives_) bind_symbols(f, symbols);
+  if (changed_.empty() && signature_.conditions.empty()) [[likely]]
+    return;
+  Tensors tensors;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    tensors.push_back(has_tensor(signature_.inputs[i]) ? &tensor_of(i, args) : nullptr);
+  check_apart(tensors);
+  check_conditions(tensors);
+}
+
+template <class Arguments>
+at::Tensor Bound::view(Frame& f, size_t result, const at::Tensor& like,
+                       const Arguments& args) const {
+  const Produced& r = signature_.results[result];
+  return view_of(tensor_of(static_cast<size_t>(r.arg), args), input_at(program_, f, r.arg), like,
+                 r);
+}
+
+}  // namespace plait

@@ -1,0 +1,79 @@
+// native/torch/call.cpp: outputs of a program, and the functions of this process that its kernels
+// call.
+#include "torch/call.h"
+
+#include <ATen/ops/as_strided.h>
+#include <dlfcn.h>
+#include <torch/csrc/stable/c/shim.h>
+
+namespace plait {
+
+std::vector<Output> plan_outputs(const Program& p) {
+  std::vector<Output> out;
+  std::vector<int> uses(p.plan().slots.size());
+  for (const Operand& o : p.outputs())
+    if (o.kind == Operand::Kind::ref) ++uses[static_cast<size_t>(o.id)];
+  for (const Operand& o : p.outputs()) {
+    using Kind = Output::Kind;
+    Output v{Kind::none, o.id, o.re};
+    if (o.kind == Operand::Kind::ref) {
+      const SlotInfo::Kind kind = p.slot(o.id).kind;
+      const bool owned = kind == SlotInfo::Kind::alloc || kind == SlotInfo::Kind::result ||
+                         kind == SlotInfo::Kind::view;
+      v.kind = kind == SlotInfo::Kind::opaque                  ? Kind::opaque
+               : owned && uses[static_cast<size_t>(o.id)] == 1 ? Kind::moved_tensor
+                                                               : Kind::tensor;
+    } else if (o.kind == Operand::Kind::size) {
+      v.kind = Kind::integer;
+    } else if (o.kind == Operand::Kind::value) {
+      v.kind = Kind::value;
+    } else if (o.kind == Operand::Kind::real) {
+      v.kind = Kind::real;
+    } else if (o.kind == Operand::Kind::boolean) {
+      v.kind = Kind::boolean;
+    } else if (o.kind != Operand::Kind::none) {
+      throw LoadError("a value of this kind cannot be returned");
+    }
+    out.push_back(v);
+  }
+  return out;
+}
+
+const at::Tensor& input_at(const Program& p, const Frame& f, int64_t input) {
+  return *f.refs[static_cast<size_t>(p.plan().inputs[static_cast<size_t>(input)].id)];
+}
+
+at::Tensor take_tensor(Frame& f, const Output& o) {
+  if (o.kind == Output::Kind::moved_tensor) return std::move(f.tensors[static_cast<size_t>(o.id)]);
+  if (o.kind == Output::Kind::tensor) return *f.refs[static_cast<size_t>(o.id)];
+  return {};
+}
+
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like,
+                   const Produced& r) {
+  TORCH_CHECK(r.offset || like.storage().is_alias_of(bound.storage()),
+              "a result that should be a view of an input is a copy");
+  const int64_t offset = r.offset ? *r.offset : like.storage_offset() - bound.storage_offset();
+  at::Tensor view =
+      at::as_strided(base, like.sizes(), like.strides(), base.storage_offset() + offset);
+  return view.requires_grad() && !r.requires_grad ? view.detach() : view;
+}
+
+std::vector<void*> math_table(const std::vector<std::string>& names) {
+  static void* torch_cpu = [] {
+    Dl_info info;
+    return dladdr(reinterpret_cast<void*>(&torch_parallel_for), &info)
+               ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
+               : nullptr;
+  }();
+  static void* libm = dlopen("libm.so.6", RTLD_LAZY);
+  std::vector<void*> table;
+  for (const std::string& name : names) {
+    void* address = torch_cpu ? dlsym(torch_cpu, name.c_str()) : nullptr;
+    if (!address && libm) address = dlsym(libm, name.c_str());
+    table.push_back(address);
+  }
+  return table;
+}
+
+}  // namespace plait

@@ -1,0 +1,60 @@
+// native/torch/call.h: what every way to call a program shares: a frame for the call, and its
+// outputs.
+#pragma once
+
+#include <mutex>
+
+#include "core/signature.h"
+#include "torch/program.h"
+
+namespace plait {
+
+// What a returned value is, decided once.
+struct Output {
+  enum class Kind { tensor, moved_tensor, opaque, integer, none, real, boolean, value } kind;
+  int32_t id = kNone;
+  double real = 0;
+};
+std::vector<Output> plan_outputs(const Program& p);
+
+// A frame for a call; dropped tensors and the arena go back whatever happens. lock: where no GIL
+// keeps calls apart.
+class Call {
+ public:
+  explicit Call(Program& p, std::mutex* lock = nullptr) : program_(p), lock_(lock) {
+    const auto held = hold();
+    frame_ = p.take_frame();
+  }
+  ~Call() {
+    program_.reset(*frame_);
+    const auto held = hold();
+    program_.give_frame(std::move(frame_));
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  Frame& frame() { return *frame_; }
+
+ private:
+  std::unique_lock<std::mutex> hold() const {
+    return lock_ ? std::unique_lock(*lock_) : std::unique_lock<std::mutex>();
+  }
+
+  Program& program_;
+  std::mutex* lock_;
+  std::unique_ptr<Frame> frame_;
+};
+
+// The tensor that the program was given as input number `input`.
+const at::Tensor& input_at(const Program& p, const Frame& f, int64_t input);
+// The tensor of an output; an undefined one where it is none.
+at::Tensor take_tensor(Frame& f, const Output& o);
+// A view of base as eager makes it, with its base, version counter and lazy bits, in the caller's
+// gradient and inference mode. `like`, what the program made of `bound`, the base as it saw it, has
+// its sizes and strides.
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like,
+                   const Produced& r);
+// Addresses of the named functions of SLEEF (inside libtorch_cpu) and libm; null where there is
+// none.
+std::vector<void*> math_table(const std::vector<std::string>& names);
+
+}  // namespace plait

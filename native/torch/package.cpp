@@ -1,0 +1,308 @@
+// native/torch/package.cpp: packages for C++ (plait/package.h), and what they share with those for
+// Python.
+#include "plait/package.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <torch/headeronly/version.h>
+
+#include "torch/package.h"
+
+namespace plait {
+namespace {
+
+void retarget(std::string& text, const std::string& device) {
+  if (text != "cpu" && !text.empty()) text = device;
+}
+void retarget(Operand& o, const std::string& device) {
+  if (o.kind == Operand::Kind::device) retarget(o.text, device);
+  for (Operand& item : o.items) retarget(item, device);
+}
+void retarget_call(auto& call, const std::string& device) {
+  for (Operand& o : call.args) retarget(o, device);
+  for (KeywordOperand& o : call.kwargs) retarget(o.value, device);
+}
+// Everything that is on a GPU, on this one.
+void retarget(Plan& plan, const std::string& device) {
+  for (Input& i : plan.inputs) retarget(i.device, device);
+  for (Kernel& k : plan.kernels) retarget(k.device, device);
+  for (Instr& instr : plan.body) {
+    if (auto* arena = std::get_if<Arena>(&instr)) retarget(arena->device, device);
+    if (auto* alloc = std::get_if<Alloc>(&instr)) retarget(alloc->device, device);
+    if (auto* call = std::get_if<CallExtern>(&instr)) retarget_call(*call, device);
+    if (auto* call = std::get_if<CallPython>(&instr)) retarget_call(*call, device);
+  }
+}
+
+// The GPU that is asked for, or the current one; none if torch cannot use any.
+std::optional<c10::Device> find_gpu(const std::string& wanted) {
+  dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);  // C++ programs need not have linked it
+  if (!at::hasCUDA()) return {};
+  at::globalContext().lazyInitDevice(c10::kCUDA);
+  const c10::Device device(wanted.empty() ? "cuda" : wanted);
+  return device.has_index() ? device : c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice();
+}
+
+int capability_of(c10::Device device) {
+  constexpr int kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_...
+  const cuda::Driver& driver = cuda::Driver::machine();
+  int major = 0, minor = 0;
+  driver.check(driver.device_attribute(&major, kMajor, device.index()), "cuDeviceGetAttribute");
+  driver.check(driver.device_attribute(&minor, kMinor, device.index()), "cuDeviceGetAttribute");
+  return major * 10 + minor;
+}
+
+void require_versions(const PackageFile& file) {
+  for (const auto& [program, version] : file.manifest().versions) {
+    if (program != "torch") continue;
+    const std::string mine =
+        std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + ".";
+    if (!version.starts_with(mine))
+      file.fail("wrong version: it was written with torch " + version +
+                ", this is torch " TORCH_VERSION);
+  }
+}
+
+// places: the device of each.
+std::vector<at::Storage> storages_of(const PackageFile& file,
+                                     const std::vector<std::string>& places) {
+  const std::shared_ptr<Mapping> mapping = file.map_weights();
+  std::vector<at::Storage> out;
+  for (const Manifest::Storage& s : file.manifest().storages) {
+    const std::string& device = places[out.size()];
+    auto* keep = new std::shared_ptr<Mapping>(mapping);
+    at::DataPtr data(
+        s.nbytes > 0 ? mapping->data() + s.offset : nullptr, keep,
+        [](void* kept) { delete static_cast<std::shared_ptr<Mapping>*>(kept); }, c10::kCPU);
+    at::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t{}, s.nbytes, std::move(data), nullptr, false));
+    if (device != "cpu") {
+      at::Tensor bytes = at::empty({0}, at::kByte).set_(storage, 0, {s.nbytes});
+      storage = bytes.to(c10::Device(device)).storage();
+    }
+    out.push_back(std::move(storage));
+  }
+  return out;
+}
+
+std::vector<at::Tensor> tensors_of(const std::vector<Manifest::Tensor>& described,
+                                   const std::vector<at::Storage>& storages) {
+  std::vector<at::Tensor> out;
+  for (const Manifest::Tensor& t : described) {
+    const at::Storage& storage = storages[static_cast<size_t>(t.storage)];
+    const auto options = at::TensorOptions(scalar_type(t.dtype)).device(storage.device());
+    out.push_back(at::empty({0}, options).set_(storage, t.offset, t.sizes, t.strides));
+  }
+  return out;
+}
+
+}  // namespace
+
+OpenPackage::OpenPackage(const std::string& path, const std::string& device, bool verify_weights,
+                         const std::string& machine)
+    : file(path, verify_weights), signature(file.manifest().signature) {
+  const Manifest& m = file.manifest();
+  require_versions(file);
+  const bool wants_gpu = m.wants_gpu();
+  if (!wants_gpu && !device.empty() && device != "cpu")
+    file.fail("it was made for the CPU and is to run on " + device);
+  if (wants_gpu && !device.empty() && !device.starts_with("cuda"))
+    file.fail("it was made for a GPU and is to run on " + device);
+  bind([&] {
+    const std::optional<c10::Device> gpu = wants_gpu ? find_gpu(device) : std::nullopt;
+    variant = &choose_variant(file, machine, gpu ? capability_of(*gpu) : 0);
+    plan = read_plan(file.section(variant->plan));
+    if (plan.n_callables > 0)
+      throw LoadError("it calls Python functions, which a package cannot hold");
+    const std::string there = gpu ? gpu->str() : "cpu";
+    retarget(plan, there);
+    for (InputSpec& s : signature.inputs) retarget(s.device, there);
+    const c10::InferenceMode normal(false);  // weights may be changed in any mode
+    const at::NoGradGuard no_grad;
+    std::vector<std::string> places;
+    for (const Manifest::Storage& s : m.storages) retarget(places.emplace_back(s.device), there);
+    for (size_t i = 0; i < std::min(plan.inputs.size(), signature.inputs.size()); ++i)
+      if (const InputSpec& s = signature.inputs[i]; s.kind == InputSpec::Kind::bound)
+        places[static_cast<size_t>(m.weights[static_cast<size_t>(s.arg)].storage)] =
+            plan.inputs[i].device;
+    const std::vector<at::Storage> storages = storages_of(file, places);
+    weights = tensors_of(m.weights, storages);
+    constants = tensors_of(m.constants, storages);
+    if (!variant->kernels.empty())
+      kernels = std::make_shared<Library>(file.section(variant->kernels), math_table(m.math));
+    if (!variant->cubins.empty()) {
+      const auto bytes = file.section(variant->cubins);
+      const std::string data(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      cubins = std::make_shared<Cubins>(data, "section '" + variant->cubins + "'");
+    }
+  });
+}
+
+void OpenPackage::require_results(const Program& p) const {
+  if (p.outputs().size() != file.manifest().outputs.size())
+    file.fail("damaged: its program has " + std::to_string(p.outputs().size()) + " results, " +
+              std::to_string(file.manifest().outputs.size()) + " have names");
+}
+
+// ----------------------------------------------------------------------------------------------------
+// for C++
+namespace {
+
+[[noreturn]] void no_python() { throw std::runtime_error("there is no Python in this process"); }
+
+// A program without Python: it holds no GIL, and nothing that needs Python is loaded.
+constexpr Host kNoPython{
+    []() -> void* { return nullptr; },
+    [](void*) {},
+    [](const Program&, Frame&, const PythonCall&, const Operands&) { no_python(); },
+    [](void*) -> c10::IValue { no_python(); },
+    [](int) -> void* { no_python(); },
+    [](void*, bool) {},
+    [](void*) -> Host::Captured { no_python(); },
+    [](void*) {},
+    [](void*) {},
+    [](void*) {},
+    [](const std::string&, size_t, const std::string&) {}};
+
+struct Arguments {
+  at::ArrayRef<at::Tensor> args;
+
+  const at::Tensor* tensor(int64_t arg) const {
+    const at::Tensor& t = args[static_cast<size_t>(arg)];
+    return t.defined() ? &t : nullptr;
+  }
+  std::string type_name(int64_t arg) const {
+    return tensor(arg) ? "a subclass of Python's" : "an undefined tensor";
+  }
+  bool integer(int64_t, int64_t&) const { return false; }
+  void* object(int64_t) const { return nullptr; }
+};
+
+at::Tensor result(Frame& f, const Output& o) {
+  using Kind = Output::Kind;
+  switch (o.kind) {
+    case Kind::integer: return at::scalar_tensor(f.values[static_cast<size_t>(o.id)], at::kLong);
+    case Kind::real: return at::scalar_tensor(o.real, at::kDouble);
+    case Kind::boolean: return at::scalar_tensor(o.id != 0, at::kBool);
+    case Kind::value: return *f.refs[static_cast<size_t>(o.id)];
+    default: return take_tensor(f, o);
+  }
+}
+
+}  // namespace
+
+struct Package::State {
+  std::vector<Package::Input> inputs;
+  std::vector<std::string> outputs;
+  std::vector<std::pair<std::string, at::Tensor>> weights;
+  std::vector<std::string> folded;
+  std::string path, machine;
+  std::unique_ptr<Program> program;
+  std::vector<Output> results;
+  std::unique_ptr<Bound> bound;
+  std::mutex frames;
+
+  State(const std::string& file, const Options& options) {
+    OpenPackage open(file, options.device, options.verify_weights, options.machine);
+    const Manifest& m = open.file.manifest();
+    open.bind([&] {
+      program = std::make_unique<Program>(std::move(open.plan), std::move(open.kernels),
+                                          std::move(open.cubins), std::move(open.constants),
+                                          kNoPython, nullptr, std::nullopt);
+      if (program->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
+      open.require_results(*program);
+      results = plan_outputs(*program);
+      describe_inputs(open.signature);
+      bound = std::make_unique<Bound>(*program, std::move(open.signature), open.weights);
+    });
+    for (size_t k = 0; k < m.weights.size(); ++k)
+      weights.emplace_back(m.weights[k].name, open.weights[k]);
+    outputs = m.outputs;
+    folded = m.folded;
+    path = file;
+    machine = open.variant->machine;
+  }
+
+  void describe_inputs(const Signature& s) {
+    inputs.resize(s.names.size());
+    for (size_t k = 0; k < s.names.size(); ++k) inputs[k].name = s.names[k];
+    for (size_t i = 0; i < s.inputs.size(); ++i) {
+      if (s.inputs[i].kind != InputSpec::Kind::tensor) continue;
+      Package::Input& input = inputs[static_cast<size_t>(s.inputs[i].arg)];
+      input.dtype = program->slot(program->plan().inputs[i].id).scalar;
+      input.device = s.inputs[i].device;
+      for (const Dim& d : s.inputs[i].sizes) input.sizes.push_back(size(s, d));
+    }
+  }
+  static Package::Size size(const Signature& s, const Dim& d) {
+    if (d.kind == Dim::Kind::fixed) return {d.value, d.value, ""};
+    if (d.kind == Dim::Kind::any) return {0, Dim().hi, ""};
+    return {std::max<int64_t>(d.lo, 0), d.hi, s.symbols[static_cast<size_t>(d.value)]};
+  }
+};
+
+Package::Package(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+Package Package::load(const std::string& path) { return load(path, Options()); }
+
+Package Package::load(const std::string& path, const Options& options) {
+  return Package(std::make_shared<State>(path, options));
+}
+
+std::vector<at::Tensor> Package::run(at::ArrayRef<at::Tensor> inputs) const {
+  State& s = *state_;
+  if (inputs.size() != s.inputs.size())
+    throw InputError("expected " + std::to_string(s.inputs.size()) + " inputs, got " +
+                     std::to_string(inputs.size()));
+  const Arguments args{inputs};
+  Call call(*s.program, &s.frames);
+  Frame& f = call.frame();
+  s.bound->bind(f, args);
+  s.program->run(f);
+  std::vector<at::Tensor> out;
+  out.reserve(s.results.size());
+  for (size_t k = 0; k < s.results.size(); ++k) {
+    out.push_back(result(f, s.results[k]));
+    if (!s.bound->is_view(k)) continue;
+    const at::NoGradGuard no_grad;
+    out.back() = s.bound->view(f, k, out.back(), args);
+  }
+  return out;
+}
+
+const std::vector<Package::Input>& Package::inputs() const { return state_->inputs; }
+const std::vector<std::string>& Package::outputs() const { return state_->outputs; }
+const std::vector<std::pair<std::string, at::Tensor>>& Package::weights() const {
+  return state_->weights;
+}
+const std::string& Package::machine() const { return state_->machine; }
+
+void Package::set_weight(const std::string& name, const at::Tensor& value) {
+  const auto fail = [&](const std::string& what) {
+    throw PackageError(state_->path + ": weight '" + name + "' " + what);
+  };
+  for (const std::string& folded : state_->folded)
+    if (folded == name)
+      fail("cannot be changed: others were computed from it when the package was written");
+  for (const auto& [have, tensor] : state_->weights) {
+    if (have != name) continue;
+    if (!value.defined() || value.scalar_type() != tensor.scalar_type() ||
+        value.sizes() != tensor.sizes())
+      fail(std::string("is ") + torch_name(from_scalar_type(tensor.scalar_type())) +
+           " with sizes " + at::str(tensor.sizes()) + ", and cannot be set to " +
+           (value.defined() ? torch_name(from_scalar_type(value.scalar_type())) +
+                                  std::string(" with sizes ") + at::str(value.sizes())
+                            : "an undefined tensor"));
+    const at::NoGradGuard no_grad;
+    tensor.copy_(value);
+    return;
+  }
+  fail("does not exist");
+}
+
+}  // namespace plait

@@ -1,0 +1,167 @@
+"""`plait.package`: a program and all that it needs in one file, for processes and machines without the compiler.
+
+The model is traced and planned once and its kernels are built for several machines. `plait/wrapper/package.py` writes
+the file, `plait.load` and C++ (docs/package.md) run what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from plait import compat
+from plait.capture.bound import argument_specs, captured_from, views_of_inputs
+from plait.capture.exported import Examples, Program, source_of
+from plait.capture.program import collector_paused, guarded
+from plait.capture.trace import Traced, trace
+from plait.compile import Portable, compile_portable
+from plait.config import Config
+from plait.errors import Unsupported, UserError
+from plait.graph.fold import fold_weights
+from plait.runtime import signature as signatures
+from plait.runtime.toolchain import ISAS
+from plait.wrapper import instructions as ins
+from plait.wrapper.native import encode
+from plait.wrapper.package import Contents, Variant, write_package
+
+GPUS = ("sm_100", "sm_90", "sm_80")
+"""What GPU kernels are built for where nothing else is asked."""
+_LAST_PORTABLE = 89
+"""Triton's code for newer GPUs runs on these alone; that for this one, as PTX, on all that come after."""
+
+
+def package(
+    model: Program,
+    path: str | os.PathLike[str],
+    example_inputs: Examples = None,
+    dynamic_shapes: Any = None,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    *,
+    machines: Sequence[str] | None = None,
+    device: str | torch.device | None = None,
+    fold: bool = False,
+) -> None:
+    """Writes a package of model for inputs like example_inputs; both as plait.compile takes them.
+
+    machines: what kernels are built for, of "avx512", "avx2", "portable", and for programs on a GPU "sm_80" and so on,
+    or "ptx_80" for GPUs that are newer; without it all of a CPU's, and the usual GPUs. device: where the program is to
+    run, such as "cuda", which this machine may lack; without it, where the model is. fold: what depends on weights
+    alone is computed now. These weights cannot be changed any more.
+
+    Raises as plait.compile does, and Unsupported for what needs Python when it runs. The file appears when it is whole.
+    """
+    cfg = Config.from_env().with_options(options, mode)
+    for name, plain in (("wrapper", "native"), ("cuda_graphs", False)):
+        if getattr(cfg, name) != plain:
+            raise UserError(f"plait.package knows no option {name}={getattr(cfg, name)!r}", hint=f"{name}={plain!r}")
+    named = [name for name in (cfg.isa, cfg.gpu_arch) if name != "auto"]
+    isas, archs = _machines(named if machines is None else machines)
+    source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
+    with collector_paused():
+        traced = trace(*source, None if device is None else _numbered(torch.device(device)))
+        folded: Sequence[str] = ()
+        if fold:
+            traced, folded = _folded(traced)
+        captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")  # equal bytes every time
+        made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
+    write_package(Path(path), _contents(captured.name, traced, made, folded))
+
+
+def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Vector instructions and GPUs, the best first: those asked for, or the usual ones."""
+    gpus = [m for m in dict.fromkeys(asked) if re.fullmatch(r"(sm|ptx)_\d{2,3}", m)]
+    wrong = [m for m in asked if m not in (*ISAS, *gpus)]
+    if wrong:
+        raise UserError(f"plait.package knows no machine {wrong[0]!r}", hint=f"{', '.join(ISAS)}, sm_90, ptx_80")
+    if not gpus:
+        gpus = [*GPUS, f"ptx_{min(_LAST_PORTABLE, max(map(_capability, GPUS)))}"]
+    late = [m for m in gpus if m.startswith("ptx") and _capability(m) > _LAST_PORTABLE]
+    if late:
+        raise UserError(f"PTX for {late[0][4:]} runs on no newer GPU", hint=f"ptx_{_LAST_PORTABLE}")
+    gpus.sort(key=lambda m: (m.startswith("sm"), _capability(m)), reverse=True)
+    return [m for m in ISAS if m in asked] or list(ISAS), gpus
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number, as arguments have it."""
+    if str(device) != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
+def _capability(machine: str) -> int:
+    return int(machine.partition("_")[2])
+
+
+def _folded(traced: Traced) -> tuple[Traced, list[str]]:
+    """traced with constants in the place of what depends on weights alone, and the names of these weights."""
+    inputs: list[Node] = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
+    state = list(traced.state.items())
+    memory = {state[k][1].untyped_storage()._cdata for k in traced.mutated if k < len(state)}
+    weights = {
+        node: value
+        for node, (_, value) in zip(inputs, state, strict=False)
+        if value.layout == torch.strided and value.untyped_storage()._cdata not in memory
+    }
+    frozen = fold_weights(traced.graph, weights)
+    kept = [k for k, node in enumerate(inputs) if node not in frozen]
+    for node in frozen:
+        traced.graph.graph.erase_node(node)
+    traced.graph.recompile()
+    place = {old: new for new, old in enumerate(kept)}
+    names = {state[k][0] for k, node in enumerate(inputs[: len(state)]) if node in frozen}
+    left = {name: x for name, x in state if name not in names}
+    return replace(traced, state=left, mutated=tuple(place[k] for k in traced.mutated)), sorted(names)
+
+
+def _contents(name: str, traced: Traced, made: Sequence[Portable], folded: Sequence[str]) -> Contents:
+    signature = traced.signature
+    names = tuple(signature.tensors)
+    for portable in made:
+        for instr in portable.wrapper.body:
+            if isinstance(instr, ins.CallPython):
+                raise Unsupported(f"a package of a program that calls Python: {instr.label}")
+    for check in traced.sizes.checks:
+        if not check.tokens:
+            raise Unsupported(f"a package of a program that needs sizes with {signatures.named_in(check.text, names)}")
+    for weight, x in traced.state.items():
+        kind = compat.special_kind(x) or ("one without values" if x.is_meta else "")
+        if kind or x.is_conj() or x.is_neg():
+            raise Unsupported(f"a package with weight {weight!r}: it takes plain tensors, this is {kind or 'a view'}")
+    checks = tuple((signatures.named_in(c.text, names), *c.tokens) for c in traced.sizes.checks)
+    plans: dict[int, bytes] = {}
+    for portable in made:
+        if id(portable.wrapper) not in plans:
+            plans[id(portable.wrapper)] = encode(portable.wrapper)
+    return Contents(
+        name=name,
+        inputs=(*(("bound", weight, None) for weight in traced.state), *argument_specs(traced)),
+        names=names,
+        outputs=signatures.result_names(signature),
+        results=tuple(views_of_inputs(traced.graph)),
+        single=signature.single,
+        weights={weight: x.detach() for weight, x in traced.state.items()},
+        constants=[c.detach() for c in made[0].constants],
+        constant_devices=made[0].constant_devices,
+        checks=checks,
+        folded=tuple(folded),
+        variants=tuple(
+            Variant(
+                machine=portable.machine,
+                plan=plans[id(portable.wrapper)],
+                kernels=portable.kernels["cpu"].read() if "cpu" in portable.kernels else None,
+                cubins=portable.kernels["cuda"].read() if "cuda" in portable.kernels else None,
+            )
+            for portable in made
+        ),
+        python=json.dumps(signatures.dump(signature)),
+    )

@@ -1,0 +1,251 @@
+"""How a call's arguments and results map to a program's tensors, and the Python around programs that need some.
+
+A `Signature` is made when a function is traced; `with_trees` and `with_checks` wrap what the native callable does not
+do. `dump` and `read` are its form in a package: JSON, in which nothing but data can stand.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from plait.errors import InputError, Unsupported
+
+
+class _Value:
+    """Stands in a list of leaves where a tensor or size is to be put."""
+
+    def __repr__(self) -> str:
+        return "VALUE"
+
+
+VALUE = _Value()
+
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum) + (
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Types of arguments and results that are built into a program."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a call's arguments and results map to the graph's.
+
+    leaves: the example's argument leaves, VALUE where a tensor goes. names: one for each leaf.
+    out_leaves: result leaves, VALUE where a tensor or size of the graph goes, otherwise a constant.
+    """
+
+    in_spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    n_args: int
+    keywords: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    out_leaves: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of arguments that are tensors."""
+        return [n for n, x in zip(self.names, self.leaves, strict=True) if x is VALUE]
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether every argument is a tensor itself."""
+        if not all(x is VALUE for x in self.leaves) or len(self.leaves) != self.n_args + len(self.keywords):
+            return False
+        flat = ((VALUE,) * self.n_args, dict.fromkeys(self.keywords, VALUE))
+        return pytree.tree_structure(flat) == self.in_spec
+
+    @property
+    def single(self) -> bool:
+        """Whether the result is one tensor."""
+        return self.out_spec.is_leaf() and self.out_leaves == (VALUE,)
+
+    @property
+    def returns_tuple(self) -> bool:
+        """Whether the result is a flat tuple of tensors and sizes."""
+        spec = pytree.tree_structure((VALUE,) * len(self.out_leaves))
+        return all(x is VALUE for x in self.out_leaves) and spec == self.out_spec
+
+
+class Layers:
+    """Python around a program. A class, for a function would let itself be copied."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+Check = tuple[str, Callable[..., bool]]
+"""A condition that sizes must meet: its text, and whether it holds for tensor arguments."""
+
+
+def as_called(call: Callable[..., Any], signature: Signature, checks: Sequence[Check] = ()) -> Callable[..., Any]:
+    """call itself, a callable of tensors, or call behind what it does not do: checks, nested arguments and results."""
+    if checks:
+        call = Layers(_with_checks(call, signature.tensors, checks))
+    if signature.takes_tensors and (signature.single or signature.returns_tuple):
+        return call
+    return Layers(_with_trees(call, signature))
+
+
+def named_in(text: str, names: Sequence[str]) -> str:
+    """text with the names of arguments in the place of args[0], args[1] and so on."""
+    return re.sub(r"args\[(\d+)\]", lambda m: names[int(m[1])], text)
+
+
+def _with_checks(call: Callable[..., Any], names: Sequence[str], checks: Sequence[Check]) -> Callable[..., Any]:
+    """call, after conditions on sizes that go beyond equality and ranges."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs))
+        if len(args) != len(names):
+            raise InputError(f"expected {len(names)} inputs, got {len(args)}")
+        for text, holds in checks:
+            if not holds(*args):
+                shapes = ", ".join(f"{n} {tuple(a.shape)}" for n, a in zip(names, args, strict=True))
+                raise InputError(f"sizes break a condition of the program, {text}: {shapes}")
+        return call(*args)
+
+    return checked
+
+
+def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
+    """call behind nested arguments and results; arguments that are no tensors must equal the example's."""
+    tensors = [i for i, x in enumerate(signature.leaves) if x is VALUE]
+    constants = [(i, x) for i, x in enumerate(signature.leaves) if x is not VALUE]
+    out_leaves, out_spec = signature.out_leaves, signature.out_spec
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        if tuple(kwargs) != signature.keywords and set(kwargs) == set(signature.keywords):
+            kwargs = {name: kwargs[name] for name in signature.keywords}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != signature.in_spec:
+            raise InputError(f"arguments are nested as {spec}, the program was compiled for {signature.in_spec}")
+        for i, want in constants:
+            got = leaves[i]
+            if type(got) is not type(want) or (got != want and (got == got or want == want)):  # a nan is a nan
+                given = f"a {type(got).__name__}" if isinstance(got, torch.Tensor) else reprlib.repr(got)
+                raise InputError(
+                    f"input {signature.names[i]!r}: the program was compiled for {reprlib.repr(want)}, got {given}",
+                    hint="compile once for each value, or pass a tensor",
+                )
+        result = call(*(leaves[i] for i in tensors))
+        values = iter((result,) if signature.single else result)
+        return pytree.tree_unflatten([next(values) if x is VALUE else x for x in out_leaves], out_spec)
+
+    return compiled
+
+
+def result_names(signature: Signature) -> tuple[str, ...]:
+    """Names of the results that are no constants: their place in what is returned."""
+    marks = pytree.tree_unflatten(list(range(len(signature.out_leaves))), signature.out_spec)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(marks)[0]]
+    return tuple(f"result{p}" for p, x in zip(paths, signature.out_leaves, strict=True) if x is VALUE)
+
+
+# ---------------------------------------------------------------------------------------------- as data
+_NAMED = {
+    str(x): x
+    for kind in (torch.dtype, torch.layout, torch.memory_format)
+    for x in vars(torch).values()
+    if isinstance(x, kind)
+}
+
+
+def dump(signature: Signature) -> dict[str, Any]:
+    """The signature as JSON has it. Raises Unsupported for a container or constant that has no such form."""
+    return {
+        "inputs": _dump_spec(signature.in_spec, "arguments"),
+        "leaves": [_dump_leaf(x, f"argument {n!r}") for x, n in zip(signature.leaves, signature.names, strict=True)],
+        "names": list(signature.names),
+        "positional": signature.n_args,
+        "keywords": list(signature.keywords),
+        "outputs": _dump_spec(signature.out_spec, "results"),
+        "constants": [_dump_leaf(x, "a result") for x in signature.out_leaves],
+    }
+
+
+def read(data: dict[str, Any]) -> Signature:
+    """What `dump` wrote. Raises LookupError for a container that this process does not know."""
+    return Signature(
+        _read_spec(data["inputs"]),
+        tuple(map(_read_leaf, data["leaves"])),
+        tuple(data["names"]),
+        data["positional"],
+        tuple(data["keywords"]),
+        _read_spec(data["outputs"]),
+        tuple(map(_read_leaf, data["constants"])),
+    )
+
+
+def _dump_spec(spec: pytree.TreeSpec, what: str) -> Any:
+    try:
+        text = pytree.treespec_dumps(spec)
+        if pytree.treespec_loads(text) == spec:
+            return json.loads(text)
+        reason = "its keys are no strings or numbers"
+    except (NotImplementedError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+    raise Unsupported(
+        f"a package of a program whose {what} are nested as {spec}: {reason}",
+        hint="tuples, lists and dicts, or register the class with a serialized_type_name",
+    )
+
+
+def _read_spec(data: Any) -> pytree.TreeSpec:
+    try:
+        return pytree.treespec_loads(json.dumps(data))
+    except NotImplementedError as error:
+        raise LookupError(str(error)) from None
+
+
+def _dump_leaf(x: Any, what: str) -> list[Any]:
+    """A tag, then what the value is made of."""
+    if x is VALUE:
+        return ["value"]
+    if type(x) in (type(None), bool, int, str):
+        return ["plain", x]
+    if type(x) is float:
+        return ["float", x.hex()]
+    if type(x) is complex:
+        return ["complex", x.real.hex(), x.imag.hex()]
+    if type(x) is bytes:
+        return ["bytes", x.hex()]
+    if isinstance(x, torch.device):
+        return ["device", str(x)]
+    if str(x) in _NAMED:
+        return ["named", str(x)]
+    raise Unsupported(f"a package of a program of which {what} is {x!r}", hint="pass a number or a string")
+
+
+def _read_leaf(data: Sequence[Any]) -> Any:
+    kind, *values = data
+    match kind:
+        case "value":
+            return VALUE
+        case "plain":
+            return values[0]
+        case "float":
+            return float.fromhex(values[0])
+        case "complex":
+            return complex(*map(float.fromhex, values))
+        case "bytes":
+            return bytes.fromhex(values[0])
+        case "device":
+            return torch.device(values[0])
+        case "named":
+            return _NAMED[values[0]]
+        case _:
+            raise ValueError(f"a constant of kind {kind!r}")

@@ -1,0 +1,294 @@
+"""Writes a package: a program in one file, which plait.load and C++ (`plait/include/plait/package.h`) run.
+
+Comes from `capture/package.py` as `Contents`. The bytes are described in native/core/package.cpp, which reads and
+verifies them. Equal contents give equal bytes; a file appears whole or not at all. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+import plait
+from plait import _native
+from plait.errors import Unsupported
+from plait.lower.dtypes import device_name, from_torch
+from plait.runtime import mathtable
+
+InputSpec = tuple[Any, ...]
+Result = tuple[Any, ...]
+"""Both as in capture/bound.py."""
+
+VERSION = 1
+_MAGIC = b"PLAITPKG"
+_PAGE = 4096
+_WEIGHT_ALIGN = 64
+_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
+_OPERATORS = {"const": 0, "size": 1, "add": 2, "mul": 3, "floordiv": 4, "mod": 5, "min": 6, "max": 7, "eq": 8,
+              "ne": 9, "lt": 10, "le": 11}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the program, on one kind of machine.
+
+    machine: of the CPU "avx512", "avx2" or "portable"; of the GPU "sm_90", or "ptx_80" for that and everything newer;
+    joined with '+' where both have kernels: "avx2+sm_90". plan: of `native.encode`. kernels: a shared object. cubins:
+    of `runtime.cubin.pack`.
+    """
+
+    machine: str
+    plan: bytes
+    kernels: bytes | None = None
+    cubins: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A program as it goes into a package.
+
+    inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a size as
+    ("symbol", name). names: of the caller's tensors. outputs: of the results. weights: by name; they live where the
+    plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where they are.
+    checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
+    caller's tensor 0), "const 4", "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le".
+    folded: names of weights that others were computed from. variants: best first. python: JSON that plait.load reads.
+    """
+
+    name: str
+    inputs: tuple[InputSpec, ...]
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
+    results: tuple[Result, ...]
+    single: bool
+    weights: Mapping[str, torch.Tensor]
+    constants: Sequence[torch.Tensor]
+    variants: tuple[Variant, ...]
+    python: str = "{}"
+    checks: tuple[tuple[str, ...], ...] = ()
+    folded: tuple[str, ...] = ()
+    constant_devices: tuple[str, ...] = ()
+
+
+def write_package(path: str | os.PathLike[str], contents: Contents) -> None:
+    """Writes the file at path, in place of what is there. Raises Unsupported for what a package cannot hold, OSError
+    where nothing can be written."""
+    weights = _Weights()
+    sections = _Sections(contents, weights)
+    target = Path(path).absolute()
+    handle, name = tempfile.mkstemp(prefix=".new-", suffix=target.suffix, dir=target.parent)
+    fresh = Path(name)
+    try:
+        with os.fdopen(handle, "w+b") as out:
+            _write(out, sections.blobs, weights)
+        umask = os.umask(0)
+        os.umask(umask)
+        fresh.chmod(0o666 & ~umask)
+        fresh.rename(target)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _write(out: BinaryIO, blobs: Mapping[str, bytes], weights: _Weights) -> None:
+    sizes = {name: len(blob) for name, blob in blobs.items()} | {"weights": weights.nbytes}
+    places = {}
+    end = 32 + 80 * len(sizes)
+    for name, nbytes in sizes.items():
+        start = -(-end // _PAGE) * _PAGE
+        places[name] = (start, nbytes)
+        end = start + nbytes
+    out.truncate(end)
+    for name, blob in blobs.items():
+        out.seek(places[name][0])
+        out.write(blob)
+    weights.write(out, places["weights"][0])
+    out.flush()
+    table = b""
+    with mmap.mmap(out.fileno(), end, access=mmap.ACCESS_READ) as whole, memoryview(whole) as view:
+        for name, (start, nbytes) in places.items():
+            with view[start : start + nbytes] as part:
+                table += struct.pack("<48s4Q", name.encode("ascii"), start, nbytes, _native.checksum(part), 0)
+    head = _MAGIC + struct.pack("<IIQ", VERSION, len(sizes), end)
+    out.seek(0)
+    out.write(head + struct.pack("<Q", _native.checksum(head + table)) + table)
+
+
+_Stored = tuple[str, torch.Tensor, tuple[str, int]]
+"""Name, tensor as it is stored, and the key of its storage: device, address."""
+
+
+@dataclass
+class _Storage:
+    """Bytes of a storage that tensors use. start: where it begins, first, last: the bytes among it that are kept."""
+
+    tensor: torch.Tensor
+    first: int
+    last: int
+    offset: int = 0
+
+
+@dataclass
+class _Weights:
+    """The raw bytes of tensors; those that share memory share it in the file."""
+
+    storages: dict[tuple[str, int], _Storage] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def add(self, name: str, tensor: torch.Tensor, device: str = "") -> _Stored:
+        """Makes room for a tensor, or widens what it shares with another. device: where it is to live, if not where it
+        is."""
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not plain or tensor.layout != torch.strided or from_torch(tensor.dtype).name == "opaque":
+            what = f"{name!r}, a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
+            raise Unsupported(f"a package cannot hold {what}", hint="a plain tensor")
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        itemsize, start = tensor.element_size(), int(tensor.storage_offset())
+        reach = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        first = start * itemsize // _WEIGHT_ALIGN * _WEIGHT_ALIGN
+        last = (start + reach) * itemsize if tensor.numel() else first
+        key = (device or device_name(tensor.device), tensor.untyped_storage().data_ptr() if tensor.numel() else 0)
+        have = self.storages.setdefault(key, _Storage(tensor, first, last))
+        if last > have.last:  # another storage object on the same memory may end earlier
+            have.tensor, have.last = tensor, last
+        have.first = min(have.first, first)
+        return name, tensor, key
+
+    def place(self) -> None:
+        """Decides where the storages lie."""
+        for s in self.storages.values():
+            s.offset = -(-self.nbytes // _WEIGHT_ALIGN) * _WEIGHT_ALIGN
+            self.nbytes = s.offset + s.last - s.first
+
+    def describe(self, name: str, t: torch.Tensor, key: tuple[str, int]) -> bytes:
+        """What the manifest says of a tensor."""
+        offset = t.storage_offset() - self.storages[key].first // t.element_size() if t.numel() else 0
+        words = (offset, t.dim(), *t.shape, *t.stride())
+        number = list(self.storages).index(key)
+        return _text(name) + _words(number) + _text(from_torch(t.dtype).name) + _words(*words)
+
+    def describe_storages(self) -> list[bytes]:
+        """What the manifest says of all storages."""
+        return [_words(s.offset, s.last - s.first) + _text(device) for (device, _), s in self.storages.items()]
+
+    def write(self, out: BinaryIO, start: int) -> None:
+        """Writes all bytes, from start on."""
+        for s in self.storages.values():
+            if s.last == s.first:
+                continue
+            raw = torch.empty(0, dtype=torch.uint8, device=s.tensor.device).set_(s.tensor.untyped_storage())
+            kept = raw[s.first : s.last].cpu()
+            out.seek(start + s.offset)
+            out.write((ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr()))
+
+
+class _Sections:
+    """The sections of a package but its weights, by name."""
+
+    def __init__(self, c: Contents, weights: _Weights) -> None:
+        self.blobs: dict[str, bytes] = {"manifest": b"", "python": c.python.encode()}
+        self._symbols: dict[str, int] = {}
+        self._weight_numbers = {name: k for k, name in enumerate(c.weights)}
+        tensors = [weights.add(name, t) for name, t in c.weights.items()]
+        devices = c.constant_devices or ("",) * len(c.constants)
+        pairs = zip(c.constants, devices, strict=True)
+        constants = [weights.add(f"constant {k}", t, device) for k, (t, device) in enumerate(pairs)]
+        weights.place()
+        inputs = [self._input(spec) for spec in c.inputs]
+        variants = [self._variant(v) for v in c.variants]
+        versions = {"plait": plait.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        self.blobs["manifest"] = b"".join((
+            _list(_text(name) + _text(version) for name, version in versions.items()),
+            _text(c.name), _words(c.single), _texts(mathtable.NAMES), _list(weights.describe_storages()),
+            _list(weights.describe(*t) for t in tensors), _list(weights.describe(*t) for t in constants),
+            _texts(c.folded), _texts(c.names), _texts(self._symbols), _texts(c.outputs), _list(inputs),
+            _list(_result(r) for r in c.results), _list(_check(check) for check in c.checks), _list(variants),
+        ))  # fmt: skip
+
+    def _input(self, spec: InputSpec) -> bytes:
+        match spec:
+            case ("bound", name, _):
+                return _words(0, self._weight_numbers[name])
+            case ("symbol", name):
+                return _words(2, self._symbol(name))
+            case ("tensor", arg, dtype, shape, strides, device):
+                head = _words(1, arg) + _text(dtype) + _text(device) + _list(self._dim(d) for d in shape)
+                if strides is None or strides == "contiguous":
+                    return head + _words(0 if strides is None else 2)
+                return head + _words(1) + _list(self._dim(d) for d in strides)
+            case _:
+                raise Unsupported(f"a package cannot describe an input such as {spec[:2]}")
+
+    def _symbol(self, name: str) -> int:
+        return self._symbols.setdefault(name, len(self._symbols))
+
+    def _dim(self, dim: int | str | tuple[str, int | None, int | None] | None) -> bytes:
+        if dim is None:
+            return _words(0)
+        if isinstance(dim, int):
+            return _words(1, dim)
+        name, low, high = dim if isinstance(dim, tuple) else (dim, None, None)
+        return _words(2, self._symbol(name), _LOWEST if low is None else low, _HIGHEST if high is None else high)
+
+    def _variant(self, v: Variant) -> bytes:
+        named = (self._blob("plan", v.machine, v.plan), self._blob("kernels", v.machine, v.kernels))
+        return b"".join(map(_text, (v.machine, *named, self._blob("cubins", v.machine, v.cubins))))
+
+    def _blob(self, kind: str, machine: str, blob: bytes | None) -> str:
+        """The name of the section with these bytes, which several variants may share."""
+        if blob is None:
+            return ""
+        for name, have in self.blobs.items():
+            if name.startswith(f"{kind}/") and have == blob:
+                return name
+        name = f"{kind}/{machine}"
+        assert name not in self.blobs, f"two variants for {machine}"
+        self.blobs[name] = blob
+        return name
+
+
+def _result(r: Result) -> bytes:
+    if r[0] == "program":
+        return _words(0)
+    _, base, requires_grad, offset = r
+    return _words(2, base, requires_grad, offset is not None, offset or 0)
+
+
+def _check(check: tuple[str, ...]) -> bytes:
+    """Operands stand before what uses them: a node names them by number."""
+    text, *tokens = check
+    nodes: list[bytes] = []
+    stack: list[int] = []
+    for token in tokens:
+        op, *numbers = token.split()
+        a, b = (map(int, (*numbers, "0")[:2])) if numbers else (stack.pop(-2), stack.pop())
+        stack.append(len(nodes))
+        nodes.append(_words(_OPERATORS[op], a, b))
+    return _text(text) + _list(nodes)
+
+
+def _words(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return _words(len(data)) + data
+
+
+def _list(items: Iterable[bytes]) -> bytes:
+    parts = list(items)
+    return _words(len(parts)) + b"".join(parts)
+
+
+def _texts(texts: Iterable[str]) -> bytes:
+    return _list(map(_text, texts))

@@ -1,0 +1,92 @@
+// tests/package_api.cpp: plait::Package as a C++ program sees it. Usage: package_api PACKAGE; the
+// package is that of tests/test_package_cpp.py.
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <dlfcn.h>
+#include <plait/package.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+
+namespace {
+void require(bool holds, const char* what) {
+  if (!holds) std::printf("wrong: %s\n", what), std::exit(1);
+}
+#define REQUIRE(condition) require(condition, #condition)
+
+template <class Error>
+void refuses(const std::function<void()>& body, const std::string& words) {
+  try {
+    body();
+  } catch (const Error& e) {
+    if (std::string(e.what()).find(words) != std::string::npos) return;
+    std::printf("said: %s\n", e.what());
+  }
+  require(false, words.c_str());
+}
+}  // namespace
+
+int main(int, char** argv) {
+  const std::string path = argv[1];
+  plait::Package p = plait::Package::load(path);
+  REQUIRE(dlsym(RTLD_DEFAULT, "Py_IsInitialized") == nullptr);
+
+  REQUIRE(p.inputs().size() == 1 && p.inputs()[0].name == "x" && p.inputs()[0].dtype == at::kFloat);
+  REQUIRE(p.inputs()[0].device == "cpu" && p.inputs()[0].sizes.size() == 2);
+  const plait::Package::Size rows = p.inputs()[0].sizes[0], columns = p.inputs()[0].sizes[1];
+  REQUIRE(rows.symbol == "s0" && rows.lowest == 1 && rows.highest == 3);
+  REQUIRE(columns.symbol.empty() && columns.lowest == 4 && columns.highest == 4);
+  REQUIRE(p.outputs() == (std::vector<std::string>{"sum", "rows", "first", "nothing", "half"}));
+  REQUIRE(p.machine() == "portable");
+  REQUIRE(p.weights().size() == 1 && p.weights()[0].first == "w" &&
+          p.weights()[0].second.sizes() == at::IntArrayRef({3, 4}));
+
+  const at::Tensor x = at::ones({2, 4});
+  const std::vector<at::Tensor> out = p.run({x});
+  REQUIRE(out.size() == 5 && out[0].equal(at::full({2, 4}, 6.f)));
+  REQUIRE(out[1].dim() == 0 && out[1].item<int64_t>() == 2);
+  REQUIRE(out[2].is_alias_of(x) && out[2].sizes() == at::IntArrayRef({2}));  // a view of the input
+  REQUIRE(!out[3].defined());
+  REQUIRE(out[4].item<double>() == 0.5);
+
+  using plait::InputError, plait::PackageError;
+  refuses<InputError>([&] { p.run({x, x}); }, "expected 1 inputs, got 2");
+  refuses<InputError>([&] { p.run({at::Tensor()}); },
+                      "input 'x': expected a tensor, got an undefined tensor");
+  refuses<InputError>([&] { p.run({at::ones({4, 4})}); },
+                      "expected size at most 3 (s0) in dimension 0, got 4");
+  refuses<InputError>([&] { p.run({x.to(at::kDouble)}); },
+                      "input 'x': expected dtype float32, got float64");
+  refuses<PackageError>([&] { plait::Package::load(path + "x"); }, "cannot be opened");
+  refuses<PackageError>([&] { plait::Package::load(path, {"cuda:0", "", true}); },
+                        "made for the CPU");
+  refuses<PackageError>([&] { plait::Package::load(path, {"", "avx512+sm_90", true}); },
+                        "nothing for the machine");
+
+  const plait::Package other = plait::Package::load(path), same = p;
+  p.set_weight("w", at::full({3, 4}, 10.f));
+  REQUIRE(p.run({x})[0].equal(at::full({2, 4}, 11.f)) &&
+          same.run({x})[0].equal(at::full({2, 4}, 11.f)));
+  REQUIRE(other.run({x})[0].equal(at::full({2, 4}, 6.f)));
+  refuses<PackageError>([&] { p.set_weight("v", x); }, "weight 'v' does not exist");
+  refuses<PackageError>([&] { p.set_weight("old", x); }, "weight 'old' cannot be changed");
+  refuses<PackageError>([&] { p.set_weight("w", x); },
+                        "weight 'w' is float32 with sizes [3, 4], and cannot be set to");
+
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong = 0;
+  for (int t = 0; t < 8; ++t)
+    threads.emplace_back([&, t] {
+      const at::Tensor mine = at::full({1 + t % 3, 4}, static_cast<float>(t));
+      const at::Tensor want = at::full({1 + t % 3, 4}, static_cast<float>(t + 10));
+      for (int n = 0; n < 2000; ++n) wrong += !p.run({mine})[0].equal(want);
+    });
+  for (std::thread& t : threads) t.join();
+  REQUIRE(wrong == 0);
+  std::printf("ok\n");
+}

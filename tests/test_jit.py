@@ -36,6 +36,8 @@ FLAGS = [
 ]  # fmt: skip
 SOURCES = [*sorted(JIT.glob("*.cpp")), CORE / "cuda.cpp", CORE / "cubins.cpp"]
 
+LIBRARY = ROOT / "plait" / "lib" / "libplait_core.so"
+
 SCALARS = ("fp16", "bf16", "fp32", "fp64")
 INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64")
 TORCH = {"float*": "float32", "int64*": "int64", "bool*": "bool", "bf16*": "bfloat16"}
@@ -568,6 +570,29 @@ def test_the_page_compiles(tmp_path: Path) -> None:
     source = tmp_path / "page.cpp"
     source.write_text(block)
     build("-fsyntax-only", "-Werror", source)
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="libplait_core is not built")
+def test_the_library(tmp_path: Path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(user LANGUAGES CXX)\n"
+        "find_package(plait REQUIRED COMPONENTS core)\nadd_executable(user user.cpp)\n"
+        "target_link_libraries(user PRIVATE plait::core)\n"
+    )
+    (tmp_path / "user.cpp").write_text(
+        "#include <plait/triton.h>\n#include <cstdio>\n"
+        'int main() {\n  try {\n    plait::triton::from_pack("nowhere", "k")[{1}](1);\n'
+        '  } catch (const plait::triton::Error& e) {\n    std::printf("%s", e.what());\n  }\n}\n'
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    options = [f"-DCMAKE_PREFIX_PATH={ROOT / 'plait' / 'lib' / 'cmake'}", "-DCMAKE_BUILD_TYPE=Debug"]
+    for command in (
+        ["-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", *options],
+        ["--build", tmp_path / "build"],
+    ):
+        subprocess.run(["cmake", *command], env={**os.environ, "PATH": path}, check=True, timeout=120)
+    done = subprocess.run([tmp_path / "build" / "user"], capture_output=True, text=True, check=True)
+    assert done.stdout == "kernel (all of a pack): cannot read kernel file nowhere"
 
 
 CASES = {f.__name__: f for f in (specializes_as_triton, packs)}

@@ -41,6 +41,8 @@
 #include <utility>
 #include <vector>
 
+#include "plait/errors.h"
+
 struct CUstream_st;
 
 namespace plait::triton {
@@ -48,7 +50,7 @@ namespace plait::triton {
 using Stream = CUstream_st*;  // CUstream, cudaStream_t
 
 // What went wrong with a kernel. argument: its index in the Python signature, or -1. traceback: Python's.
-struct Error : std::runtime_error {
+struct PLAIT_API Error : std::runtime_error {
   Error(const std::string& what, std::string kernel, std::string specialization = "",
         int argument = -1, std::string traceback = "");
   std::string kernel, specialization, traceback;
@@ -155,7 +157,7 @@ concept DlTensor = requires(const T& t) {
   t.dtype.bits;
   t.dtype.lanes;
 };
-DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);
+PLAIT_API DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);
 }  // namespace detail
 
 template <std::integral T>
@@ -322,7 +324,7 @@ struct Option {
   Option(std::string_view name, const T& value);
   std::string name, value;
 };
-const OptionSet* option_set(std::initializer_list<Option> options);
+PLAIT_API const OptionSet* option_set(std::initializer_list<Option> options);
 
 // -1: as Triton has it.
 struct Options {
@@ -364,7 +366,7 @@ struct Request {
 };
 
 // Where kernels come from. Its functions may be called by several threads.
-class Provider {
+class PLAIT_API Provider {
  public:
   virtual ~Provider() = default;
   // The function's parameters, a line each; native/jit/specialize.h says how.
@@ -372,9 +374,9 @@ class Provider {
   virtual Binary compile(const Request& request) = 0;
 };
 // A file that `python -m plait.tools.pack` wrote.
-std::shared_ptr<Provider> open_pack(const std::string& path);
+PLAIT_API std::shared_ptr<Provider> open_pack(const std::string& path);
 // A Python process, started when first asked, that has plait and Triton on its path.
-std::shared_ptr<Provider> worker(const std::string& python = "python3");
+PLAIT_API std::shared_ptr<Provider> worker(const std::string& python = "python3");
 
 // What is told of a launch; see set_hooks.
 struct Launched {
@@ -389,7 +391,7 @@ struct Hooks {
   void* user = nullptr;
 };
 // Called around every launch from now on; nullptr: no more. What it points to must stay.
-void set_hooks(const Hooks* hooks);
+PLAIT_API void set_hooks(const Hooks* hooks);
 
 // Scratch memory of kernels that want some, ordered as the stream is. Without one, the driver's
 // cuMemAllocAsync serves. free may be null.
@@ -398,7 +400,7 @@ struct Scratch {
   void (*free)(void* user, void* memory, Stream stream);
   void* user = nullptr;
 };
-void set_scratch(const Scratch* scratch);
+PLAIT_API void set_scratch(const Scratch* scratch);
 
 namespace detail {
 class Function;
@@ -449,12 +451,12 @@ struct Frame {
   std::array<std::string_view, n_strings> strings;
 };
 
-void launch(Sites& sites, const Call& call);
-Plan* bind(Sites& sites, const Call& call);
-void launch(const Plan& plan, Stream stream);
-void destroy(Plan* plan);
-std::string value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
-                       std::span<const std::string_view> strings);
+PLAIT_API void launch(Sites& sites, const Call& call);
+PLAIT_API Plan* bind(Sites& sites, const Call& call);
+PLAIT_API void launch(const Plan& plan, Stream stream);
+PLAIT_API void destroy(Plan* plan);
+PLAIT_API std::string value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
+                                 std::span<const std::string_view> strings);
 }  // namespace detail
 
 template <class T>
@@ -503,14 +505,14 @@ class Kernel {
 };
 
 // The same file and function of the same provider are one kernel. Nothing is compiled yet.
-Kernel jit(const std::string& file, const std::string& function,
-           std::shared_ptr<Provider> provider = worker());
-Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
-Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
+PLAIT_API Kernel jit(const std::string& file, const std::string& function,
+                     std::shared_ptr<Provider> provider = worker());
+PLAIT_API Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
+PLAIT_API Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
 
 // What is compiled or was found in packs so far, a signature each as `python -m plait.tools.pack` takes it:
 // a warmed program's list makes the pack that it needs.
-std::vector<std::string> signatures();
+PLAIT_API std::vector<std::string> signatures();
 
 }  // namespace plait::triton
 

@@ -293,17 +293,16 @@ void hits() {
       std::map<std::string, std::string>{{"a", "\nx|||\nn|||\ns||c|"}, {"b", "\nx|||\nh|fp16||\ns||c|"}}, true);
   const Kernel a = from_pack(fake, "a"), b = from_pack(fake, "b");
   const Bound bound = a.bind({1}, at<float>(16), 3, "text of some length, which no small string holds");
-  size_t before = 0;
   for (int round = 0; round < 2; ++round) {
-    before = n_allocations;
+    const size_t before = n_allocations;
     for (int k = 0; k < 40; ++k) {
       for (const Kernel& kernel : {a, b})
         kernel[{1, stream(5), {.num_warps = 8}}](at<float>(16), k % 4, "text of some length, which no small string holds");
       a[{1}](at<float>(4), std::tuple{k, nullptr, 1.5}, plait::constexpr_value(k % 5));
       bound(stream(5));
     }
+    std::printf("%zu allocations\n", n_allocations - before);
   }
-  std::printf("%zu allocations\n", n_allocations - before);
 }
 
 // Kernels of a user: argv is python, the file of functions, and a pack of some of them.

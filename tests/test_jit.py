@@ -478,7 +478,8 @@ def test_each_context_has_its_handle(program: Path) -> None:
 def test_a_hit_allocates_nothing(program: Path) -> None:
     env = {**os.environ, "LD_LIBRARY_PATH": str(program)}
     done = subprocess.run([program / "jit", "hits"], env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "0 allocations\n"
+    cold, warm, _ = done.stdout.split(" allocations\n")
+    assert int(cold) > 0 == int(warm)
 
 
 def test_threads_compile_once(program: Path) -> None:

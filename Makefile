@@ -106,4 +106,4 @@ format: $(STAMPS)/packages
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf build dist plait_debug plait/_native.*.so plait/lib/libplait.so
+	rm -rf build dist plait_debug plait/_native.*.so plait/lib/libplait*.so

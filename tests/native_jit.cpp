@@ -1,9 +1,10 @@
 // tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever libcuda is
 // found. Prints what it asks of the provider and what goes wrong; the driver writes down the rest.
 #include <cstdio>
-#include <cstring>
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #include <plait/triton.h>
@@ -12,6 +13,17 @@
 
 using namespace plait::triton;
 using plait::arg, plait::constexpr_, plait::constexpr_value;
+
+namespace {
+std::atomic<size_t> n_allocations{};
+}
+void* operator new(size_t n) {
+  ++n_allocations;
+  if (void* p = std::malloc(n)) return p;
+  throw std::bad_alloc();
+}
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, size_t) noexcept { std::free(p); }
 
 namespace {
 // "Compiles" to what the fake driver takes for a kernel with parameters of these types.
@@ -275,6 +287,24 @@ void threads() {
   std::printf("%zu kernels\n", fake->n_compiled.size());
 }
 
+// What is known is launched without memory of the heap: one key after another, keys that take turns, bound.
+void hits() {
+  const auto fake = std::make_shared<Fake>(
+      std::map<std::string, std::string>{{"a", "\nx|||\nn|||\ns||c|"}, {"b", "\nx|||\nh|fp16||\ns||c|"}}, true);
+  const Kernel a = from_pack(fake, "a"), b = from_pack(fake, "b");
+  const Bound bound = a.bind({1}, at<float>(16), 3, "text of some length, which no small string holds");
+  for (int round = 0; round < 2; ++round) {
+    const size_t before = n_allocations;
+    for (int k = 0; k < 40; ++k) {
+      for (const Kernel& kernel : {a, b})
+        kernel[{1, stream(5), {.num_warps = 8}}](at<float>(16), k % 4, "text of some length, which no small string holds");
+      a[{1}](at<float>(4), std::tuple{k, nullptr, 1.5}, plait::constexpr_value(k % 5));
+      bound(stream(5));
+    }
+    std::printf("%zu allocations\n", n_allocations - before);
+  }
+}
+
 // Kernels of a user: argv is python, the file of functions, and a pack of some of them.
 void real(char** argv) {
   const auto python = worker(argv[0]);
@@ -283,6 +313,11 @@ void real(char** argv) {
   add[{{2}, nullptr, {.num_warps = 8}}](at<float>(16), at<float>(32), at<float>(48), 1);
   const Kernel all = jit(argv[1], "all_kinds", python);
   all[{2}](at<int8_t>(16), std::tuple{2.0, 5, nullptr}, true, DType::fp16, "ieee", std::tuple{1, 2}, 0.5, 3.25);
+  jit(argv[1], "applies", python)[{1}](at<float>(16), Callee{"twice"});
+  std::FILE* list = std::fopen((std::string(argv[2]) + ".list").c_str(), "w");
+  for (const std::string& s : signatures()) std::fprintf(list, "%s\n", s.c_str());
+  std::fclose(list);
+  expect_error([&] { jit(argv[1], "applies", python)[{1}](at<float>(16), Callee{"thrice"}); });
   expect_error([&] { jit(argv[1], "nothing", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "not_jit", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "wrong", python)[{1}](at<float>(16)); });
@@ -304,6 +339,7 @@ int main(int, char** argv) {
   if (what == "kinds") kinds();
   if (what == "launches") launches();
   if (what == "contexts") contexts();
+  if (what == "hits") hits();
   if (what == "threads") threads();
   if (what == "real") real(argv + 2);
 }

@@ -13,7 +13,9 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 from plait.errors import UserError
-from plait.runtime.triton_kernels import DType, describe, read_specialization, write_item, write_value
+from plait.runtime.triton_kernels import Callee, DType, describe, read_specialization, write_item, write_value
+from plait.runtime.triton_worker import load_module
 from plait.tools.pack import triton_pack
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +35,8 @@ FLAGS = [
     "-I", str(ROOT / "native"), "-I", str(ROOT / "plait" / "include"),
 ]  # fmt: skip
 SOURCES = [*sorted(JIT.glob("*.cpp")), CORE / "cuda.cpp", CORE / "cubins.cpp"]
+
+LIBRARY = ROOT / "plait" / "lib" / "libplait_core.so"
 
 SCALARS = ("fp16", "bf16", "fp32", "fp64")
 INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64")
@@ -118,6 +123,7 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
         return f"dtype {k + 1}", DType(DTYPES[k])
 
     none = lambda r: ("none 0", None)
+    function = lambda r: ("callee twice", twice())
     integers = [integer(n) for n in INTEGERS]
     reals = [real("f32"), real("f64")]
     pointers = [*map(pointer, TORCH), *(dlpack(*k) for k in DLPACK)]
@@ -137,7 +143,7 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
         return make
 
     if annotation == "constexpr":
-        kinds = [*integers, *reals, boolean, maybe, text, dtype, none]
+        kinds = [*integers, *reals, boolean, maybe, text, dtype, none, function]
         if depth < 2:
             kinds.append(nest([argument(rng, annotation, depth + 1)[1] for _ in range(rng.randrange(3))]))
     elif annotation.lstrip("*k") in SCALARS and annotation[0] != "*":
@@ -149,10 +155,18 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
     elif annotation:
         kinds = integers
     else:
-        kinds = [*integers, *reals, boolean, maybe, none, *pointers, constant(rng.choice([*integers, *reals, boolean]))]
+        kinds = [*integers, *reals, boolean, maybe, none, function, *pointers]
+        kinds.append(constant(rng.choice([*integers, *reals, boolean])))
         if depth < 2:
             kinds.append(nest([argument(rng, "", depth + 1)[1] for _ in range(rng.randrange(4))]))
     return "", rng.choice(kinds)
+
+
+@lru_cache
+def twice() -> Any:
+    """A @triton.jit function."""
+    with tempfile.TemporaryDirectory() as name:
+        return load_module("helpers", KERNELS, Path(name)).twice
 
 
 def of_triton(kind: Any, attribute: Any, value: Any) -> str:
@@ -161,7 +175,7 @@ def of_triton(kind: Any, attribute: Any, value: Any) -> str:
         return f"({','.join(of_triton(*x) for x in zip(kind, attribute, value, strict=True))})"
     if kind == "constexpr":
         value = getattr(value, "value", value)
-        return f"={write_value(value)}"
+        return f"={write_value(Callee('twice') if value is twice() else value)}"
     return kind + (":D" if attribute == "D" else "")
 
 
@@ -170,8 +184,6 @@ def specializes_as_triton(folder: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import create_function_from_signature
-
-    from plait.runtime.triton_worker import load_module
 
     library = ctypes.CDLL(str(folder / "libspecialize.so"))
     library.plait_specialize.restype = ctypes.c_char_p
@@ -265,6 +277,16 @@ def all_kinds(p, t, flag, kind: tl.constexpr, mode: tl.constexpr, pair: tl.const
 
 
 @triton.jit
+def twice(v):
+    return 2 * v
+
+
+@triton.jit
+def applies(x, fn: tl.constexpr):
+    tl.store(x, fn(tl.load(x)))
+
+
+@triton.jit
 def wrong(x):
     tl.store(x, tl.no_such_function(x))
 
@@ -304,7 +326,7 @@ error: kernel one: argument 0 (x) is missing [one] 0
 error: kernel one: it takes 1 arguments [one] -1
 error: kernel one: there is no parameter y [one] -1
 error: kernel one: two values for argument 0 (x) [one] 0
-error: kernel one: argument 0 (x): a string or dtype is passed only to a tl.constexpr parameter [one] 0
+error: kernel one: argument 0 (x): a string, dtype or function is passed only to a tl.constexpr parameter [one] 0
 error: kernel typed: argument 0 (h): a pointer for a parameter annotated fp16 [typed] 0
 typed fp16,bf16,fp64,i8:D,*fp32 [] sm_90
 error: kernel typed: argument 3 (i): a value that is annotated i8 does not fit [typed] 3
@@ -453,6 +475,13 @@ def test_each_context_has_its_handle(program: Path) -> None:
     assert sum(line.startswith("launch") for line in done) == 6
 
 
+def test_a_hit_allocates_nothing(program: Path) -> None:
+    env = {**os.environ, "LD_LIBRARY_PATH": str(program)}
+    done = subprocess.run([program / "jit", "hits"], env=env, capture_output=True, text=True, timeout=60, check=True)
+    cold, warm, _ = done.stdout.split(" allocations\n")
+    assert int(cold) > 0 == int(warm)
+
+
 def test_threads_compile_once(program: Path) -> None:
     said, done = run(program, "threads")
     assert said == "51 kernels\n"
@@ -480,11 +509,13 @@ def packs(folder: Path) -> None:
         ("add_kernel", "128", [*three, "64", *scratch]),
         ("add_kernel", "256", [*three, *scratch]),
         ("all_kinds", "128", ["10", "40000000", "5", "1", "3fe0000000000000", "4280", *scratch]),
+        ("applies", "128", ["10", *scratch]),
         ("add_kernel", "128", [*three, "64", *scratch]),
         ("add_kernel", "256", [*three, "a0", *scratch]),
     ], blocks
     errors = said.split("error: ")[1:]
     starts = [
+        "kernel applies: KeyError: 'thrice'",
         "kernel nothing: AttributeError: module 'kernels' has no attribute 'nothing'",
         f"kernel not_jit: TypeError: not_jit of {folder}/kernels.py is no plain @triton.jit function: it is a function",
         "kernel wrong: triton.compiler.errors.CompilationError: ",
@@ -498,7 +529,17 @@ def packs(folder: Path) -> None:
     ]
     for error, start in zip(errors, starts, strict=True):
         assert error.startswith(start), error
-    assert "no_such_function" in errors[2] and "specialization: *fp32:D" in errors[2] and "Traceback" in errors[2]
+    assert "no_such_function" in errors[3] and "specialization: *fp32:D" in errors[3] and "Traceback" in errors[3]
+
+    # What was launched makes a pack.
+    listed = folder / "kernels.pack.list"
+    assert listed.read_text().splitlines() == [
+        f"add_kernel {pointers},=1,=1024 num_warps=8", f"add_kernel {pointers},i32,=1024",
+        "all_kinds *i8:D,(fp32,i32,=None),u1,=fp16,='ieee',=(1,2),fp64,fp16", "applies *fp32:D,=@twice",
+    ]  # fmt: skip
+    output = str(folder / "all.pack")
+    plait.tools.pack.main([str(folder / "kernels.py"), "-o", output, "--signatures", f"@{listed}"])
+    assert b"applies|*fp32:D,=@twice||90" in Path(output).read_bytes()
 
 
 @needs_triton
@@ -530,6 +571,29 @@ def test_the_page_compiles(tmp_path: Path) -> None:
     source = tmp_path / "page.cpp"
     source.write_text(block)
     build("-fsyntax-only", "-Werror", source)
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="libplait_core is not built")
+def test_the_library(tmp_path: Path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(user LANGUAGES CXX)\n"
+        "find_package(plait REQUIRED COMPONENTS core)\nadd_executable(user user.cpp)\n"
+        "target_link_libraries(user PRIVATE plait::core)\n"
+    )
+    (tmp_path / "user.cpp").write_text(
+        "#include <plait/triton.h>\n#include <cstdio>\n"
+        'int main() {\n  try {\n    plait::triton::from_pack("nowhere", "k")[{1}](1);\n'
+        '  } catch (const plait::triton::Error& e) {\n    std::printf("%s", e.what());\n  }\n}\n'
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    options = [f"-DCMAKE_PREFIX_PATH={ROOT / 'plait' / 'lib' / 'cmake'}", "-DCMAKE_BUILD_TYPE=Debug"]
+    for command in (
+        ["-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", *options],
+        ["--build", tmp_path / "build"],
+    ):
+        subprocess.run(["cmake", *command], env={**os.environ, "PATH": path}, check=True, timeout=120)
+    done = subprocess.run([tmp_path / "build" / "user"], capture_output=True, text=True, check=True)
+    assert done.stdout == "kernel (all of a pack): cannot read kernel file nowhere"
 
 
 CASES = {f.__name__: f for f in (specializes_as_triton, packs)}

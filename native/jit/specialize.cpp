@@ -188,7 +188,8 @@ struct Item {
       case Kind::none:
       case Kind::dtype:
       case Kind::string:
-        refuse("a string or dtype is passed only to a tl.constexpr parameter");
+      case Kind::function:
+        refuse("a string, dtype or function is passed only to a tl.constexpr parameter");
     }
   }
 };
@@ -261,7 +262,7 @@ Arguments::Arguments(std::span<const Leaf> leaves, const uint8_t* states, const 
     first_word_.push_back(word);
     first_string_.push_back(string);
     word += leaf.n_words();
-    string += leaf.kind == Kind::string;
+    string += leaf.has_text();
   }
 }
 
@@ -278,6 +279,7 @@ std::string Arguments::value(size_t k) const {
     case Kind::none: return "None";
     case Kind::dtype: return name_of(state::type_of(states_[k]));
     case Kind::string: return quoted(strings_[first_string_[k]]);
+    case Kind::function: return "@" + std::string(strings_[first_string_[k]]);
     case Kind::tuple: break;
   }
   std::string out = "(";

@@ -7,7 +7,8 @@
 //
 // A specialization is text too, an item a parameter, with commas: a type, `i32`, `*fp32`, with `:D` for
 // what is divisible by 16; `=` and a value for a constant; items in parentheses for a tuple. Values are
-// written as in Python: 1, -1.5, 1e+30, nan, True, None, 'percent%20encoded', fp32 (a dtype), (1,2).
+// written as in Python: 1, -1.5, 1e+30, nan, True, None, 'percent%20encoded', fp32 (a dtype), @name (a
+// @triton.jit function), (1,2).
 #pragma once
 
 #include <plait/triton.h>

@@ -62,6 +62,7 @@ struct Loaded {
 // One key that is being compiled, or is: whoever comes second waits for the first.
 struct Flight {
   std::mutex mutex;
+  std::string signature;
   std::optional<Binary> binary;
   std::map<uint64_t, std::unique_ptr<Loaded>> loaded;  // by context
 };
@@ -82,6 +83,14 @@ class Function {
   Flight& flight(const std::string& key) const {
     const std::scoped_lock lock(mutex_);
     return flights_[key];
+  }
+
+  void list(std::vector<std::string>& signatures) const {
+    const std::scoped_lock lock(mutex_);
+    for (auto& [key, flight] : flights_) {
+      const std::scoped_lock flying(flight.mutex);
+      if (flight.binary) signatures.push_back(flight.signature);
+    }
   }
 
   const std::shared_ptr<Provider> provider;
@@ -319,6 +328,7 @@ const cuda::Kernel* Site::load(const Call& call, const Specialization& specializ
     if (capturing)
       throw std::runtime_error("it is not loaded yet and the stream is being captured: launch it once before");
     if (!flight.binary) flight.binary = function->provider->compile(request);
+    flight.signature = function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
     loaded = std::make_unique<Loaded>(driver, *flight.binary, specialization);
   }
   return &loaded->kernel;
@@ -414,13 +424,30 @@ void destroy(Plan* plan) { delete plan; }
 void set_hooks(const Hooks* given) { hooks.store(given, std::memory_order_release); }
 void set_scratch(const Scratch* given) { scratch_memory.store(given, std::memory_order_release); }
 
+namespace {
+struct Functions {
+  std::mutex mutex;
+  std::map<std::tuple<Provider*, std::string, std::string>, detail::Function> all;
+};
+Functions& functions() {
+  static auto* made = new Functions;
+  return *made;
+}
+}  // namespace
+
 Kernel jit(const std::string& file, const std::string& function, std::shared_ptr<Provider> provider) {
-  static std::mutex mutex;
-  static auto* all = new std::map<std::tuple<Provider*, std::string, std::string>, detail::Function*>;
-  const std::scoped_lock lock(mutex);
-  detail::Function*& made = (*all)[{provider.get(), file, function}];
-  if (!made) made = new detail::Function(provider, file, function, all->size());
-  return Kernel(made);
+  Functions& f = functions();
+  const std::scoped_lock lock(f.mutex);
+  const auto key = std::make_tuple(provider.get(), file, function);
+  return Kernel(&f.all.try_emplace(key, std::move(provider), file, function, f.all.size()).first->second);
+}
+
+std::vector<std::string> signatures() {
+  std::vector<std::string> found;
+  Functions& f = functions();
+  const std::scoped_lock lock(f.mutex);
+  for (const auto& [key, function] : f.all) function.list(found);
+  return found;
 }
 
 Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function) {

@@ -49,6 +49,13 @@ class DType:
 
 
 @dataclasses.dataclass(frozen=True)
+class Callee:
+    """A function among constants, by its name in the kernel's file."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Item:
     """How one argument is specialized. type: Triton's, 'constexpr', or a tuple's items. value: of a constant;
     Ellipsis: the parameter's default."""
@@ -89,6 +96,8 @@ class _Reader:
         word = self.word()
         if word == "?":
             return ...
+        if word.startswith("@"):
+            return Callee(word[1:])
         if word in _DTYPES:
             return DType(word)
         if word in ("nan", "inf", "-inf"):
@@ -137,6 +146,8 @@ def write_value(value: Any) -> str:
         return f"'{quote(value, safe='')}'"
     if isinstance(value, DType):
         return value.name
+    if isinstance(value, Callee):
+        return f"@{value.name}"
     raise TypeError
 
 
@@ -200,12 +211,14 @@ def _write_default(value: Any) -> str:
         return "?"
 
 
-def _for_triton(value: Any) -> Any:
-    """A constant as Triton takes it."""
+def _for_triton(value: Any, fn: Any) -> Any:
+    """A constant of a function's call as Triton takes it."""
     import triton.language as tl
 
     if isinstance(value, tuple):
-        return tuple(map(_for_triton, value))
+        return tuple(_for_triton(v, fn) for v in value)
+    if isinstance(value, Callee):
+        return fn.fn.__globals__[value.name]
     return tl.dtype(_DTYPES[value.name]) if isinstance(value, DType) else value
 
 
@@ -225,7 +238,7 @@ def compile_kernel(fn: Any, capability: int, specialization: str, options: str) 
         if isinstance(item.type, tuple):
             return tuple(signature(x, (*path, k)) for k, x in enumerate(item.type))
         if item.type == "constexpr":
-            constants[path] = fn.params[path[0]].default if item.value is ... else _for_triton(item.value)
+            constants[path] = fn.params[path[0]].default if item.value is ... else _for_triton(item.value, fn)
         if item.divisible:
             attributes[path] = [["tt.divisibility", 16]]
         return item.type

@@ -1,8 +1,8 @@
 """Writes packs: kernels of Triton functions, compiled ahead, for C++ programs without Python (docs/triton-cpp.md).
 
 `python -m plait.tools.pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
-function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints them. Triton runs in
-processes of its own.
+function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints them. `@FILE` stands
+for a file of them, a line each. Triton runs in processes of its own.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def _compile(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m plait.tools.pack", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m plait.tools.pack", description=(__doc__ or "").partition("\n")[0],
+        fromfile_prefix_chars="@",
+    )  # fmt: skip
     parser.add_argument("file", help="the Python file with the functions")
     parser.add_argument("--signatures", nargs="+", required=True, metavar="SIGNATURE")
     parser.add_argument("--arch", nargs="+", type=int, default=[90], help="compute capabilities (90)")

@@ -19,8 +19,7 @@
 //   record <- provider    A key that is new becomes text, `*fp32:D,i32,=1024`: the types and attributes
 //                         that Triton itself would find. A Provider makes a cubin and its facts of that.
 //
-// A host tensor descriptor will be a kind of leaf with 16 words, a JIT function as constexpr a kind with
-// one (its identity): Leaf has room for both.
+// A host tensor descriptor will be a kind of leaf with 16 words.
 #pragma once
 
 #include <algorithm>
@@ -42,6 +41,8 @@
 #include <utility>
 #include <vector>
 
+#include "plait/errors.h"
+
 struct CUstream_st;
 
 namespace plait::triton {
@@ -49,7 +50,7 @@ namespace plait::triton {
 using Stream = CUstream_st*;  // CUstream, cudaStream_t
 
 // What went wrong with a kernel. argument: its index in the Python signature, or -1. traceback: Python's.
-struct Error : std::runtime_error {
+struct PLAIT_API Error : std::runtime_error {
   Error(const std::string& what, std::string kernel, std::string specialization = "",
         int argument = -1, std::string traceback = "");
   std::string kernel, specialization, traceback;
@@ -78,13 +79,18 @@ struct Pointer {
   DType dtype;
 };
 
+// Another @triton.jit function, by the name that it has in the kernel's file: always a constant.
+struct Callee {
+  std::string_view name;
+};
+
 // A value that is a constant of the compiled kernel, whatever the signature says of its parameter.
 template <class T>
 struct Constant {
   T value;
 };
 
-enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, tuple };
+enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple };
 
 // What is known of an argument when its call is compiled.
 struct Leaf {
@@ -95,6 +101,7 @@ struct Leaf {
   constexpr uint16_t n_words() const {
     return kind == Kind::tuple ? 0 : kind == Kind::floating ? 2 : 1;  // a floating one: as fp32, as fp64
   }
+  constexpr bool has_text() const { return kind == Kind::string || kind == Kind::function; }
 };
 
 // What is known of a leaf when it is called, in one byte.
@@ -150,7 +157,7 @@ concept DlTensor = requires(const T& t) {
   t.dtype.bits;
   t.dtype.lanes;
 };
-DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);
+PLAIT_API DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);
 }  // namespace detail
 
 template <std::integral T>
@@ -224,7 +231,7 @@ struct Traits<std::optional<T>> {
     if (v) return Traits<T>::write(w, *v);
     w.put(state::none, 0);
     for (uint16_t k = 1; k < leaves[0].n_words(); ++k) *w.words++ = 0;
-    if (leaves[0].kind == Kind::string) *w.strings++ = {};
+    if constexpr (leaves[0].has_text()) *w.strings++ = {};
   }
 };
 
@@ -248,6 +255,12 @@ template <>
 struct Traits<char*> : Traits<std::string_view> {};
 template <size_t N>
 struct Traits<char[N]> : Traits<std::string_view> {};
+
+template <>
+struct Traits<Callee> {
+  static constexpr std::array<Leaf, 1> leaves{Leaf{Kind::function, true}};
+  static void write(Writer& w, Callee c) { Traits<std::string_view>::write(w, c.name); }
+};
 
 template <class... T>
 struct Traits<std::tuple<T...>> {
@@ -311,7 +324,7 @@ struct Option {
   Option(std::string_view name, const T& value);
   std::string name, value;
 };
-const OptionSet* option_set(std::initializer_list<Option> options);
+PLAIT_API const OptionSet* option_set(std::initializer_list<Option> options);
 
 // -1: as Triton has it.
 struct Options {
@@ -353,7 +366,7 @@ struct Request {
 };
 
 // Where kernels come from. Its functions may be called by several threads.
-class Provider {
+class PLAIT_API Provider {
  public:
   virtual ~Provider() = default;
   // The function's parameters, a line each; native/jit/specialize.h says how.
@@ -361,9 +374,9 @@ class Provider {
   virtual Binary compile(const Request& request) = 0;
 };
 // A file that `python -m plait.tools.pack` wrote.
-std::shared_ptr<Provider> open_pack(const std::string& path);
+PLAIT_API std::shared_ptr<Provider> open_pack(const std::string& path);
 // A Python process, started when first asked, that has plait and Triton on its path.
-std::shared_ptr<Provider> worker(const std::string& python = "python3");
+PLAIT_API std::shared_ptr<Provider> worker(const std::string& python = "python3");
 
 // What is told of a launch; see set_hooks.
 struct Launched {
@@ -378,7 +391,7 @@ struct Hooks {
   void* user = nullptr;
 };
 // Called around every launch from now on; nullptr: no more. What it points to must stay.
-void set_hooks(const Hooks* hooks);
+PLAIT_API void set_hooks(const Hooks* hooks);
 
 // Scratch memory of kernels that want some, ordered as the stream is. Without one, the driver's
 // cuMemAllocAsync serves. free may be null.
@@ -387,7 +400,7 @@ struct Scratch {
   void (*free)(void* user, void* memory, Stream stream);
   void* user = nullptr;
 };
-void set_scratch(const Scratch* scratch);
+PLAIT_API void set_scratch(const Scratch* scratch);
 
 namespace detail {
 class Function;
@@ -421,7 +434,7 @@ struct Frame {
     return n;
   }();
   static constexpr size_t n_strings = std::count_if(
-      leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.kind == Kind::string; });
+      leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.has_text(); });
   static constexpr size_t first_value = n_head_words + n_state_words(leaves.size());
 
   explicit Frame(const A&... arguments) {
@@ -438,12 +451,12 @@ struct Frame {
   std::array<std::string_view, n_strings> strings;
 };
 
-void launch(Sites& sites, const Call& call);
-Plan* bind(Sites& sites, const Call& call);
-void launch(const Plan& plan, Stream stream);
-void destroy(Plan* plan);
-std::string value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
-                       std::span<const std::string_view> strings);
+PLAIT_API void launch(Sites& sites, const Call& call);
+PLAIT_API Plan* bind(Sites& sites, const Call& call);
+PLAIT_API void launch(const Plan& plan, Stream stream);
+PLAIT_API void destroy(Plan* plan);
+PLAIT_API std::string value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
+                                 std::span<const std::string_view> strings);
 }  // namespace detail
 
 template <class T>
@@ -492,10 +505,14 @@ class Kernel {
 };
 
 // The same file and function of the same provider are one kernel. Nothing is compiled yet.
-Kernel jit(const std::string& file, const std::string& function,
-           std::shared_ptr<Provider> provider = worker());
-Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
-Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
+PLAIT_API Kernel jit(const std::string& file, const std::string& function,
+                     std::shared_ptr<Provider> provider = worker());
+PLAIT_API Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& function);
+PLAIT_API Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
+
+// What is compiled or was found in packs so far, a signature each as `python -m plait.tools.pack` takes it:
+// a warmed program's list makes the pack that it needs.
+PLAIT_API std::vector<std::string> signatures();
 
 }  // namespace plait::triton
 

@@ -1,11 +1,19 @@
-# find_package(plait): the target plait::torch, with which a C++ program runs packages (plait/package.h).
+# find_package(plait): the targets plait::torch, with which a C++ program runs packages (plait/package.h), and plait::core,
+# with which it launches Triton kernels (plait/triton.h) and which needs no torch: COMPONENTS core asks for it alone.
 #
 # torch is the one that the Python beside plait has: PLAIT_TORCH_DIR names its folder, or PLAIT_PYTHON a Python to ask.
 # TorchConfig.cmake is not read: that of a CUDA build insists on a CUDA toolkit, and no CUDA header is needed here.
-if(TARGET plait::torch)
+get_filename_component(_plait "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
+if(NOT TARGET plait::core)
+  add_library(plait::core SHARED IMPORTED)
+  set_target_properties(plait::core PROPERTIES
+    IMPORTED_LOCATION "${_plait}/lib/libplait_core.so"
+    INTERFACE_INCLUDE_DIRECTORIES "${_plait}/include"
+    INTERFACE_COMPILE_FEATURES cxx_std_20)
+endif()
+if(TARGET plait::torch OR plait_FIND_COMPONENTS STREQUAL "core")
   return()
 endif()
-get_filename_component(_plait "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 
 # Installed, plait lies beside torch.
 if(NOT PLAIT_TORCH_DIR AND EXISTS "${_plait}/../torch/lib/libtorch_cpu.so")

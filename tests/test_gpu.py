@@ -59,12 +59,6 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda dy, y: (d := y * (dy - (dy * y).sum(-1, keepdim=True)), d.sum((0, 1)), dy.sum((0, 1))),
         lambda: (r(6, 512, 771), F.softmax(r(6, 512, 771), -1)),
     ),
-    "gradients of a norm": (
-        lambda dy, x, w: torch.ops.aten.native_layer_norm_backward(
-            dy, x, (768,), x.float().mean(-1, True), torch.rsqrt(x.float().var(-1, keepdim=True)), w, w, [True] * 3
-        ),
-        lambda: (r(2, 2048, 768, dtype=torch.bfloat16), r(2, 2048, 768, dtype=torch.bfloat16), r(768).bfloat16()),
-    ),
     "sum of all": (lambda x: (x.sum(), x.amax(), x.argmax()), lambda: (r(1000, 3001),)),
     "columns": (lambda x: torch.var_mean(x, 0), lambda: (r(5000, 37),)),
     "bf16": (
@@ -131,6 +125,19 @@ def test_case(name: str) -> None:
         return make()
 
     same(fn, again)
+
+
+def test_gradients_of_a_norm() -> None:
+    """In half precision, where a sum in another order rounds another way: no further from float64 than eager's."""
+
+    def fn(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor) -> Any:
+        return torch.ops.aten.native_layer_norm_backward(dy, x, (768,), mean, rstd, w, w, [True] * 3)
+
+    dy, x, w = (r(*shape, dtype=torch.bfloat16) for shape in ((2, 2048, 768), (2, 2048, 768), (768,)))
+    args = dy, x, x.float().mean(-1, True), torch.rsqrt(x.float().var(-1, keepdim=True)), w
+    results = torch.compile(fn, backend="plait")(*args), fn(*args), fn(*(a.double() for a in args))
+    for got, want, exact in zip(*results, strict=True):
+        close(got, want, exact, "result")
 
 
 def test_one_compile_for_many_sizes() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lower_eval import Evaluate
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from plait.compat import kept_whole
@@ -15,6 +14,7 @@ from plait.graph.captured import Captured
 from plait.ir.loops import Extern
 from plait.lower.graph import Lowered, lower_graph
 from plait.runtime.philox import philox_words
+from tests.lower_eval import Evaluate
 
 DECOMPOSITIONS = dict(torch._decomp.core_aten_decompositions())
 for _op in kept_whole():

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lower_eval import Evaluate
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -27,6 +26,7 @@ from plait.lower.dtypes import FROM_TORCH, from_torch
 from plait.lower.graph import Lowered, lower_graph
 from plait.lower.pointwise import common_dtype
 from plait.lower.symbols import to_scalar_node, to_size
+from tests.lower_eval import Evaluate
 
 Fn = Callable[..., Any]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from lower_b import DECOMPOSITIONS, Evaluation, lowered
 from torch._functorch.aot_autograd import aot_module_simplified
 
 import plait.lower
@@ -18,6 +17,7 @@ from plait.ir.text import program_text
 from plait.lower.core import RULES
 from plait.lower.extern import op_facts, op_name
 from plait.lower.graph import Lowered, load_rules, lower_graph
+from tests.lower_b import DECOMPOSITIONS, Evaluation, lowered
 
 aten = torch.ops.aten
 r = torch.randn

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import same
-from lower_b import Evaluation, check, lowered
+
+from tests.against_eager import same
+from tests.lower_b import Evaluation, check, lowered
 
 aten = torch.ops.aten
 r = torch.randn

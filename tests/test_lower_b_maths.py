@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import same
-from lower_b import check, lowered
 
 from plait.ir.loops import Extern
+from tests.against_eager import same
+from tests.lower_b import check, lowered
 
 aten = torch.ops.aten
 r = torch.randn

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lower_b import check, lowered
 
 from plait.ir.loops import Pointwise
+from tests.lower_b import check, lowered
 
 r = torch.randn
 

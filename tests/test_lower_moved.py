@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import compiled, same
-from lower_b import lowered
 
 from plait.ir.loops import Extern
 from plait.schedule.deps import extent
 from plait.schedule.plan import Kernel
 from plait.wrapper.program import CompileRecord, observers
+from tests.against_eager import compiled, same
+from tests.lower_b import lowered
 
 r = torch.randn
 MASK = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5])

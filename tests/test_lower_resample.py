@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lower_b import check
 from torch import Tensor
+
+from tests.lower_b import check
 
 aten = torch.ops.aten
 r = torch.randn

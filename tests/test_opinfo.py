@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from opinfo_tools import (
+from torch.testing._internal.common_methods_invocations import op_db
+
+import plait.lower
+from tests.opinfo_tools import (
     RANDOM,
     UNTRACEABLE,
     Case,
@@ -24,9 +27,6 @@ from opinfo_tools import (
     pick,
     traceable,
 )  # fmt: skip
-from torch.testing._internal.common_methods_invocations import op_db
-
-import plait.lower
 
 warnings.filterwarnings("ignore", category=UserWarning)
 

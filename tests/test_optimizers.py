@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import compiled
 from torch import nn
+
+from tests.against_eager import compiled
 
 LR = 0.02
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import compiled
 
 import plait
 from plait.ir.checks import ZERO_DIVISION
@@ -18,6 +17,7 @@ from plait.ir.loops import check_of, const, walk
 from plait.ir.record import Recorder
 from plait.ir.rules import Simplifier
 from plait.ir.sizes import symbol
+from tests.against_eager import compiled
 
 X = torch.arange(15.0).reshape(5, 3)
 POSITIONS = {"too large": (1, 7), "negative": (1, -1), "too small": (1, -9), "fine": (1, 2)}

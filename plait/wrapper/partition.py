@@ -46,10 +46,11 @@ def partition(
 
     constants: its table of constants. n_results: as in the program that is returned. nbytes: plausible sizes of what
     operators make."""
-    if not _gpus(program):
+    gpus = _gpus(program)
+    if not gpus:
         return program
-    if len(_gpus(program)) > 1:
-        alone = ins.Partition(False, f"it uses several GPUs: {', '.join(sorted(_gpus(program)))}")
+    if len(gpus) > 1:
+        alone = ins.Partition(False, f"it uses several GPUs: {', '.join(sorted(gpus))}")
         return replace(program, body=(alone, *program.body), n_results=n_results)
     body = _seeds_first(program)
     head = list(takewhile(_is_early, body))

@@ -1,13 +1,14 @@
 // benchmarks/jit_launch.cpp: CPU time of a launch of Triton kernels from C++ (native/jit), beside the
 // driver's own call with everything prepared. Usage: jit_launch PACK
 //
-// Kernels with 0, 3, 19 and 58 arguments, two thirds of them pointers. The three ways take turns; a sample
+// Kernels with 0, 3, 19 and 58 arguments, two thirds of them pointers. The four ways take turns; a sample
 // is the mean of 16 launches. Prints a JSON line for each kernel: median and 99th percentile in ns.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 
 #include <plait/triton.h>
+#include <plait/triton_c.h>
 
 #include "core/cubins.h"
 
@@ -51,6 +52,13 @@ void measure(const char* path, std::index_sequence<P...>, std::index_sequence<I.
   const double first_ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
   const Bound bound = kernel.bind({1}, (static_cast<void>(P), memory + 0)..., static_cast<int>(101 + 2 * I)...);
 
+  plait_triton_kernel* c_kernel = nullptr;
+  if (plait_triton_from_pack(path, name.c_str(), &c_kernel) != PLAIT_TRITON_OK) std::abort();
+  const std::array<plait_triton_argument, n> arguments{
+      (static_cast<void>(P), plait_triton_pointer(memory, PLAIT_TRITON_FP32))...,
+      plait_triton_integer(static_cast<int64_t>(101 + 2 * I))...};
+  const plait_triton_config at = plait_triton_grid(1, 1, 1, nullptr);
+
   std::string image, entry = name + "|";
   for (size_t k = 0; k < n; ++k) entry += std::string(k ? "," : "") + (k < sizeof...(P) ? "*fp32:D" : "i32");
   const plait::Cubins cubins = plait::Cubins::read(path);
@@ -67,11 +75,12 @@ void measure(const char* path, std::index_sequence<P...>, std::index_sequence<I.
   }
   const plait::cuda::Config config = bare->config_of(1);
 
-  Samples all[] = {{"bare", {}}, {"ad hoc", {}}, {"bound", {}}};
+  Samples all[] = {{"bare", {}}, {"ad hoc", {}}, {"bound", {}}, {"from C", {}}};
   for (int k = 0; k < kSamples; ++k) {
     all[0].ns.push_back(sample([&] { bare->launch(config, parameters); }));
     all[1].ns.push_back(sample(ad_hoc));
     all[2].ns.push_back(sample([&] { bound(nullptr); }));
+    all[3].ns.push_back(sample([&] { plait_triton_launch(c_kernel, &at, arguments.data(), n); }));
     if (k % 8 == 0) driver.check(driver.synchronize(), "launches");
   }
   std::printf("{\"arguments\": %zu, \"first ms\": %.2f", n, first_ms);

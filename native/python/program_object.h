@@ -47,6 +47,7 @@ inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *tra
     *direct_type;
 PyObject* module_load_cubin(PyObject*, PyObject* args);
 PyObject* module_launch_cubin(PyObject*, PyObject* args);
+PyObject* module_inspect_package(PyObject*, PyObject* args);
 extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec,
     package_spec;
 

@@ -333,15 +333,10 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def branch(x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
-
-
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "a namedtuple": (lambda x: Pair(x, x + 1), (X,), "whose results are nested as .*Pair"),
     "an enum": (lambda x, c: x, (X, Colour.RED), "argument 'c' is <Colour.RED: 1>"),
     "keys that are no text": (lambda x: {(1, 2): x}, (X,), "results are nested"),
-    "control flow": (branch, (X,), "calls Python: .*cond"),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,7 @@ def trace(
     for name, fake in zip(names, env.leaves, strict=True):
         if isinstance(fake, torch.SymInt):
             raise Unsupported(f"plait.compile of a dynamic int, argument {name!r}", hint="pass a tensor")
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state = {**dict(module.named_parameters()), **dict(_buffers(module))}
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
 
@@ -143,6 +143,14 @@ def trace(
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
     facts = env.size_facts(fakes, graph)
     return Traced(graph, mutated, state, fakes, signature, facts)
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers by name, without the constants of subgraphs of an exported program: tracing meets these as they are."""
+    for name, x in module.named_buffers():
+        path, _, last = name.rpartition(".")
+        if not (last.startswith("_tensor_constant") and isinstance(module.get_submodule(path), GraphModule)):
+            yield name, x
 
 
 def _check_argument(name: str, x: Any) -> None:

@@ -340,6 +340,21 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
 }
 
 
+@pytest.mark.parametrize("compiler", [plait.compile, lambda fn, args: plait.package(fn, "unused", args)])
+def test_what_cannot_be_traced_names_what_was_called(compiler: Callable[..., Any]) -> None:
+    who = "plait.compile" if compiler is plait.compile else "plait.package"
+    for fn, args in [
+        (lambda x: x * x.sum().item() if x.sum().item() > 0 else x, (X,)),
+        (lambda x: x.sum(), (X.to_sparse(),)),
+        (lambda x: [object()], (X,)),
+    ]:
+        with pytest.raises(Unsupported, match=f"^{who} "):
+            compiler(fn, args)
+    with pytest.raises(ZeroDivisionError) as error:
+        compiler(lambda x: x / (1 // 0), (X,))
+    assert error.value.__notes__[0].startswith(f"raised while {who} traced")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_python_is_refused(tmp_path: Path, name: str) -> None:
     fn, args, text = REFUSED[name]

@@ -66,7 +66,7 @@ def package(
     isas, archs = _machines(named if machines is None else machines)
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
     with collector_paused():
-        traced = trace(*source, None if device is None else _numbered(torch.device(device)))
+        traced = trace(*source, "plait.package", None if device is None else _numbered(torch.device(device)))
         for weight, x in traced.state.items():
             if x.is_meta:
                 raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")

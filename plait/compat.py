@@ -706,7 +706,7 @@ def _exporting() -> Iterator[None]:
 
 
 def export_graph(
-    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]
+    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor], who: str
 ) -> tuple[GraphModule, tuple[int, ...]]:
     """Traces flat(*inputs) functionally and without autograd.
 
@@ -718,11 +718,11 @@ def export_graph(
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
             raise
-        what = "plait.compile of a function that changes a tensor which is neither argument nor parameter nor buffer"
+        what = f"{who} of a function that changes a tensor which is neither argument nor parameter nor buffer"
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
     assert isinstance(graph, GraphModule)
     if signature.input_tokens:
-        raise Unsupported("plait.compile of a program with effect tokens (printing, torchbind)")
+        raise Unsupported(f"{who} of a program with effect tokens (printing, torchbind)")
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
     return graph, mutated

@@ -333,16 +333,26 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def branch(x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
-
-
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "a namedtuple": (lambda x: Pair(x, x + 1), (X,), "whose results are nested as .*Pair"),
     "an enum": (lambda x, c: x, (X, Colour.RED), "argument 'c' is <Colour.RED: 1>"),
     "keys that are no text": (lambda x: {(1, 2): x}, (X,), "results are nested"),
-    "control flow": (branch, (X,), "calls Python: .*cond"),
 }
+
+
+@pytest.mark.parametrize("compiler", [plait.compile, lambda fn, args: plait.package(fn, "unused", args)])
+def test_what_cannot_be_traced_names_what_was_called(compiler: Callable[..., Any]) -> None:
+    who = "plait.compile" if compiler is plait.compile else "plait.package"
+    for fn, args in [
+        (lambda x: x * x.sum().item() if x.sum().item() > 0 else x, (X,)),
+        (lambda x: x.sum(), (X.to_sparse(),)),
+        (lambda x: [object()], (X,)),
+    ]:
+        with pytest.raises(Unsupported, match=f"^{who} "):
+            compiler(fn, args)
+    with pytest.raises(ZeroDivisionError) as error:
+        compiler(lambda x: x / (1 // 0), (X,))
+    assert error.value.__notes__[0].startswith(f"raised while {who} traced")
 
 
 @pytest.mark.parametrize("name", REFUSED)

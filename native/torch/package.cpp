@@ -117,8 +117,6 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     const std::optional<c10::Device> gpu = wants_gpu ? find_gpu(device) : std::nullopt;
     variant = &choose_variant(file, machine, gpu ? capability_of(*gpu) : 0);
     plan = read_plan(file.section(variant->plan));
-    if (plan.n_callables > 0)
-      throw LoadError("it calls Python functions, which a package cannot hold");
     const std::string there = gpu ? gpu->str() : "cpu";
     retarget(plan, there);
     for (InputSpec& s : signature.inputs) retarget(s.device, there);
@@ -132,7 +130,24 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
             plan.inputs[i].device;
     const std::vector<at::Storage> storages = storages_of(file, places);
     weights = tensors_of(m.weights, storages);
-    constants = tensors_of(m.constants, storages);
+    const std::vector<at::Tensor> all = tensors_of(m.constants, storages);
+    const auto constants_of = [&](const Plan& p, int64_t first) {
+      const auto n = static_cast<int64_t>(all.size());
+      return std::vector<at::Tensor>(all.begin() + first,
+                                     all.begin() + std::min(n, first + p.n_constants));
+    };
+    Control::Routines routines;
+    for (const Manifest::Routine& r : m.routines) {
+      Plan part = read_plan(file.section(r.plan));
+      retarget(part, there);
+      std::vector<at::Tensor> own = constants_of(part, r.first_constant);
+      ControlFlow inner = control_flow(part, r.controls, routines);
+      routines.push_back(std::make_shared<Routine>(std::make_unique<Program>(
+          std::move(part), nullptr, nullptr, std::move(own), kNoPython, nullptr, std::nullopt,
+          std::move(inner))));
+    }
+    controls = control_flow(plan, m.controls, routines);
+    constants = constants_of(plan, 0);
     if (!variant->kernels.empty())
       kernels = std::make_shared<Library>(file.section(variant->kernels), math_table(m.math));
     if (!variant->cubins.empty()) {
@@ -153,22 +168,6 @@ void OpenPackage::require_results(const Program& p) const {
 // for C++
 namespace {
 
-[[noreturn]] void no_python() { throw std::runtime_error("there is no Python in this process"); }
-
-// A program without Python: it holds no GIL, and nothing that needs Python is loaded.
-constexpr Host kNoPython{
-    []() -> void* { return nullptr; },
-    [](void*) {},
-    [](const Program&, Frame&, const PythonCall&, const Operands&) { no_python(); },
-    [](void*) -> c10::IValue { no_python(); },
-    [](int) -> void* { no_python(); },
-    [](void*, bool) {},
-    [](void*) -> Host::Captured { no_python(); },
-    [](void*) {},
-    [](void*) {},
-    [](void*) {},
-    [](const std::string&, size_t, const std::string&) {}};
-
 struct Arguments {
   at::ArrayRef<at::Tensor> args;
 
@@ -181,12 +180,6 @@ struct Arguments {
   }
   bool integer(int64_t, int64_t&) const { return false; }
   void* object(int64_t) const { return nullptr; }
-};
-
-struct Locked {
-  std::mutex& mutex;
-  void lock() { mutex.lock(); }
-  void unlock() { mutex.unlock(); }
 };
 
 at::Tensor result(Frame& f, const Output& o) {
@@ -219,7 +212,8 @@ struct Package::State {
     open.bind([&] {
       program = std::make_unique<Program>(std::move(open.plan), std::move(open.kernels),
                                           std::move(open.cubins), std::move(open.constants),
-                                          kNoPython, nullptr, std::nullopt);
+                                          kNoPython, nullptr, std::nullopt,
+                                          std::move(open.controls));
       if (program->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
       open.require_results(*program);
       results = plan_outputs(*program);

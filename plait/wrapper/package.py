@@ -29,7 +29,7 @@ InputSpec = tuple[Any, ...]
 Result = tuple[Any, ...]
 """Both as in capture/bound.py."""
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"PLAITPKG"
 _PAGE = 4096
 _WEIGHT_ALIGN = 64
@@ -54,6 +54,34 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Control:
+    """What stands for a call of Python: control flow around routines, by number.
+
+    kind: 'call', 'cond' (if it holds, if not), 'loop' (condition, body) or 'scan'. operands: what the routines take,
+    after the condition of a cond: (False, number of an operand of the call) or (True, an integer). carried, scanned:
+    how many of them change from round to round, and come in slices. strides: of the results, where promised.
+    """
+
+    kind: str
+    routines: tuple[int, ...]
+    operands: tuple[tuple[bool, int], ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    carried: int = 0
+    scanned: int = 0
+
+
+@dataclass(frozen=True)
+class Routine:
+    """A program that others call: operators alone, on any machine. controls: by number in its plan; they run routines
+    that stand before it."""
+
+    plan: bytes
+    constants: Sequence[torch.Tensor]
+    constant_devices: tuple[str, ...]
+    controls: tuple[Control, ...]
+
+
+@dataclass(frozen=True)
 class Contents:
     """A program as it goes into a package.
 
@@ -63,6 +91,7 @@ class Contents:
     checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
     caller's tensor 0), "const 4", "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le".
     folded: names of weights that others were computed from. variants: best first. python: JSON that plait.load reads.
+    controls: by number in the plans.
     """
 
     name: str
@@ -78,6 +107,8 @@ class Contents:
     checks: tuple[tuple[str, ...], ...] = ()
     folded: tuple[str, ...] = ()
     constant_devices: tuple[str, ...] = ()
+    routines: tuple[Routine, ...] = ()
+    controls: tuple[Control, ...] = ()
 
 
 def write_package(path: str | os.PathLike[str], contents: Contents) -> None:
@@ -200,7 +231,12 @@ class _Sections:
         self._weight_numbers = {name: k for k, name in enumerate(c.weights)}
         tensors = [weights.add(name, t) for name, t in c.weights.items()]
         devices = c.constant_devices or ("",) * len(c.constants)
-        pairs = zip(c.constants, devices, strict=True)
+        pairs = list(zip(c.constants, devices, strict=True))
+        routines: list[bytes] = []
+        for r in c.routines:
+            plan = _text(self._blob("plan", f"routine {len(routines)}", r.plan))
+            routines.append(plan + _words(len(pairs)) + _list(map(_control, r.controls)))
+            pairs += zip(r.constants, r.constant_devices, strict=True)
         constants = [weights.add(f"constant {k}", t, device) for k, (t, device) in enumerate(pairs)]
         weights.place()
         inputs = [self._input(spec) for spec in c.inputs]
@@ -210,7 +246,8 @@ class _Sections:
             _list(_text(name) + _text(version) for name, version in versions.items()),
             _text(c.name), _words(c.single), _texts(mathtable.NAMES), _list(weights.describe_storages()),
             _list(weights.describe(*t) for t in tensors), _list(weights.describe(*t) for t in constants),
-            _texts(c.folded), _texts(c.names), _texts(self._symbols), _texts(c.outputs), _list(inputs),
+            _texts(c.folded), _list(routines), _list(map(_control, c.controls)),
+            _texts(c.names), _texts(self._symbols), _texts(c.outputs), _list(inputs),
             _list(_result(r) for r in c.results), _list(_check(check) for check in c.checks), _list(variants),
         ))  # fmt: skip
 
@@ -261,6 +298,14 @@ def _result(r: Result) -> bytes:
         return _words(0)
     _, base, requires_grad, offset = r
     return _words(2, base, requires_grad, offset is not None, offset or 0)
+
+
+def _control(c: Control) -> bytes:
+    kind = ("call", "cond", "loop", "scan").index(c.kind)
+    strides = [_words(0) if s is None else _words(1) + _list(map(_words, s)) for s in c.strides]
+    operands = _list(_words(*o) for o in c.operands)
+    numbers = _list(map(_words, c.routines))
+    return _words(kind) + numbers + operands + _words(c.carried, c.scanned) + _list(strides)
 
 
 def _check(check: tuple[str, ...]) -> bytes:

@@ -295,6 +295,90 @@ def not_jit(x):
     pass
 """
 
+DECORATED = """\
+import triton
+import triton.language as tl
+
+
+def configs(*warps):
+    return [triton.Config({"BLOCK": b}, num_warps=w, num_stages=2) for b in (16, 64, 256) for w in warps]
+
+
+@triton.autotune(configs(2, 8), key=["n"])
+@triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})
+@triton.jit
+def tuned(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i) if EVEN else tl.load(x + i, i < n), i < n)
+
+
+@triton.heuristics({"EVEN": lambda args: args["n"] > 100 and args["n"] % 16 == 0 and args["out"].dtype.itemsize == 4})
+@triton.autotune(configs(4), key=["EVEN"])
+@triton.jit
+def outer(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x) + EVEN)
+
+
+@triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})
+@triton.heuristics({"num_warps": lambda args: max(1, min(8, args["BLOCK"] // 32)), "MODE": lambda args: "a b"})
+@triton.jit
+def warps(x, out, n, BLOCK: tl.constexpr, MODE: tl.constexpr, other=2.5):
+    tl.store(out + tl.arange(0, BLOCK), tl.load(x) + other)
+
+
+def few(configs, named, **keywords):
+    assert "x" in named and "grid" in keywords
+    n = named["n"] if "n" in named else keywords["n"]
+    return [c for c in configs if c.kwargs["BLOCK"] <= n] or configs[:1]
+
+
+@triton.autotune(configs(1, 8), key=["n"], prune_configs_by={"early_config_prune": few})
+@triton.jit
+def pruned(x, out, n, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x))
+
+
+def model(n, out, BLOCK, num_warps, **keywords):
+    return abs(n * out.element_size() - BLOCK) + num_warps
+
+
+@triton.autotune(configs(1, 8), key=["n"], prune_configs_by={"perf_model": model, "top_k": 2})
+@triton.jit
+def modelled(x, out, n, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x))
+
+
+@triton.autotune(configs(4), key=["n", "x"][:1], reset_to_zero=["out"], restore_value=["x"])
+@triton.jit
+def kept(x, out, n, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x))
+
+
+@triton.autotune([triton.Config({}, pre_hook=print)], key=[])
+@triton.jit
+def hooked(x, n):
+    pass
+
+
+@triton.heuristics({"BLOCK": lambda args: args["x"].shape[0]})
+@triton.jit
+def reads_shape(x, n, BLOCK: tl.constexpr):
+    pass
+
+
+@triton.autotune([triton.Config({"BLOCK": b}) for b in (1, 2, 4)], key=["n"])
+@triton.jit
+def refused(x, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK != 2)
+    tl.store(x, BLOCK)
+
+
+@triton.autotune([triton.Config({"BLOCK": b}) for b in (1, 2)], key=["n"])
+@triton.jit
+def all_refused(x, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK > 2)
+"""
+
 ASKED = """\
 none  [] sm_90
 one *fp32:D [] sm_90
@@ -382,12 +466,89 @@ wrong i32 [] sm_90
 error: kernel wrong: parameter 0 of the compiled kernel has 8 bytes, its type 4
   specialization: i32 [wrong] -1
 """
+DECORATORS_ASKED = """\
+error: kernel tuned: it is not tuned yet and the stream is being captured: launch it once before
+  key: n=128;@types=(fp32);@gpu='Fake%20GPU' [tuned] -1
+tuned *fp32:D,i32:D,i32,=64 [] sm_90
+tuned *fp32:D,i32:D,i32,=16 [num_warps=8] sm_90
+tuned *fp32:D,i32:D,i32,=32 [maxnreg=64;num_warps=8] sm_90
+tuned *fp32:D,i32:D,i32,=8 [num_warps=3] sm_90
+tuned *fp32:D,i32:D,i32,=128 [num_warps=64] sm_90
+error: kernel tuned: argument 3 (B) is set by a decorator [tuned] 3
+error: kernel tuned: option num_warps is set by a decorator [tuned] -1
+error: kernel tuned: a grid asks for x, which is no integer
+  specialization: *fp32:D,i32:D,i32,=16 [tuned] -1
+error: kernel tuned: a grid asks for y, which is no parameter
+  specialization: *fp32:D,i32:D,i32,=16 [tuned] -1
+asked heuristic heuristics0 x=*fp32;n=16;*;@types=(fp32)
+asked heuristic heuristics1 x=*fp32;n=16;*;B=8;num_warps=8;@types=(fp32)
+heuristic *fp32:D,i32:D,=8,=True [num_warps=8] sm_90
+asked heuristic heuristics0 x=*fp32;n=32;*;@types=(fp32)
+asked heuristic heuristics0 x=*fp32;n=1;*;@types=(fp32)
+asked heuristic heuristics1 x=*fp32;n=1;*;B=1;num_warps=1;@types=(fp32)
+heuristic *fp32:D,=1,=1,=True [num_warps=1] sm_90
+asked heuristic heuristics0 x=*fp64;n=1;*;@types=(fp64)
+heuristic *fp64:D,=1,=1,=True [num_warps=1] sm_90
+heuristic *i32:D,i32:D,=8,=True [num_warps=8] sm_90
+heuristic (=None,*fp32:D),i32:D,=8,=True [num_warps=8] sm_90
+asked both pruned0 x=*fp32;n=3;*;@types=(fp32);@gpu='Fake%20GPU'
+asked both heuristics1 x=*fp32;n=3;*;B=2;num_warps=1;@types=(fp32);@gpu='Fake%20GPU'
+asked both heuristics1 x=*fp32;n=3;*;B=4;num_warps=8;@types=(fp32);@gpu='Fake%20GPU'
+error: kernel both: @triton.autotune resets or restores x, whose length is not known: pass a dense tensor or p\
+lait::triton::Pointer{data, dtype, nbytes} [both] -1
+both *fp32:D,i32,=2,=None [num_warps=1] sm_90
+both *fp32:D,i32,=4,=0.5 [num_warps=8] sm_90
+asked outer heuristics0 x=*fp32;*;@types=(fp32)
+error: kernel outer: @triton.autotune resets or restores x, whose length is not known: pass a dense tensor or \
+plait::triton::Pointer{data, dtype, nbytes} [outer] -1
+outer *fp32:D,=1,=(1,fp16) [num_warps=2] sm_90
+outer *fp32:D,=2,=(1,fp16) [num_warps=8] sm_90
+single *fp32:D,=7 [num_warps=2] sm_90
+error: kernel tuned: no configuration is known for this key: a pack's table may have 'tuned @tuned0 n=65;@type\
+s=(fp32);@gpu='Fake%20GPU' -> B=64;num_warps=4'
+  key: n=65;@types=(fp32);@gpu='Fake%20GPU' [tuned] -1
+packed i32,=8 [] sm_90
+error: kernel packed: no configuration is known for this key: a pack's table may have 'packed @tuned0 n=6;@typ\
+es=();@gpu='Fake%20GPU' -> B=7'
+  key: n=6;@types=();@gpu='Fake%20GPU' [packed] -1
+asked heuristic heuristics0 x=*fp32;n=17;*;@types=(fp32)
+error: kernel heuristic: a decorator's Python function must be asked and there is no Python: pack it with 'heu\
+ristic @heuristics0 x=*fp32;n=17;*;@types=(fp32)' [heuristic] -1
+both @heuristics1 B=4 -> E=0.5
+both @heuristics1 B=2;x=*fp32 -> E=None
+both @pruned0 n=3;@types=(fp32);@gpu='Fake%20GPU' -> B=2;num_warps=1|B=4;num_warps=8
+both @tuned0 n=3;gone=-;@types=(fp32);@gpu='Fake%20GPU' -> B=4;num_warps=8
+both *fp32:D,i32,=4,=0.5 num_warps=8
+heuristic @heuristics0 n=16 -> B=8;num_warps=8
+heuristic @heuristics0 n=32 -> B=8;num_warps=8
+heuristic @heuristics0 n=1;x=*fp32 -> B=1;num_warps=1
+heuristic @heuristics0 n=1;x=*fp64 -> B=1;num_warps=1
+heuristic @heuristics1 B=1;none=- -> E=True
+heuristic @heuristics1 B=8;none=- -> E=True
+heuristic (=None,*fp32:D),i32:D,=8,=True num_warps=8
+heuristic *fp32:D,=1,=1,=True num_warps=1
+heuristic *fp32:D,i32:D,=8,=True num_warps=8
+heuristic *fp64:D,=1,=1,=True num_warps=1
+heuristic *i32:D,i32:D,=8,=True num_warps=8
+outer @heuristics0 x=*fp32 -> E=(1,fp16)
+outer @tuned1 E=(1,fp16);@types=(fp32);@gpu='Fake%20GPU' -> B=2;num_warps=8
+outer *fp32:D,=2,=(1,fp16) num_warps=8
+packed @tuned0 n=5;@types=();@gpu='Fake%20GPU' -> B=8
+packed i32,=8
+single *fp32:D,=7 num_warps=2
+tuned @tuned0 n=128;@types=(fp32);@gpu='Fake%20GPU' -> B=16;num_warps=8
+tuned @tuned0 n=128;@types=(fp64);@gpu='Fake%20GPU' -> B=16;num_warps=8
+tuned @tuned0 n=256;@types=(fp32);@gpu='Fake%20GPU' -> B=32;num_warps=8;maxnreg=64
+tuned *fp32:D,i32:D,i32,=16 num_warps=8
+tuned *fp32:D,i32:D,i32,=32 maxnreg=64;num_warps=8
+tuned *fp32:D,i32:D,i32,=64
+"""
 DONE = """\
 retain 0
 launch k grid 7 5 3 block 128 1 1 shared 0 stream 0 extra 0 first 16 10 0 0
-launch k grid 7 5 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 7 5 1 block 256 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
 launch k grid 2 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
-launch k grid 2 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 2 1 1 block 256 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
 launch k grid 1 1 1 block 128 1 1 shared 0 stream 13 extra 0 first 16 10 0 0
 launch k grid 4 2 1 block 128 1 1 shared 0 stream 5 extra 0 first 32 20 0 0
 launch k grid 4 2 1 block 128 1 1 shared 0 stream 0 extra 0 first 32 20 0 0
@@ -429,6 +590,7 @@ def run(folder: Path, *args: str | Path) -> tuple[str, list[str]]:
     log = folder / f"log-{args[0]}"
     log.unlink(missing_ok=True)
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_WORDS": "1"}
+    env["PLAIT_CACHE_DIR"] = str(folder / "cache")
     done = subprocess.run([folder / "jit", *args], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "ThreadSanitizer" not in done.stderr, done.stdout + done.stderr
     return done.stdout, log.read_text().splitlines()
@@ -484,8 +646,9 @@ def test_a_hit_allocates_nothing(program: Path) -> None:
 
 def test_threads_compile_once(program: Path) -> None:
     said, done = run(program, "threads")
-    assert said == "51 kernels\n"
-    assert sum(line.startswith("launch") for line in done) == 8 * 60 * 3 * 2
+    assert said == "dheuristics1 was asked 8 times\neheuristics1 was asked 8 times\n63 kernels\n"
+    assert sum(line.startswith("launch") and " stream 5 " in line for line in done) == 8 * 60 * 3 * 2
+    assert sum(line.startswith("launch") and " stream 6 " in line for line in done) == 8 * 60 * 2 + 2 * 7 * 2 * 4
 
 
 def packs(folder: Path) -> None:
@@ -547,6 +710,109 @@ def test_packs(program: Path) -> None:
     in_triton("packs", program)
 
 
+def of_python(folder: Path) -> list[str]:
+    """What Triton's own decorators choose on a device that takes as long as the fake one."""
+    import torch
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    module = load_module("decorated", DECORATED, folder)
+    ran: list[Any] = []
+
+    def cost(call: Callable[[], None], quantiles: object) -> list[float]:
+        call()
+        meta = ran.pop()
+        return [1 + abs(32 * meta["num_warps"] - 256) + 10 * abs(-(-meta["n"] // meta["BLOCK"]) - 8)] * 3
+
+    chosen = []
+    for name in ("tuned", "outer", "warps", "pruned", "modelled", "kept"):
+        layer = fn = getattr(module, name)
+        while not isinstance(layer, triton.runtime.jit.JITFunction):
+            if isinstance(layer, Autotuner):
+                layer.do_bench = cost
+            layer = layer.fn
+        names = layer.arg_names
+        layer.run = lambda *args, names=names, **keywords: ran.append(dict(zip(names, args, strict=False), **keywords))
+        for n in (1, 16, 100, 128, 1000, 2048, 100, 16):
+            x, out = torch.zeros(64), torch.zeros(64, dtype=torch.float16 if n == 128 else torch.float32)
+            fn[(1,)](x, out, n) if n == 128 else fn[(1,)](x, n=n, out=out)
+            meta = ran.pop()
+            grid = -(-n // meta["BLOCK"])
+            values = [str(meta[p.name]) for p in layer.params if p.is_constexpr]
+            chosen.append(f"{name} {' '.join(values)} {grid} {meta['num_warps']}")
+        assert not ran
+    return chosen
+
+
+def decorators(folder: Path) -> None:
+    """Decorators of a file as Triton's Python has them: found by a process, on disk and in a pack."""
+    import plait.tools.pack
+
+    file = folder / "decorated.py"
+    file.write_text(DECORATED)
+    want = of_python(folder)
+
+    def got(said: str) -> list[str]:
+        lines = []
+        for line in said.split("\nerror: ")[0].splitlines():
+            name, specialization, *more = line.split()
+            constants = [item.value for item in read_specialization(specialization) if item.type == "constexpr"]
+            keep = constants[1:] if "=1," in specialization else constants  # n, where it is 1
+            lines.append(" ".join([name, *map(str, keep), *more]))
+        return lines
+
+    said, done = run(folder, "chosen", sys.executable, file, "-")
+    assert got(said) == want
+    starts = [
+        "kernel hooked: TypeError: its @triton.autotune has a configuration with a pre_hook, a Python function that",
+        "kernel reads_shape: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its shape",
+        "no error",
+        "kernel all_refused: triton.compiler.errors.CompileTimeAssertionFailure: ",
+    ]
+    errors = re.split(r"(?:^|\n)(?:error: )?(?=kernel \w+: |no error)", said)[1:]
+    for error, start in zip(errors, starts, strict=True):
+        assert error.startswith(start), said
+    n_timed = sum(line.startswith("launch") for line in done)
+    again, done = run(folder, "chosen", sys.executable, file, "-")
+    assert got(again) == want
+    assert 48 < sum(line.startswith("launch") for line in done) + 20 < n_timed
+
+    listed = Path(f"{file}.list")
+    output = str(folder / "decorated.pack")
+    plait.tools.pack.main([str(file), "-o", output, "--signatures", f"@{listed}"])
+    said, done = run(folder, "chosen", "/bin/false", "/nowhere", output)
+    assert got(said) == want and sum(line.startswith("launch") for line in done) == len(want)
+
+    # What a pack lacks is asked for in words that make it.
+    lines = [x for x in listed.read_text().splitlines() if "n=2048" not in x]
+    table = folder / "table"
+    table.write_text("\n".join(lines))
+    kernels = [x for x in lines if " @" not in x]
+    plait.tools.pack.main([str(file), "-o", output, "--tune-table", str(table), "--signatures", *kernels])
+    missing = subprocess.run(
+        [folder / "jit", "chosen", "/bin/false", "/nowhere", output], capture_output=True, text=True,
+        env={**os.environ, "LD_LIBRARY_PATH": str(folder)}, timeout=60,
+    )  # fmt: skip
+    question = re.search(r"pack it with '(tuned @heuristics1 .*)'", missing.stderr)
+    assert question is not None, missing.stderr
+    plait.tools.pack.main([str(file), "-o", output, "--signatures", question[1]])
+    assert b">heuristics1 n=2048;BLOCK=" in Path(output).read_bytes()
+
+
+@needs_triton
+def test_decorators(program: Path) -> None:
+    in_triton("decorators", program)
+
+
+def test_what_decorators_are_asked(program: Path) -> None:
+    said, done = run(program, "decorated")
+    assert said == DECORATORS_ASKED
+    assert sum(line.startswith("launch tuned") for line in done) == 43
+    assert sum(line.startswith("fill 0 40 ") for line in done) == 9
+    _, done = run(program, "decorated")  # another process times nothing again
+    assert sum(line.startswith("launch tuned") for line in done) == 7
+
+
 @pytest.mark.parametrize(
     "signature", ["add i33", "add i32,", "add (i32", "add =x", "add i32:16", "add *fp32:D i32", "add i32 warps=(1"]
 )
@@ -596,7 +862,7 @@ def test_the_library(tmp_path: Path) -> None:
     assert done.stdout == "kernel (all of a pack): cannot read kernel file nowhere"
 
 
-CASES = {f.__name__: f for f in (specializes_as_triton, packs)}
+CASES = {f.__name__: f for f in (specializes_as_triton, packs, decorators)}
 
 if __name__ == "__main__":
     CASES[sys.argv[1]](Path(sys.argv[2]))

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import socket
+import string
 import struct
 import sys
 import traceback
@@ -90,10 +91,12 @@ class _Reader:
                 raise ValueError(f"a parenthesis is open in {self.text!r}")
         return tuple(found)
 
-    def value(self) -> Any:
+    def value(self, pointers: bool = False) -> Any:
         if self.take("("):
-            return self.several(self.value)
+            return self.several(lambda: self.value(pointers))
         word = self.word()
+        if pointers and word.startswith("*"):
+            return _Memory(word[1:])
         if word == "?":
             return ...
         if word.startswith("@"):
@@ -161,9 +164,11 @@ def write_item(item: Item) -> str:
 
 
 @lru_cache(None)
-def load(file: str, function: str) -> Any:
-    """The @triton.jit function of that name. Raises TypeError for anything else."""
+def load(file: str, function: str) -> tuple[Any, list[Any]]:
+    """The @triton.jit function of that name, and its decorators, the outermost first. Raises TypeError for anything
+    else."""
     import triton
+    from triton.runtime.autotuner import Autotuner, Heuristics
 
     path = Path(file).resolve()
     root, name = path.parent, path.stem
@@ -181,13 +186,20 @@ def load(file: str, function: str) -> Any:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     found = getattr(module, function)
+    layers: list[Any] = []
+    while type(found) in (Autotuner, Heuristics):
+        layers.append(found)
+        found = found.fn
     if not isinstance(found, triton.runtime.jit.JITFunction):
         raise TypeError(f"{function} of {file} is no plain @triton.jit function: it is a {type(found).__name__}")
-    return found
+    if sum(isinstance(layer, Autotuner) for layer in layers) > 1:
+        raise TypeError(f"{function} of {file} has two @triton.autotune")
+    return found, layers
 
 
-def describe(fn: Any) -> str:
-    """The signature of a function, for C++."""
+def describe(fn: Any, layers: Sequence[Any] = ()) -> str:
+    """The signature of a function with its decorators, for C++."""
+    import triton
     from triton.backends.nvidia.compiler import CUDAOptions
 
     lines = [";".join(f"{k}={getattr(CUDAOptions, k)}" for k in SHAPES)]
@@ -197,7 +209,31 @@ def describe(fn: Any) -> str:
         }  # fmt: skip
         default = _write_default(p.default) if p.has_default else ""
         lines.append(f"{p.name}|{p.annotation_type}|{''.join(k for k, v in flags.items() if v)}|{default}")
+    if layers:
+        lines.append("#" + hashlib.sha256(f"{fn.cache_key} {triton.__version__}".encode()).hexdigest())
+    for layer in layers:
+        lines += _write_layer(layer)
     return "\n".join(lines)
+
+
+def _write_layer(layer: Any) -> list[str]:
+    if hasattr(layer, "values"):
+        return [f"@heuristics|{','.join(layer.values)}"]
+    hooks = {
+        "pre_hook": layer.user_defined_pre_hook,
+        "post_hook": layer.user_defined_post_hook,
+        "configuration with a pre_hook": any(c.pre_hook for c in layer.configs),
+    }
+    if found := [name for name, is_there in hooks.items() if is_there]:
+        raise TypeError(f"its @triton.autotune has a {found[0]}, a Python function that C++ cannot call")
+    lists = map(",".join, (layer.keys, layer.reset_to_zero, layer.restore_value))
+    prunes = layer.early_config_prune or layer.perf_model
+    return [f"@autotune|{'|'.join(lists)}|{'p' if prunes else ''}", *(f"+{write_config(c)}" for c in layer.configs)]
+
+
+def write_config(config: Any) -> str:
+    """A configuration of @triton.autotune."""
+    return ";".join(f"{k}={_write_default(v)}" for k, v in config.all_kwargs().items())
 
 
 def _write_default(value: Any) -> str:
@@ -209,6 +245,111 @@ def _write_default(value: Any) -> str:
         return write_value(DType(short.get(str(value), str(value))) if isinstance(value, tl.dtype) else value)
     except TypeError:
         return "?"
+
+
+class _Memory:
+    """Stands for a tensor where a decorator's function gets one."""
+
+    def __init__(self, dtype: str) -> None:
+        self.triton_dtype = dtype
+
+    @property
+    def dtype(self) -> Any:
+        import torch
+
+        names = {"u1": "bool", "fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2", "fp8e4b8": "float8_e4m3fnuz",
+                 "fp8e5b16": "float8_e5m2fnuz", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
+                 "fp64": "float64"}  # fmt: skip
+        return getattr(torch, names.get(self.triton_dtype) or _DTYPES[self.triton_dtype])
+
+    def element_size(self) -> int:
+        size: int = self.dtype.itemsize
+        return size
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"C++ tells a decorator's function the dtype of a tensor, not its {name}")
+
+
+class _Watched(dict[str, Any]):
+    """A call's arguments, for functions that say what they depend on by reading it. What they add is their own."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(given)
+        self.given, self.own, self.read = tuple(given), set[str](), dict[Any, None]()
+
+    def add(self, name: str, value: Any) -> None:
+        self.own.add(name)
+        super().__setitem__(name, value)
+
+    def note(self, *names: Any) -> None:
+        self.read.update((n, None) for n in names if n not in self.own)
+
+    def __getitem__(self, name: str) -> Any:
+        self.note(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.note(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.note(name)
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self.note(*self.given)
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.note(*self.given)
+        return super().keys()
+
+    def values(self) -> Any:
+        self.note(*self.given)
+        return super().values()
+
+    def items(self) -> Any:
+        self.note(*self.given)
+        return super().items()
+
+
+def evaluate(fn: Any, layers: Sequence[Any], kind: str, arguments: str) -> str:
+    """What a decorator makes of a call: names that it depends on, and on a second line the answer."""
+    layer = layers[int(kind.lstrip(string.ascii_letters))]
+    positional, keywords = _read_arguments(fn, arguments)
+    if kind.startswith("heuristics"):
+        given = _Watched({**positional, **keywords})
+        found = []
+        for name, heuristic in layer.values.items():  # each sees what those before it made
+            given.add(name, value := heuristic(given))
+            found.append(f"{name}={_write_set(name, value)}")
+        return f"{','.join(given.read)}\n{';'.join(found)}"
+    layer.nargs = positional
+    try:
+        configs = layer.prune_configs({**keywords, "grid": None, "warmup": False})
+    finally:
+        layer.nargs = None
+    return f"{','.join(layer.keys)},@types,@gpu\n" + "|".join(map(write_config, configs))
+
+
+def _write_set(name: str, value: Any) -> str:
+    """A value that a heuristic set. Raises TypeError for what C++ cannot say."""
+    if (text := _write_default(value)) == "?":
+        raise TypeError(f"@triton.heuristics makes {name} a {type(value).__name__}, which C++ cannot pass")
+    return text
+
+
+def _read_arguments(fn: Any, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments as C++ writes them: those by position, and those by name, which follow an item `*`."""
+
+    def value(text: str) -> Any:
+        found = _Reader(text).value(pointers=True)
+        return _for_triton(found, fn)
+
+    first, _, second = (f";{text};").partition(";*;")
+    parts = [dict(i.split("=", 1) for i in part.split(";") if i and i[0] != "@") for part in (first, second)]
+    positional, keywords = ({k: value(v) for k, v in part.items()} for part in parts)
+    return positional, keywords
 
 
 def _for_triton(value: Any, fn: Any) -> Any:
@@ -275,15 +416,27 @@ def answer(request: Sequence[str]) -> bytes:
     """What goes out for a request's lines."""
     try:
         kind, file, function, *more = request
-        fn = load(file, function)
+        fn, layers = load(file, function)
         if kind == "describe":
-            return b"k" + describe(fn).encode()
+            return b"k" + describe(fn, layers).encode()
+        if kind == "evaluate":
+            return b"k" + evaluate(fn, layers, *more).encode()
         capability, specialization, options = more
         made = compile_kernel(fn, int(capability), specialization, options)
         return b"k" + (made.to_bytes() if kind == "cubin" else pack({"": made}))
     except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
         last = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-        return f"e{last}\n{traceback.format_exc()}".encode()
+        return f"{'r' if _is_refusal(error) else 'e'}{last}\n{traceback.format_exc()}".encode()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """What @triton.autotune takes for a configuration that is no good."""
+    if "triton" not in sys.modules:
+        return False
+    from triton.compiler.errors import CompileTimeAssertionFailure
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return isinstance(error, OutOfResources | PTXASError | CompileTimeAssertionFailure)
 
 
 def main() -> None:

@@ -237,6 +237,11 @@ def donated_input_indices(meta: Any) -> tuple[int, ...]:
     return tuple(getattr(meta, "bw_donated_idxs", None) or ())
 
 
+def is_tangent(placeholder: Any) -> bool:
+    """Whether an input of a backward graph is the gradient of a result."""
+    return str(placeholder.target).startswith("tangents")
+
+
 def bumped_input_indices(meta: Any) -> tuple[int, ...]:
     """Inputs mutated inside the graph whose autograd version must go up."""
     return tuple(meta.mutated_graph_handled_indices_seen_by_autograd)

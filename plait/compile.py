@@ -15,6 +15,7 @@ from itertools import product
 
 import torch
 
+from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.clean import clean_graph
@@ -175,8 +176,17 @@ def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: Pa
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
     if cfg.cuda_graphs:  # last: other passes know nothing of partitions
         nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}
-        wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results, nbytes)
+        wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results, nbytes, _spent(captured))
     return wrapper
+
+
+def _spent(captured: Captured) -> set[str]:
+    """Inputs of a backward program that nobody needs after it: what was saved for it, and gradients."""
+    if captured.kind != "backward":
+        return set()
+    given = captured.graph.graph.find_nodes(op="placeholder")
+    tangents = [k for k, n in enumerate(given) if compat.is_tangent(n)]
+    return {f"arg{k}" for k in (*captured.donated_inputs, *tangents)}
 
 
 def _verify_loops(lowered: Lowered) -> None:

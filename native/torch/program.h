@@ -31,6 +31,7 @@
 
 namespace plait {
 
+class Lending;
 class Program;
 
 inline constexpr int64_t kTicksPerUs =
@@ -249,6 +250,7 @@ struct Frame {
   // Inputs that are lazily negated or conjugated and are changed: their values in memory, which the
   // program changes, go back into them.
   std::vector<std::pair<at::Tensor, at::Tensor>> written_back;  // (input, its values)
+  Lending* lending = nullptr;  // while something is recorded: room for what it makes
   c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
   void* gil = nullptr;
 };
@@ -391,6 +393,9 @@ class Program {
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
   void update_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   void launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
+  void note_death(const Frame& f, const PartitionInfo& p, SlotId s, Lending& lending) const;
+  template <class F>
+  void keeping(void* capture, const F& f) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
   void substitute(Frame& f, SlotId s, const at::Tensor* tensor) const;
   void step(Frame& f, const Step& s, bool profiled) const;
@@ -401,7 +406,8 @@ class Program {
   int64_t value(const Frame& f, ExprId e) const { return f.values[static_cast<size_t>(e)]; }
   bool is_elsewhere(c10::Device d) const { return !others_.empty() && gpu_->device() != d; }
   const Accelerator& on(c10::Device d) const;
-  at::DataPtr allocate_on(c10::Device d, int64_t nbytes) const;
+  at::DataPtr memory(Frame& f, c10::Device d, int64_t nbytes) const;
+  at::Tensor new_tensor(Frame& f, c10::Device d, int64_t nbytes, c10::ScalarType type) const;
   void launch_on(const Accelerator& gpu, cuda::Stream stream, Frame& f, int32_t kernel,
                  int64_t grid, void** params, bool profiled) const;
 

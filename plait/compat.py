@@ -110,12 +110,16 @@ def kept_whole() -> tuple[Any, ...]:
     )
 
 
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+"""Of operators that are not ATen's: who registers an operator puts its decomposition here."""
+
+
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Core ATen decompositions, less those of `kept_whole`.
+    """Core ATen decompositions, less those of `kept_whole`, and `DECOMPOSITIONS`.
 
     The public table adds 520 composite operators, which tracing decomposes anyway, and takes 80 ms to build.
     """
-    table = dict(torch._decomp._core_aten_decompositions_post_autograd())
+    table = dict(torch._decomp._core_aten_decompositions_post_autograd()) | DECOMPOSITIONS
     for op in kept_whole():
         table.pop(op, None)
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power

@@ -1,6 +1,6 @@
 # find_package(plait): the targets plait::core, with which a C or C++ program launches Triton kernels (plait/triton.h,
 # plait/triton_c.h) and which needs neither torch nor Python, and plait::torch, with which it also runs packages
-# (plait/package.h). COMPONENTS core asks for the first alone; plait-torch.cmake finds torch.
+# (plait/package.h), and plait::ops, operators for torch (plait/ops.h). COMPONENTS core asks for the first alone; plait-torch.cmake finds torch.
 get_filename_component(_plait "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 
 # The target plait::NAME, where this installation has its library.
@@ -34,7 +34,10 @@ if(NOT plait_FIND_COMPONENTS STREQUAL "core" AND EXISTS "${_plait}/lib/libplait.
     return()
   endif()
   _plait_library(torch plait)
-  set_property(TARGET plait::torch APPEND PROPERTY INTERFACE_LINK_LIBRARIES plait::libtorch)
+  _plait_library(ops plait_ops)
+  foreach(_name torch ops)
+    set_property(TARGET plait::${_name} APPEND PROPERTY INTERFACE_LINK_LIBRARIES plait::libtorch)
+  endforeach()
 endif()
 
 foreach(_name IN LISTS plait_FIND_COMPONENTS)

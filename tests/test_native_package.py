@@ -245,6 +245,7 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
         checks=(("even", "size 0 0", "const 2", "mod", "const 0", "eq"),),
         folded=("old",),
         routines=(Routine(b"plan", [torch.ones(3)], ("cpu",), ()), Routine(b"plan", [], (), (control,))),
+        fixed=((0, "n", None), (2, "m", True), (4, "k", 2.5), (5, "h", "up"), (6, "d", torch.float32)),
         controls=(control, replace(control, kind="cond", routines=(0, 1), strides=())),
     )  # fmt: skip
     write_package(tmp_path / "p", rich)

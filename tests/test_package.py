@@ -12,6 +12,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,65 @@ def test_results_that_are_views_of_inputs_and_weights(tmp_path: Path) -> None:
     assert got[0] is x and got[1]._base is x
     got[2].fill_(7)
     assert float(loaded.weights["w"][1, 0]) == 7
+
+
+@dataclass
+class Query:
+    x: Tensor
+    rows: int
+    scale: float
+    how: str | None = None
+
+
+torch.export.register_dataclass(Query, serialized_type_name="tests.test_package.Query")
+
+
+class Answer(nn.Module):
+    def forward(self, query: Query, more: dict[str, tuple[Tensor, int]]) -> Query:
+        y, by = more["y"]
+        assert query.how == "fast"
+        return Query(query.x[: query.rows] * query.scale + y * by, query.rows, query.scale, query.how)
+
+
+def test_arguments_that_are_no_tensors(tmp_path: Path) -> None:
+    """Ints that vary, constants, and classes that torch was told of, for both ways to compile."""
+
+    def call(fn: Callable[..., Any], x: Tensor, rows: Any, scale: Any = 0.5, how: Any = "fast", by: Any = 3) -> Any:
+        return fn(Query(x, rows, scale, how), {"y": (X[0], by)})
+
+    args = (Query(X, 3, 0.5, "fast"), {"y": (X[0], 3)})
+    shapes = {"query": [{0: Dim("n", min=2, max=20)}, Dim.DYNAMIC, None, None], "more": {"y": (None, None)}}
+    exported = export(Answer(), args, dynamic_shapes=shapes)
+    for number, (source, *given) in enumerate([(Answer(), args, shapes), (exported, None, None)]):
+        path = tmp_path / f"{number}.plait"
+        plait.package(source, path, *given)
+        python = plait.compile(source, *given, options={"wrapper": "python"})
+        for fn in (plait.load(path), plait.compile(source, *given), python):
+            for x, rows in ((X, 3), (X[:4], 2), (torch.ones(12, 16), 12)):
+                got, want = call(fn, x, rows), call(Answer(), x, rows)
+                torch.testing.assert_close(got.x, want.x)
+                assert (got.rows, got.scale, got.how) == (rows, 0.5, "fast")
+            for change, text in [
+                ({"rows": 7}, "sizes break a condition of the program, .*query.rows <= query.x.shape"),
+                ({"rows": -1}, "query.rows"),
+                ({"rows": True}, "query.rows': expected an int, got bool|condition .* query.rows True"),
+                ({"scale": 0.25}, "input 'query.scale': the program was compiled for 0.5, got 0.25"),
+                ({"how": "slow"}, "input 'query.how': the program was compiled for 'fast', got 'slow'"),
+                ({"by": 4}, r"input 'more\['y'\]\[1\]': the program was compiled for 3, got 4"),
+            ]:
+                with pytest.raises(InputError, match=text):
+                    call(fn, **{"x": X, "rows": 3, **change})
+    done = in_new_process(["-c", f"import plait; plait.load({str(path)!r})"])
+    assert "PackageError" in done.stderr and "import it" in done.stderr and "Query" in done.stderr
+
+
+def test_an_int_that_cannot_vary_is_named(tmp_path: Path) -> None:
+    def fixed(x: Tensor, n: int) -> Tensor:
+        return x * (2 if n == 3 else 5)
+
+    for compiler in (plait.compile, lambda fn, *args: plait.package(fn, tmp_path / "p", *args)):
+        with pytest.raises(UserError, match="contradicts the program: it needs 3 for an int that may vary"):
+            compiler(fixed, (X, 3), (None, Dim.AUTO))
 
 
 def test_signatures_survive_json() -> None:

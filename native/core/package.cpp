@@ -22,13 +22,16 @@
 //   controls: what the program calls in the place of Python: (0 call | 1 cond | 2 loop | 3 scan,
 //             numbers of routines, operands: (0 of the call | 1 constant, number | value) each,
 //             number of carried and of scanned operands, results: () or (strides) each) each
-//   names of the arguments, of symbols, of the results
-//   inputs: 0 and the number of a weight | 2 and the number of a symbol |
+//   constants among the arguments: (position among all, name, kind: 0 None | 1 bool | 2 int |
+//             3 float | 4 str | 5 other, word, text, what errors show) each
+//   names of the other arguments, of symbols, of the results
+//   inputs: 0 and the number of a weight | 2 and the number of a symbol | 3, argument, dim |
 //           1, argument, dtype, device, dims, layout (0 any, 1 listed, 2 contiguous), if listed dims
 //     dims: (0) any | (1, number) | (2, symbol, lowest, highest) each
 //   results: (0) the program's |
 //            (2, input, requires_grad, 0 or 1: is there an offset, offset) a view of an input
-//   conditions: text, then (operator, a, b) each; operators as in plans, 1 is size b of argument a
+//   conditions: text, then (operator, a, b) each; operators as in plans, 1 is size b of argument a,
+//     of b -1 the int itself
 //   variants: (machine, plan, kernels, cubins) each, names of sections or empty
 //
 // The checksum: blocks of 32 bytes, the last one filled with zeros, go into four lanes of 64 bits,
@@ -138,6 +141,7 @@ class ManifestParser {
       return r;
     });
     m_.controls = controls();
+    m_.fixed = in_.list([&] { return fixed(); });
     m_.signature.names = texts();
     m_.signature.symbols = texts();
     m_.outputs = texts();
@@ -147,6 +151,8 @@ class ManifestParser {
     m_.variants =
         in_.list([&] { return Manifest::Variant{in_.text(), in_.text(), in_.text(), in_.text()}; });
     if (!in_.done()) Reader::fail("bytes are left over");
+    if (next_position_ > static_cast<int64_t>(m_.fixed.size() + m_.signature.names.size()))
+      Reader::fail("a constant stands behind the last argument");
     if (m_.signature.single && m_.outputs.size() != 1) Reader::fail("a single result has one name");
     return std::move(m_);
   }
@@ -222,6 +228,17 @@ class ManifestParser {
     });
   }
 
+  Manifest::Fixed fixed() {
+    using Kind = Manifest::Fixed::Kind;
+    Manifest::Fixed f{in_.id(next_position_, INT32_MAX, "position"), in_.text()};
+    next_position_ = f.position + 1;
+    f.kind = static_cast<Kind>(in_.id(0, 6, "kind of constant"));
+    f.word = in_.word();
+    f.text = in_.text();
+    f.shown = in_.text();
+    return f;
+  }
+
   Dim dim() {
     Dim d{static_cast<Dim::Kind>(in_.id(0, 3, "kind of dimension"))};
     if (d.kind == Dim::Kind::fixed) d.value = in_.word();
@@ -234,15 +251,17 @@ class ManifestParser {
   InputSpec input() {
     using Kind = InputSpec::Kind;
     InputSpec s;
-    s.kind = static_cast<Kind>(in_.id(0, 3, "kind of input"));
+    s.kind = static_cast<Kind>(in_.id(0, 4, "kind of input"));
     if (s.kind == Kind::symbol)
       s.integer = {Dim::Kind::symbol, index(m_.signature.symbols.size(), "symbol")};
     if (s.kind == Kind::bound) {
       s.arg = index(m_.weights.size(), "weight");
       s.name = m_.weights[static_cast<size_t>(s.arg)].name;
     }
-    if (s.kind != Kind::tensor) return s;
+    if (s.kind != Kind::tensor && s.kind != Kind::integer) return s;
     s.arg = index(m_.signature.names.size(), "argument");
+    if (s.kind == Kind::integer) s.integer = dim();
+    if (s.kind == Kind::integer) return s;
     s.dtype = in_.text();
     s.device = in_.text();
     s.sizes = in_.list([&] { return dim(); });
@@ -269,7 +288,7 @@ class ManifestParser {
       ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12, "expression operator"))};
       if (e.op == ExprNode::Op::symbol) {
         e.a = index(m_.signature.names.size(), "argument");
-        e.b = in_.id(0, kMaxRank, "dimension");
+        e.b = in_.id(-1, kMaxRank, "dimension");
         require_dimension(e);
       } else {
         e.a = e.op == ExprNode::Op::constant ? in_.word() : in_.id(0, n, "expression");
@@ -283,8 +302,9 @@ class ManifestParser {
   }
   void require_dimension(const ExprNode& e) const {
     for (const InputSpec& s : m_.signature.inputs)
-      if (s.kind == InputSpec::Kind::tensor && s.arg == e.a &&
-          static_cast<size_t>(e.b) < s.sizes.size())
+      if (s.arg == e.a && (s.kind == InputSpec::Kind::tensor
+                               ? e.b >= 0 && static_cast<size_t>(e.b) < s.sizes.size()
+                               : s.kind == InputSpec::Kind::integer && e.b < 0))
         return;
     Reader::fail("a condition reads a dimension that no input has");
   }
@@ -292,6 +312,7 @@ class ManifestParser {
   Reader in_;
   uint64_t n_weight_bytes_;
   size_t n_routines_ = 0;  // read by now
+  int64_t next_position_ = 0;
   Manifest m_;
 };
 

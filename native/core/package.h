@@ -75,7 +75,17 @@ struct Manifest {
   Texts folded;         // weights that the writer put into others
   std::vector<Routine> routines;
   std::vector<Control> controls;  // of the program
-  Signature signature;  // a bound input's arg is the number of its weight
+  // A constant among the caller's arguments, which has to be given as it was.
+  struct Fixed {
+    int64_t position;  // among all of them, laid flat
+    std::string name;
+    enum class Kind { none, boolean, integer, real, text, other } kind;
+    int64_t word;       // boolean, integer; real: its bits
+    std::string text;   // text; other: as Python prints it
+    std::string shown;  // for errors
+  };
+  std::vector<Fixed> fixed;  // by position
+  Signature signature;       // a bound input's arg is the number of its weight
   Texts outputs;
   std::vector<Variant> variants;  // best first
   bool wants_gpu() const;         // some variant has kernels for one

@@ -136,6 +136,7 @@ def _contents(
     for check in traced.sizes.checks:
         if not check.tokens:
             raise Unsupported(f"a package of a program that needs sizes with {signatures.named_in(check.text, names)}")
+    leaves = list(zip(signature.names, signature.leaves, strict=True))
     checks = tuple((signatures.named_in(c.text, names), *c.tokens) for c in traced.sizes.checks)
     plans: dict[int, bytes] = {}
     for portable in made:
@@ -165,4 +166,5 @@ def _contents(
         python=json.dumps(signatures.dump(signature)),
         routines=tuple(routines),
         controls=controls,
+        fixed=tuple((k, n, x) for k, (n, x) in enumerate(leaves) if x is not signatures.VALUE),
     )

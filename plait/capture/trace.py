@@ -57,12 +57,12 @@ _REGISTER = "torch.export.register_dataclass, or torch.utils._pytree.register_py
 class Traced:
     """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
     inputs are written back by a trailing copy_. mutated: the positions of these. state: by name. fakes: the fake
-    tensors of the VALUEs."""
+    tensors and symbolic ints of the VALUEs."""
 
     graph: GraphModule
     mutated: tuple[int, ...]
     state: dict[str, torch.Tensor]
-    fakes: tuple[torch.Tensor, ...]
+    fakes: tuple[torch.Tensor | torch.SymInt, ...]
     signature: Signature
     sizes: compat.SizeFacts
 
@@ -85,14 +85,11 @@ def trace(
         kind = type(module.forward).__name__
         raise Unsupported(f"{who} of a {type(module).__name__} whose forward is a {kind}, not Python")
     real_leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
-    is_tensor = [isinstance(x, torch.Tensor) for x in real_leaves]
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, real_leaves, strict=True):
         _check_argument(name, x, who)
     env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
-    for name, fake in zip(names, env.leaves, strict=True):
-        if isinstance(fake, torch.SymInt):
-            raise Unsupported(f"{who} of a dynamic int, argument {name!r}", hint="pass a tensor")
+    is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
     state = {**dict(module.named_parameters()), **dict(_buffers(module))}
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
@@ -104,8 +101,8 @@ def trace(
             nonlocal out_spec, out_leaves
             given = iter(flat[len(state) :])
             leaves = [
-                next(given) if tensor else real if fake is None else fake
-                for tensor, real, fake in zip(is_tensor, real_leaves, env.leaves, strict=True)
+                next(given) if value else real if fake is None else fake
+                for value, real, fake in zip(is_value, real_leaves, env.leaves, strict=True)
             ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
             named = dict(zip(state, flat, strict=False))
@@ -120,7 +117,7 @@ def trace(
             out_leaves = tuple(VALUE if _is_value(x) else x for x in found)
             return tuple(x for x in found if _is_value(x))
 
-    fakes = tuple(x for x, tensor in zip(env.leaves, is_tensor, strict=True) if tensor)
+    fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
         graph, mutated = compat.export_graph(env, Flat(), inputs, who)
@@ -141,7 +138,7 @@ def trace(
         raise
     _write_back(graph, mutated)
     assert out_spec is not None
-    leaves = tuple(VALUE if tensor else x for tensor, x in zip(is_tensor, real_leaves, strict=True))
+    leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
     facts = env.size_facts(fakes, graph)
     return Traced(graph, mutated, state, fakes, signature, facts)

@@ -434,6 +434,38 @@ void real(char** argv) {
   expect_error([&] { from_pack(argv[2], "other")[{2}](1); });
   expect_error([&] { open_pack(argv[1]); });
 }
+// Tensor descriptors of a user's kernels: argv is python and the file.
+void descriptors(char** argv) {
+  const Kernel copy = jit(argv[1], "copy", worker(argv[0]));
+  int64_t shape[] = {100, 64}, strides[] = {80, 1};
+  const DLTensor tensor{at<void>(4096), {2, 0}, 2, {2, 16, 1}, shape, strides, 16};
+  const auto x = descriptor(tensor, {16, 32});
+  const TensorDescriptor out{at<void>(8192), DType::fp16, {7, 3, 128}, {512, 128, 1}, {1, 1, 64}, Padding::nan};
+  copy[{1, stream(5)}](x, out, at<int64_t>(64));
+  const Bound bound = copy.bind({2}, x, out, at<int64_t>(64));
+  bound(stream(6));
+  bound(stream(7));
+  const TensorDescriptor flat{at<void>(16), DType::fp8e5, std::array{1000}, std::array{1}, {256}};
+  copy[{1, stream(5)}](flat, flat, at<int64_t>(64));
+
+  const auto with = [&](auto change) {
+    TensorDescriptor bad = x;
+    change(bad);
+    expect_error([&] { copy[{1, stream(5)}](bad, out, at<int64_t>(64)); });
+  };
+  with([](auto& d) { d.base = at<void>(8); });
+  with([](auto& d) { d.strides.at[0] = 81; });
+  with([](auto& d) { d.strides.at[1] = 2; });
+  with([](auto& d) { d.shape.at[1] = 0; });
+  with([](auto& d) { d.block_shape.at[1] = 24; });
+  with([](auto& d) { d.block_shape.at[1] = 1 << 20; });
+  with([](auto& d) { d.shape.rank = 1; });
+  with([](auto& d) { d.shape = d.strides = d.block_shape = {1, 1, 1, 1, 1, 1}; });
+  with([](auto& d) { d.dtype = DType::i16; d.padding = Padding::nan; });
+  expect_error([&] { copy[{1}](std::tuple{x}, out, at<int64_t>(64)); });
+  expect_error([&] { copy[{1}](plait::constexpr_value(x), out, at<int64_t>(64)); });
+}
+
 // What decorators of a user's file choose: argv is python, the file, and a pack or "-". Prints a line a call.
 void chosen(char** argv) {
   static std::string last;
@@ -475,5 +507,6 @@ int main(int, char** argv) {
   if (what == "hits") hits();
   if (what == "threads") threads();
   if (what == "real") real(argv + 2);
+  if (what == "descriptors") descriptors(argv + 2);
   if (what == "chosen") chosen(argv + 2);
 }

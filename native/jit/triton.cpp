@@ -49,20 +49,19 @@ uint64_t current_context(const cuda::Driver& driver) {
 
 // A compiled kernel in one context.
 struct Loaded {
-  Loaded(const cuda::Driver& driver, const Binary& b, const Specialization& specialization)
+  Loaded(const cuda::Driver& driver, const Binary& b, const std::vector<Slot>& slots)
       : kernel(driver, b.image.data(),
                {.symbol = b.symbol, .num_warps = b.num_warps, .num_ctas = b.num_ctas,
                 .shared = b.shared, .global_scratch = b.global_scratch,
                 .global_alignment = b.global_alignment, .profile_scratch = b.profile_scratch,
                 .profile_alignment = b.profile_alignment, .cooperative = b.cooperative,
                 .pdl = b.pdl},
-               specialization.slots.size()) {
-    for (size_t k = 0; k < specialization.slots.size(); ++k) {
+               slots.size()) {
+    for (size_t k = 0; k < slots.size(); ++k) {
       const size_t nbytes = kernel.parameter_nbytes(k);
-      if (nbytes != 0 && nbytes != specialization.slots[k].nbytes)
+      if (nbytes != 0 && nbytes != slots[k].nbytes)
         throw std::runtime_error("parameter " + std::to_string(k) + " of the compiled kernel has " +
-                                 std::to_string(nbytes) + " bytes, its type " +
-                                 std::to_string(specialization.slots[k].nbytes));
+                                 std::to_string(nbytes) + " bytes, its type " + std::to_string(slots[k].nbytes));
     }
   }
   cuda::Kernel kernel;
@@ -145,6 +144,12 @@ class Function {
 };
 
 // What a call with one key launches.
+// A CUtensorMap, and what the kernel takes for the last extent if its elements are half a byte.
+struct TensorMap {
+  alignas(64) std::byte bytes[Recipe::map_nbytes];
+  int64_t last_extent;
+};
+
 struct Record {
   const Function* function;
   const Signature* signature;
@@ -157,8 +162,12 @@ struct Record {
   std::vector<uint64_t> key;
   std::vector<std::string> strings;
   std::vector<uint32_t> offsets;          // of each parameter in the call's words, in bytes
-  std::vector<uint32_t> defaults, fixes;  // slots that are not simply the call's
-  bool plain = true;                      // there are none of them
+  std::vector<uint32_t> defaults, fixes, made;  // slots that are not simply the call's
+  std::vector<uint32_t> descriptors;            // the first slot of each
+  bool plain = true;                            // there are none of them
+  std::vector<Recipe> recipes;
+  int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
+                int, int, int) = nullptr;
 
   bool is_of(const Call& call) const {
     const uint64_t *words = call.words.data(), *known = key.data(), *masks = mask->data();
@@ -172,18 +181,26 @@ struct Record {
     return rule.call ? rule.call(rule.captured, Meta(*this, call)) : call.launch.grid;
   }
 
-  // Fills the addresses of the parameters; the words may change.
-  void address(uint64_t* words, void** parameters) const {
+  // Fills the addresses of the parameters; the words may change. maps: one for each of `recipes`.
+  void address(uint64_t* words, void** parameters, TensorMap* maps) const {
     auto* base = reinterpret_cast<char*>(words);
     for (size_t k = 0; k < offsets.size(); ++k) parameters[k] = base + offsets[k];
     if (plain) [[likely]]
       return;
-    for (const uint32_t k : defaults)
-      parameters[k] = const_cast<uint64_t*>(&specialization.defaults[specialization.slots[k].word]);
+    const std::vector<Slot>& slots = specialization.slots;
+    for (const uint32_t k : defaults) parameters[k] = const_cast<uint64_t*>(&specialization.defaults[slots[k].word]);
     const auto* states = reinterpret_cast<const uint8_t*>(words + n_head_words);
-    for (const uint32_t k : fixes) {
-      const Slot& slot = specialization.slots[k];
-      fix(slot, *signature, states[slot.leaf], reinterpret_cast<uint64_t*>(parameters[k]));
+    for (const uint32_t k : fixes)
+      fix(slots[k], *signature, states[slots[k].leaf], reinterpret_cast<uint64_t*>(parameters[k]));
+    for (const uint32_t k : descriptors) {
+      // The base is in the word after the type, which is where a map would be.
+      const Fields fields(reinterpret_cast<const uint64_t*>(parameters[k]) - (slots[k].map < 0));
+      if (const char* wrong = fields.wrong(state::type_of(states[slots[k].leaf]))) refuse(slots[k], wrong);
+      if (slots[k].map >= 0) make(maps[slots[k].map], recipes[static_cast<size_t>(slots[k].map)], fields);
+    }
+    for (const uint32_t k : made) {
+      TensorMap& map = maps[slots[k].map];
+      parameters[k] = slots[k].nbytes == Recipe::map_nbytes ? static_cast<void*>(map.bytes) : &map.last_extent;
     }
   }
 
@@ -219,6 +236,33 @@ struct Record {
  private:
   void enqueue(const cuda::Config& config, void** parameters) const {
     told(function->name, specialization.text, [&] { kernel->launch(config, parameters); });
+  }
+
+  [[noreturn]] void refuse(const Slot& slot, const char* why) const {
+    const auto p = static_cast<size_t>(slot.parameter);
+    throw Error("argument " + std::to_string(p) + " (" + signature->parameters[p].name + "), a tensor descriptor: " + why,
+                function->name, specialization.text, slot.parameter);
+  }
+
+  void make(TensorMap& map, const Recipe& r, const Fields& fields) const {
+    constexpr size_t n = Extents::max_rank;
+    constexpr int no_interleave = 0, promote_128_bytes = 2;
+    const size_t rank = fields.rank();
+    uint64_t shape[n], strides[n];  // the innermost first, in bytes
+    uint32_t block[n], ones[n] = {1, 1, 1, 1, 1};
+    for (size_t k = 0; k < rank; ++k) {
+      const size_t from = rank - 1 - k;
+      shape[k] = static_cast<uint64_t>(fields.shape(from)) << (r.is_fp4 && k == 0);
+      block[k] = r.block[from];
+      if (from > 0) strides[k] = static_cast<uint64_t>(fields.stride(from - 1) * r.nbytes);
+    }
+    strides[rank - 1] = shape[rank - 1] * (rank == 1 ? static_cast<uint64_t>(r.nbytes) : strides[rank - 2]);
+    map.last_extent = static_cast<int64_t>(shape[0]);
+    told(function->name, specialization.text, [&] {
+      driver->check(encode(map.bytes, r.type, static_cast<uint32_t>(rank), reinterpret_cast<void*>(fields.base()),
+                           shape, strides, block, ones, no_interleave, r.swizzle, promote_128_bytes, fields.nan()),
+                    "cuTensorMapEncodeTiled");
+    });
   }
 
   Memory scratch(const Launched& l, int64_t nbytes, int64_t alignment) const {
@@ -334,8 +378,7 @@ struct Site {
   Settings tune(Asked& asked, size_t layer, const Settings& chosen) const;
   std::vector<double> time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const;
   Request request_of(const Asked& asked, const Specialization& specialization, const Settings& chosen) const;
-  const cuda::Kernel* load(const Asked& asked, const Specialization& specialization, const Settings& chosen,
-                           bool timed) const;
+  const cuda::Kernel* load(const Asked& asked, Record& record, bool timed) const;
   const std::vector<uint64_t>& mask_of(std::span<const Leaf> leaves);
   void publish(Record* record, const Call& call);
 
@@ -399,16 +442,20 @@ std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen
   record->binding = &binding;
   record->chosen = chosen;
   record->specialization = specialize(signature, binding, asked.arguments, chosen);
-  record->kernel = told(function->name, record->specialization.text,
-                        [&] { return load(asked, record->specialization, chosen, timed); });
+  record->kernel =
+      told(function->name, record->specialization.text, [&] { return load(asked, *record, timed); });
   const auto first = static_cast<uint32_t>(n_head_words + n_state_words(asked.call.leaves.size()));
+  int last = -1;  // the parameter of the slot before
   for (uint32_t k = 0; k < record->specialization.slots.size(); ++k) {
     const Slot& slot = record->specialization.slots[k];
     record->offsets.push_back(slot.is_default ? 0 : 8 * (first + slot.word));
     if (slot.is_default) record->defaults.push_back(k);
     if (slot.fix && !slot.is_default) record->fixes.push_back(k);
+    if (slot.from == Kind::descriptor && slot.parameter != last) record->descriptors.push_back(k);
+    if (slot.map >= 0) record->made.push_back(k);
+    last = slot.parameter;
   }
-  record->plain = record->defaults.empty() && record->fixes.empty();
+  record->plain = record->defaults.empty() && record->fixes.empty() && record->descriptors.empty();
   return record;
 }
 
@@ -421,19 +468,19 @@ Request Site::request_of(const Asked& asked, const Specialization& specializatio
           options_text(signature, options_of(signature, asked.call.launch.options, chosen)), 10 * major + minor};
 }
 
-const cuda::Kernel* Site::load(const Asked& asked, const Specialization& specialization, const Settings& chosen,
-                               bool timed) const {
-  const Request request = request_of(asked, specialization, chosen);
+const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) const {
+  const Request request = request_of(asked, record.specialization, record.chosen);
   const std::string& text = request.specialization;
   Flight& flight = function->flight(request);
   const auto lock = function->provider->hold(flight.mutex);
   std::unique_ptr<Loaded>& loaded = flight.loaded[asked.call.words[0]];
-  if (!loaded) {
-    if (is_capturing(driver, asked.call.launch.stream))
-      throw std::runtime_error("it is not loaded yet and the stream is being captured: launch it once before");
-    const Binary& binary = flight.compile(*function->provider, request);
-    loaded = std::make_unique<Loaded>(driver, binary, specialization);
-  }
+  if (!loaded && is_capturing(driver, asked.call.launch.stream))
+    throw std::runtime_error("it is not loaded yet and the stream is being captured: launch it once before");
+  const Binary& binary = flight.compile(*function->provider, request);
+  record.recipes = read_recipes(binary.descriptors);
+  if (!record.recipes.empty()) driver.need(record.encode, "cuTensorMapEncodeTiled");
+  record.specialization.slots = expand(record.specialization.slots, record.recipes, asked.arguments);
+  if (!loaded) loaded = std::make_unique<Loaded>(driver, binary, record.specialization.slots);
   if (!timed)
     flight.signature = function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
   return &loaded->kernel;
@@ -562,6 +609,7 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
     std::unique_ptr<Record> record;
     std::vector<uint64_t> words;
     std::vector<void*> parameters;
+    std::vector<TensorMap> maps;
     std::exception_ptr refused;
   };
   std::vector<Candidate> all(candidates.size());
@@ -572,7 +620,8 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
       c.record = prepare(asked, candidates[k], true);
       c.words.assign(call.words.begin(), call.words.end());
       c.parameters.resize(c.record->offsets.size() + 2);
-      c.record->address(c.words.data(), c.parameters.data());
+      c.maps.resize(c.record->recipes.size());
+      c.record->address(c.words.data(), c.parameters.data(), c.maps.data());
     } catch (const Refused&) {
       c.refused = std::current_exception();
     }
@@ -637,6 +686,13 @@ const Record* find(Sites& sites, const Call& call) {
 }
 }  // namespace
 
+namespace {
+template <class T>
+T* aligned(void* memory) {
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory) + alignof(T) - 1) / alignof(T) * alignof(T));
+}
+}  // namespace
+
 bool launch(Sites& sites, const Call& call) {
   if (is_empty(call.launch.grid)) return true;
   const Record* found = find(sites, call);
@@ -645,7 +701,9 @@ bool launch(Sites& sites, const Call& call) {
   const Grid grid = record.grid_of(call);
   if (call.launch.rule.call && is_empty(grid)) return true;
   auto** parameters = static_cast<void**>(alloca((record.offsets.size() + 2) * sizeof(void*)));
-  record.address(call.words.data(), parameters);
+  const size_t n_maps = record.recipes.size();
+  auto* maps = n_maps == 0 ? nullptr : aligned<TensorMap>(alloca((n_maps + 1) * sizeof(TensorMap)));
+  record.address(call.words.data(), parameters, maps);
   cuda::Config config = record.config_of(grid);
   record.launch(grid, config, call.launch.stream, parameters);
   return true;
@@ -657,10 +715,11 @@ struct Plan {
   cuda::Config config;
   std::vector<uint64_t> words;
   std::vector<void*> parameters;
+  std::vector<TensorMap> maps;
 };
 
 Plan* bind(Sites& sites, const Call& call) {
-  auto plan = std::make_unique<Plan>(Plan{nullptr, call.launch.grid, {}, {}, {}});
+  auto plan = std::make_unique<Plan>(Plan{nullptr, call.launch.grid, {}, {}, {}, {}});
   if (is_empty(plan->grid)) return plan.release();
   const Record* record = find(sites, call);
   if (!record) return nullptr;
@@ -670,7 +729,8 @@ Plan* bind(Sites& sites, const Call& call) {
   plan->config = plan->record->config_of(grid);
   plan->words.assign(call.words.begin(), call.words.end());
   plan->parameters.resize(plan->record->offsets.size() + 2);
-  plan->record->address(plan->words.data(), plan->parameters.data());
+  plan->maps.resize(record->recipes.size());
+  plan->record->address(plan->words.data(), plan->parameters.data(), plan->maps.data());
   return plan.release();
 }
 

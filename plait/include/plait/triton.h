@@ -22,7 +22,8 @@
 //                         the key is new: Python functions are asked of the provider, configurations timed.
 //                         All values that such an answer depends on are part of the key from then on.
 //
-// A host tensor descriptor will be a kind of leaf with 16 words.
+// A tensor descriptor has a word for its type and one for each of its fields; of what the compiler made of
+// it, a tensor map or the fields themselves, the launch hands over what the kernel takes.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +38,7 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -91,6 +93,30 @@ struct Pointer {
   uint64_t nbytes = 0;
 };
 
+// Up to five numbers; more of them are an error of the call.
+struct Extents {
+  static constexpr size_t max_rank = 5;
+  Extents(std::initializer_list<int64_t> v) : Extents(v.begin(), v.size()) {}
+  template <std::ranges::contiguous_range R>
+  Extents(const R& v) : Extents(std::ranges::data(v), std::ranges::size(v)) {}
+  template <std::integral T>
+  Extents(const T* v, size_t n) : rank(static_cast<uint8_t>(std::min<size_t>(n, 0xff))) {
+    for (size_t k = 0; k < std::min(n, max_rank); ++k) at[k] = static_cast<int64_t>(v[k]);
+  }
+  std::array<int64_t, max_rank> at{};
+  uint8_t rank;
+};
+
+enum class Padding : uint8_t { zero, nan };
+
+// What Python calls triton.tools.tensor_descriptor.TensorDescriptor. Strides count elements.
+struct TensorDescriptor {
+  const void* base;
+  DType dtype;
+  Extents shape, strides, block_shape;
+  Padding padding = Padding::zero;
+};
+
 // Another @triton.jit function, by the name that it has in the kernel's file: always a constant.
 struct Callee {
   std::string_view name;
@@ -102,7 +128,7 @@ struct Constant {
   T value;
 };
 
-enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple };
+enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple, descriptor };
 
 // What is known of an argument when its call is compiled.
 struct Leaf {
@@ -111,7 +137,12 @@ struct Leaf {
   uint16_t n_inside = 0;       // of a tuple: leaves that follow and belong to it
   const char* name = nullptr;  // of a keyword argument
   constexpr uint16_t n_words() const {
-    return kind == Kind::tuple ? 0 : kind == Kind::floating ? 2 : 1;  // a floating one: as fp32, as fp64
+    switch (kind) {
+      case Kind::tuple: return 0;
+      case Kind::floating: return 2;  // as fp32, as fp64
+      case Kind::descriptor: return 3 + 2 * Extents::max_rank;  // type, base, shape, strides, padding
+      default: return 1;
+    }
   }
   constexpr bool has_text() const { return kind == Kind::string || kind == Kind::function; }
 };
@@ -240,6 +271,42 @@ struct Traits<T*> : Traits<std::remove_const_t<T>> {
     return Pointed::nbytes(*t);
   }
 };
+
+template <>
+struct Traits<TensorDescriptor> : detail::One<Kind::descriptor> {
+  // Its type: rank and block shape, a byte each. Of what is no descriptor, 0.
+  static uint64_t type_of(const TensorDescriptor& d) {
+    const size_t rank = d.block_shape.rank;
+    if (rank > Extents::max_rank || d.shape.rank != rank || d.strides.rank != rank) return 0;
+    uint64_t type = rank;
+    for (size_t k = 0; k < rank; ++k) {
+      const auto length = static_cast<uint64_t>(d.block_shape.at[k]);
+      if (!std::has_single_bit(length)) return 0;
+      type |= static_cast<uint64_t>(std::countr_zero(length)) << 8 * (k + 1);
+    }
+    return type;
+  }
+  static void write(Writer& w, const TensorDescriptor& d) {
+    w.put(state::of(d.dtype), type_of(d));
+    *w.words++ = detail::address(d.base);
+    for (const Extents* e : {&d.shape, &d.strides})
+      for (const int64_t v : e->at) *w.words++ = static_cast<uint64_t>(v);
+    *w.words++ = d.padding == Padding::nan;
+  }
+};
+
+template <detail::DlTensor T>
+TensorDescriptor descriptor(const T& t, Extents block_shape, Padding padding = Padding::zero) {
+  const auto n = static_cast<size_t>(t.ndim);
+  Extents shape(t.shape, n), strides(shape);
+  if (t.strides)
+    strides = Extents(t.strides, n);
+  else
+    for (size_t k = std::min(n, Extents::max_rank), step = 1; k-- > 0; step *= static_cast<size_t>(shape.at[k]))
+      strides.at[k] = static_cast<int64_t>(step);
+  return {static_cast<const char*>(t.data) + t.byte_offset,
+          detail::dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes), shape, strides, block_shape, padding};
+}
 
 template <>
 struct Traits<std::nullopt_t> : detail::One<Kind::none> {
@@ -433,6 +500,7 @@ struct Binary {
   uint32_t num_warps = 4, num_ctas = 1, shared = 0;
   int64_t global_scratch = 0, global_alignment = 1, profile_scratch = 0, profile_alignment = 1;
   bool cooperative = false, pdl = false;
+  std::string descriptors;  // what the kernel takes for them, as native/jit/specialize.h says
 };
 
 struct Request {

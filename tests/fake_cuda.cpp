@@ -92,7 +92,8 @@ int cuCtxSetCurrent(void* context) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
+  static const char* capability = std::getenv("FAKE_CUDA_CAPABILITY");
+  *value = attribute == 75 ? (capability ? std::atoi(capability) : 9) : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -157,11 +158,26 @@ int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parame
   }
   for (size_t k = 0; std::getenv("FAKE_CUDA_WORDS") && k < of(function).parameters; ++k) {
     uint64_t word = 0;
-    std::memcpy(&word, parameters[k], of(function).nbytes[k]);
+    std::memcpy(&word, parameters[k], std::min<size_t>(of(function).nbytes[k], sizeof word));
     line << ' ' << std::hex << word;
   }
   note("%s\n", line.str().c_str());
   return reinterpret_cast<size_t>(c->stream) == 13 ? 719 : 0;
+}
+// A map's first word is its number.
+int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* base, const uint64_t* shape,
+                           const uint64_t* strides, const uint32_t* block, const uint32_t* steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+  static uint64_t n = 0;
+  if (reinterpret_cast<uintptr_t>(map) % 64 != 0) return 1;
+  std::fill(map, map + 16, ++n);
+  std::ostringstream line;
+  line << "map " << n << " type " << type << " base " << base << " swizzle " << swizzle << " fill " << fill << ' '
+       << interleave << promotion;
+  for (uint32_t k = 0; k < rank; ++k)
+    line << " (" << shape[k] << ' ' << strides[k] << ' ' << block[k] << ' ' << steps[k] << ')';
+  note("%s\n", line.str().c_str());
+  return 0;
 }
 int cuCtxSynchronize() { return 0; }
 int cuStreamIsCapturing(void* stream, int* status) {
@@ -176,6 +192,18 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** gr
   *graph = nullptr;
   *nodes = node;
   *n = 1;
+  return 0;
+}
+int cuGraphAddKernelNode_v2(void** node, void* graph, void* const* dependencies, size_t n,
+                            const plait::cuda::NodeParams* p) {
+  note("add to %zu behind %zu %zu: %s grid %u %u %u block %u first %lld\n", reinterpret_cast<size_t>(graph), n,
+       n ? reinterpret_cast<size_t>(dependencies[0]) : 0, of(p->function).symbol.c_str(), p->grid_x, p->grid_y,
+       p->grid_z, p->block_x, static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
+  *node = reinterpret_cast<void*>(77);
+  return 0;
+}
+int cuGraphKernelNodeSetAttribute(void* node, int id, const uint32_t* value) {
+  note("node %zu has attribute %d %u\n", reinterpret_cast<size_t>(node), id, value[0]);
   return 0;
 }
 int cuGraphExecKernelNodeSetParams_v2(void* graph, void* node, const plait::cuda::NodeParams* p) {

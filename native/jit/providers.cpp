@@ -24,10 +24,11 @@ extern char** environ;
 
 namespace plait::triton {
 namespace {
-Binary binary_of(const Cubins::Entry& e) {
+Binary binary_of(const Cubins& cubins, const std::string& name, const Cubins::Entry& e) {
   const cuda::KernelFacts& f = e.facts;
+  const std::string* descriptors = cubins.text(name);
   return {e.image, f.symbol, f.num_warps, f.num_ctas, f.shared, f.global_scratch, f.global_alignment,
-          f.profile_scratch, f.profile_alignment, f.cooperative, f.pdl};
+          f.profile_scratch, f.profile_alignment, f.cooperative, f.pdl, descriptors ? *descriptors : ""};
 }
 
 class Pack : public Provider {
@@ -48,7 +49,7 @@ class Pack : public Provider {
       throw Refused("not in " + path_ + " for sm_" + std::to_string(r.capability) + ": pack it with '" +
                         r.function + " " + r.specialization + (r.options.empty() ? "" : " ") + r.options + "'",
                     r.function, r.specialization);
-    return binary_of(*found);
+    return binary_of(cubins_, name, *found);
   }
 
  private:
@@ -75,7 +76,7 @@ class Worker : public Provider {
                 r.specialization + "\n" + r.options,
             r.function, r.specialization);
     const Cubins made(answer, "(the answer of " + python_ + ")");
-    return binary_of(*made.find(""));
+    return binary_of(made, "", *made.find(""));
   }
 
  private:

@@ -12,6 +12,7 @@ namespace {
 constexpr const char* kNames[] = {"",     "u1",   "i8",   "i16",  "i32",     "i64",    "u8",
                                   "u16",  "u32",  "u64",  "fp16", "bf16",    "fp32",   "fp64",
                                   "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"};
+constexpr int64_t kMaxBlock = 1 << 20;  // elements
 constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1};
 const char* name_of(DType t) { return kNames[static_cast<size_t>(t)]; }
 
@@ -157,10 +158,18 @@ struct Item {
         out.text += "(";
         for (size_t j = k + 1; j < from.next(k); j = from.next(j)) {
           if (j != k + 1) out.text += ",";
+          if (from.leaf(j).kind == Kind::descriptor) refuse("a tensor descriptor in a tuple");
           add(j, Rules());
         }
         out.text += ")";
         return;
+      case Kind::descriptor:
+        if (!annotation.empty()) refuse("a tensor descriptor for a parameter annotated " + annotation);
+        type(from.value(k, true), false);
+        if (from.value(k, true).ends_with("[]>"))
+          refuse("a descriptor's shape, strides and block shape have the same 1 to 5 dimensions, a block's "
+                 "lengths are powers of two, 1048576 elements at most");
+        return slot(k, state::type_of(state), false);
       case Kind::none:
       case Kind::dtype:
       case Kind::string:
@@ -201,6 +210,7 @@ void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* s
     if (!rules.align) mask &= static_cast<uint8_t>(~state::aligned);
   }
   states[k] = mask;
+  if (leaf.kind == Kind::descriptor) words[first_word[k]] = ~uint64_t{0};  // its type
   for (size_t w = 0; constant && w < leaf.n_words(); ++w) words[first_word[k] + w] = ~uint64_t{0};
   Rules inside;
   inside.constant = constant;
@@ -335,6 +345,18 @@ std::string Arguments::value(size_t k, bool pointers) const {
     case Kind::dtype: return name_of(state::type_of(states_[k]));
     case Kind::string: return quoted(strings_[first_string_[k]]);
     case Kind::function: return "@" + std::string(strings_[first_string_[k]]);
+    case Kind::descriptor: {
+      if (!pointers) throw std::invalid_argument("a tensor descriptor cannot be a constant");
+      std::string lengths;
+      int64_t count = 1;
+      for (size_t d = 0; d < (*word & 0xff); ++d) {
+        const int64_t length = int64_t{1} << (*word >> 8 * (d + 1) & 0xff);
+        count *= std::min(length, kMaxBlock + 1);
+        if (count > kMaxBlock) return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[]>";
+        lengths += (d ? "," : "") + std::to_string(length);
+      }
+      return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[" + lengths + "]>";
+    }
     case Kind::tuple: break;
   }
   std::string out = "(";
@@ -395,7 +417,8 @@ void widen(Binding& b, const Signature& signature, std::span<const Leaf> leaves,
     }
     if (std::find(names.begin(), names.end(), signature.parameters[p].name) == names.end()) continue;
     states[k] = 0xff;
-    for (size_t w = 0; leaves[k].kind != Kind::pointer && w < leaves[k].n_words(); ++w) b.mask[word + w] = ~uint64_t{0};
+    const bool is_memory = leaves[k].kind == Kind::pointer || leaves[k].kind == Kind::descriptor;
+    for (size_t w = 0; !is_memory && w < leaves[k].n_words(); ++w) b.mask[word + w] = ~uint64_t{0};
   }
   count_words(b);
 }
@@ -460,6 +483,72 @@ void fix(const Slot& slot, const Signature& signature, uint8_t state, uint64_t* 
   if (slot.to == DType::bf16) *word = single >> 16;  // cut off, as Triton's launcher does
   if (slot.to == DType::fp32) *word = single;
   if (slot.to == DType::fp64) *word = std::bit_cast<uint64_t>(v);
+}
+
+std::vector<Recipe> read_recipes(std::string_view text) {
+  std::vector<Recipe> found;
+  for (const std::string_view one : split(text, ';')) {
+    const auto fields = split(one, ',');
+    if (fields.size() != 5) continue;
+    const auto number = [](std::string_view s) {
+      int v = 0;
+      std::from_chars(s.data(), s.data() + s.size(), v);
+      return v;
+    };
+    found.push_back({number(fields[0]), number(fields[1]), number(fields[2]), number(fields[3]) != 0, {}});
+    for (const std::string_view n : split(fields[4], 'x')) found.back().block.push_back(static_cast<uint32_t>(number(n)));
+  }
+  return found;
+}
+
+std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recipe>& recipes,
+                         const Arguments& call) {
+  std::vector<Slot> out;
+  int n = 0;
+  for (const Slot& slot : slots) {
+    if (slot.from != Kind::descriptor) {
+      out.push_back(slot);
+      continue;
+    }
+    const size_t rank = call.descriptor_rank(slot.leaf);
+    const auto put = [&](size_t word, uint8_t nbytes, int map = -1) {
+      Slot part = slot;
+      part.word += static_cast<uint32_t>(word);
+      part.nbytes = nbytes;
+      part.map = map;
+      out.push_back(part);
+    };
+    constexpr size_t shape = 2, strides = shape + Extents::max_rank, padding = strides + Extents::max_rank;
+    const bool is_map = !recipes.empty();
+    if (is_map) {
+      put(0, Recipe::map_nbytes, n);
+    } else {
+      put(1, 8);
+      for (const size_t first : {shape, strides})
+        for (size_t k = 0; k < rank; ++k) put(first + k, 8);
+      put(padding, 1);
+    }
+    for (size_t k = 0; k < rank; ++k)
+      put(shape + k, 4, is_map && recipes[static_cast<size_t>(n)].is_fp4 && k + 1 == rank ? n : -1);
+    for (size_t k = 0; k < rank; ++k) put(strides + k, 8);
+    ++n;
+  }
+  if (!recipes.empty() && static_cast<size_t>(n) != recipes.size())
+    throw std::runtime_error("the compiled kernel has " + std::to_string(recipes.size()) + " tensor descriptors, not " +
+                             std::to_string(n));
+  return out;
+}
+
+const char* Fields::wrong(DType dtype) const {
+  const size_t n = rank();
+  if (base() % 16 != 0) return "its base is not a multiple of 16";
+  for (size_t k = 0; k < n; ++k)
+    if (shape(k) <= 0) return "its shape is not positive";
+  for (size_t k = 0; k + 1 < n; ++k)
+    if (stride(k) * kBytes[static_cast<size_t>(dtype)] % 16 != 0) return "its strides are not multiples of 16 bytes";
+  if (stride(n - 1) != 1) return "its last stride is not 1";
+  const bool is_floating = is_float(dtype) || dtype >= DType::fp8e4nv;
+  return nan() && !is_floating ? "only floating-point elements can be padded with nan" : nullptr;
 }
 
 // Sets of options by their text; they stay for good.

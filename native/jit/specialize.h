@@ -14,7 +14,8 @@
 // @autotune know also @types, the tensors' dtypes, and @gpu.
 //
 // A specialization is text too, an item a parameter, with commas: a type, `i32`, `*fp32`, with `:D` for
-// what is divisible by 16; `=` and a value for a constant; items in parentheses for a tuple. Values are
+// what is divisible by 16; `tensordesc<fp16[64,128]>`, with the block's shape; `=` and a value for a constant; items
+// in parentheses for a tuple. Values are
 // written as in Python: 1, -1.5, 1e+30, nan, True, None, 'percent%20encoded', fp32 (a dtype), @name (a
 // @triton.jit function), (1,2).
 #pragma once
@@ -64,6 +65,7 @@ class Arguments {
   size_t word(size_t k) const { return first_word_[k]; }
   size_t next(size_t k) const { return k + 1 + leaves_[k].n_inside; }
   size_t size() const { return leaves_.size(); }
+  size_t descriptor_rank(size_t k) const { return words_[first_word_[k]] & 0xff; }
   // As text; a pointer is its type, or throws std::invalid_argument.
   std::string value(size_t k, bool pointers = false) const;
 
@@ -97,6 +99,32 @@ struct Slot {
   Kind from;
   DType to;
   bool fix;  // its words must be checked or converted first
+  int map = -1;  // it is not among the call's values but made of this descriptor
+};
+
+// What a kernel takes for a tensor descriptor: `swizzle,element bytes,element type,is_fp4,64x128`, for
+// cuTensorMapEncodeTiled, and then shape and strides; or if nothing is said of any: pointer, shape,
+// strides, padding, shape, strides.
+struct Recipe {
+  static constexpr size_t map_nbytes = 128;
+  int swizzle, nbytes, type;
+  bool is_fp4;
+  std::vector<uint32_t> block;
+};
+std::vector<Recipe> read_recipes(std::string_view text);
+// Slots as the kernel has them.
+std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recipe>& recipes,
+                         const Arguments& call);
+// A descriptor's fields among the call's words.
+struct Fields {
+  explicit Fields(const uint64_t* words) : words(words) {}
+  size_t rank() const { return words[0] & 0xff; }
+  uint64_t base() const { return words[1]; }
+  int64_t shape(size_t k) const { return static_cast<int64_t>(words[2 + k]); }
+  int64_t stride(size_t k) const { return static_cast<int64_t>(words[2 + Extents::max_rank + k]); }
+  bool nan() const { return words[2 + 2 * Extents::max_rank] != 0; }
+  const char* wrong(DType dtype) const;  // null: nothing
+  const uint64_t* words;
 };
 
 struct Specialization {

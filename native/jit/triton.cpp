@@ -18,6 +18,17 @@ constexpr uint64_t kMix = 0x9e3779b97f4a7c15;
 std::atomic<const Hooks*> hooks{};
 std::atomic<const Tuning*> tuning{};
 
+struct Counts {
+  std::atomic<uint64_t> hits, misses, compiled, loaded, tuned;
+  std::mutex mutex;
+  std::string last_miss;
+};
+constinit std::atomic<bool> counting{};
+Counts& counts() {
+  static auto* made = new Counts{};
+  return *made;
+}
+
 // The device's answers to a launch that mean: not with these options.
 constexpr int kInvalidValue = 1, kLaunchOutOfResources = 701, kInvalidClusterSize = 912;
 
@@ -49,20 +60,19 @@ uint64_t current_context(const cuda::Driver& driver) {
 
 // A compiled kernel in one context.
 struct Loaded {
-  Loaded(const cuda::Driver& driver, const Binary& b, const Specialization& specialization)
+  Loaded(const cuda::Driver& driver, const Binary& b, const std::vector<Slot>& slots)
       : kernel(driver, b.image.data(),
                {.symbol = b.symbol, .num_warps = b.num_warps, .num_ctas = b.num_ctas,
                 .shared = b.shared, .global_scratch = b.global_scratch,
                 .global_alignment = b.global_alignment, .profile_scratch = b.profile_scratch,
                 .profile_alignment = b.profile_alignment, .cooperative = b.cooperative,
                 .pdl = b.pdl},
-               specialization.slots.size()) {
-    for (size_t k = 0; k < specialization.slots.size(); ++k) {
+               slots.size()) {
+    for (size_t k = 0; k < slots.size(); ++k) {
       const size_t nbytes = kernel.parameter_nbytes(k);
-      if (nbytes != 0 && nbytes != specialization.slots[k].nbytes)
+      if (nbytes != 0 && nbytes != slots[k].nbytes)
         throw std::runtime_error("parameter " + std::to_string(k) + " of the compiled kernel has " +
-                                 std::to_string(nbytes) + " bytes, its type " +
-                                 std::to_string(specialization.slots[k].nbytes));
+                                 std::to_string(nbytes) + " bytes, its type " + std::to_string(slots[k].nbytes));
     }
   }
   cuda::Kernel kernel;
@@ -80,7 +90,9 @@ struct Flight {
   const Binary& compile(Provider& provider, const Request& request) {
     if (refused) std::rethrow_exception(refused);
     try {
-      if (!binary) binary = provider.compile(request);
+      if (binary) return *binary;
+      binary = provider.compile(request);
+      ++counts().compiled;
     } catch (const Refused&) {
       refused = std::current_exception();
       throw;
@@ -145,6 +157,12 @@ class Function {
 };
 
 // What a call with one key launches.
+// A CUtensorMap, and what the kernel takes for the last extent if its elements are half a byte.
+struct TensorMap {
+  alignas(64) std::byte bytes[Recipe::map_nbytes];
+  int64_t last_extent;
+};
+
 struct Record {
   const Function* function;
   const Signature* signature;
@@ -157,8 +175,12 @@ struct Record {
   std::vector<uint64_t> key;
   std::vector<std::string> strings;
   std::vector<uint32_t> offsets;          // of each parameter in the call's words, in bytes
-  std::vector<uint32_t> defaults, fixes;  // slots that are not simply the call's
-  bool plain = true;                      // there are none of them
+  std::vector<uint32_t> defaults, fixes, made;  // slots that are not simply the call's
+  std::vector<uint32_t> descriptors;            // the first slot of each
+  bool plain = true;                            // there are none of them
+  std::vector<Recipe> recipes;
+  int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
+                int, int, int) = nullptr;
 
   bool is_of(const Call& call) const {
     const uint64_t *words = call.words.data(), *known = key.data(), *masks = mask->data();
@@ -172,18 +194,26 @@ struct Record {
     return rule.call ? rule.call(rule.captured, Meta(*this, call)) : call.launch.grid;
   }
 
-  // Fills the addresses of the parameters; the words may change.
-  void address(uint64_t* words, void** parameters) const {
+  // Fills the addresses of the parameters; the words may change. maps: one for each of `recipes`.
+  void address(uint64_t* words, void** parameters, TensorMap* maps) const {
     auto* base = reinterpret_cast<char*>(words);
     for (size_t k = 0; k < offsets.size(); ++k) parameters[k] = base + offsets[k];
     if (plain) [[likely]]
       return;
-    for (const uint32_t k : defaults)
-      parameters[k] = const_cast<uint64_t*>(&specialization.defaults[specialization.slots[k].word]);
+    const std::vector<Slot>& slots = specialization.slots;
+    for (const uint32_t k : defaults) parameters[k] = const_cast<uint64_t*>(&specialization.defaults[slots[k].word]);
     const auto* states = reinterpret_cast<const uint8_t*>(words + n_head_words);
-    for (const uint32_t k : fixes) {
-      const Slot& slot = specialization.slots[k];
-      fix(slot, *signature, states[slot.leaf], reinterpret_cast<uint64_t*>(parameters[k]));
+    for (const uint32_t k : fixes)
+      fix(slots[k], *signature, states[slots[k].leaf], reinterpret_cast<uint64_t*>(parameters[k]));
+    for (const uint32_t k : descriptors) {
+      // The base is in the word after the type, which is where a map would be.
+      const Fields fields(reinterpret_cast<const uint64_t*>(parameters[k]) - (slots[k].map < 0));
+      if (const char* wrong = fields.wrong(state::type_of(states[slots[k].leaf]))) refuse(slots[k], wrong);
+      if (slots[k].map >= 0) make(maps[slots[k].map], recipes[static_cast<size_t>(slots[k].map)], fields);
+    }
+    for (const uint32_t k : made) {
+      TensorMap& map = maps[slots[k].map];
+      parameters[k] = slots[k].nbytes == Recipe::map_nbytes ? static_cast<void*>(map.bytes) : &map.last_extent;
     }
   }
 
@@ -219,6 +249,33 @@ struct Record {
  private:
   void enqueue(const cuda::Config& config, void** parameters) const {
     told(function->name, specialization.text, [&] { kernel->launch(config, parameters); });
+  }
+
+  [[noreturn]] void refuse(const Slot& slot, const char* why) const {
+    const auto p = static_cast<size_t>(slot.parameter);
+    throw Error("argument " + std::to_string(p) + " (" + signature->parameters[p].name + "), a tensor descriptor: " + why,
+                function->name, specialization.text, slot.parameter);
+  }
+
+  void make(TensorMap& map, const Recipe& r, const Fields& fields) const {
+    constexpr size_t n = Extents::max_rank;
+    constexpr int no_interleave = 0, promote_128_bytes = 2;
+    const size_t rank = fields.rank();
+    uint64_t shape[n], strides[n];  // the innermost first, in bytes
+    uint32_t block[n], ones[n] = {1, 1, 1, 1, 1};
+    for (size_t k = 0; k < rank; ++k) {
+      const size_t from = rank - 1 - k;
+      shape[k] = static_cast<uint64_t>(fields.shape(from)) << (r.is_fp4 && k == 0);
+      block[k] = r.block[from];
+      if (from > 0) strides[k] = static_cast<uint64_t>(fields.stride(from - 1) * r.nbytes);
+    }
+    strides[rank - 1] = shape[rank - 1] * (rank == 1 ? static_cast<uint64_t>(r.nbytes) : strides[rank - 2]);
+    map.last_extent = static_cast<int64_t>(shape[0]);
+    told(function->name, specialization.text, [&] {
+      driver->check(encode(map.bytes, r.type, static_cast<uint32_t>(rank), reinterpret_cast<void*>(fields.base()),
+                           shape, strides, block, ones, no_interleave, r.swizzle, promote_128_bytes, fields.nan()),
+                    "cuTensorMapEncodeTiled");
+    });
   }
 
   Memory scratch(const Launched& l, int64_t nbytes, int64_t alignment) const {
@@ -313,10 +370,16 @@ struct Site {
 
   const Record* find(const Call& call) {
     const Record* record = last.load(std::memory_order_acquire);
-    if (record && record->is_of(call)) [[likely]]
+    if (record && record->is_of(call)) [[likely]] {
+      if (counting.load(std::memory_order_relaxed)) [[unlikely]]
+        ++counts().hits;
       return record;
+    }
     record = search(call);
-    if (!record) record = make(call);
+    if (!record)
+      record = make(call);
+    else if (counting.load(std::memory_order_relaxed))
+      ++counts().hits;
     last.store(record, std::memory_order_release);
     return record;
   }
@@ -334,10 +397,10 @@ struct Site {
   Settings tune(Asked& asked, size_t layer, const Settings& chosen) const;
   std::vector<double> time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const;
   Request request_of(const Asked& asked, const Specialization& specialization, const Settings& chosen) const;
-  const cuda::Kernel* load(const Asked& asked, const Specialization& specialization, const Settings& chosen,
-                           bool timed) const;
+  const cuda::Kernel* load(const Asked& asked, Record& record, bool timed) const;
   const std::vector<uint64_t>& mask_of(std::span<const Leaf> leaves);
   void publish(Record* record, const Call& call);
+  void note_miss(const Record& record) const;
 
   std::mutex mutex_;
   std::atomic<Table*> table_{};
@@ -388,10 +451,20 @@ const Record* Site::make(const Call& call) {
     chosen = decide(asked, 0, {});
   }
   std::unique_ptr<Record> record = prepare(asked, chosen);
+  note_miss(*record);
   const std::scoped_lock lock(mutex_);
   if (const Record* found = search(call)) return found;  // another thread was faster
   publish(record.get(), call);
   return record.release();
+}
+
+void Site::note_miss(const Record& record) const {
+  const Record* before = last.load(std::memory_order_acquire);
+  Counts& c = counts();
+  ++c.misses;
+  const std::scoped_lock lock(c.mutex);
+  c.last_miss = function->name + " " + record.specialization.text + ", " +
+                (before ? "before it " + before->specialization.text : "the first call of its kind");
 }
 
 std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen, bool timed) const {
@@ -399,16 +472,20 @@ std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen
   record->binding = &binding;
   record->chosen = chosen;
   record->specialization = specialize(signature, binding, asked.arguments, chosen);
-  record->kernel = told(function->name, record->specialization.text,
-                        [&] { return load(asked, record->specialization, chosen, timed); });
+  record->kernel =
+      told(function->name, record->specialization.text, [&] { return load(asked, *record, timed); });
   const auto first = static_cast<uint32_t>(n_head_words + n_state_words(asked.call.leaves.size()));
+  int last = -1;  // the parameter of the slot before
   for (uint32_t k = 0; k < record->specialization.slots.size(); ++k) {
     const Slot& slot = record->specialization.slots[k];
     record->offsets.push_back(slot.is_default ? 0 : 8 * (first + slot.word));
     if (slot.is_default) record->defaults.push_back(k);
     if (slot.fix && !slot.is_default) record->fixes.push_back(k);
+    if (slot.from == Kind::descriptor && slot.parameter != last) record->descriptors.push_back(k);
+    if (slot.map >= 0) record->made.push_back(k);
+    last = slot.parameter;
   }
-  record->plain = record->defaults.empty() && record->fixes.empty();
+  record->plain = record->defaults.empty() && record->fixes.empty() && record->descriptors.empty();
   return record;
 }
 
@@ -421,18 +498,21 @@ Request Site::request_of(const Asked& asked, const Specialization& specializatio
           options_text(signature, options_of(signature, asked.call.launch.options, chosen)), 10 * major + minor};
 }
 
-const cuda::Kernel* Site::load(const Asked& asked, const Specialization& specialization, const Settings& chosen,
-                               bool timed) const {
-  const Request request = request_of(asked, specialization, chosen);
+const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) const {
+  const Request request = request_of(asked, record.specialization, record.chosen);
   const std::string& text = request.specialization;
   Flight& flight = function->flight(request);
   const auto lock = function->provider->hold(flight.mutex);
   std::unique_ptr<Loaded>& loaded = flight.loaded[asked.call.words[0]];
+  if (!loaded && is_capturing(driver, asked.call.launch.stream))
+    throw std::runtime_error("it is not loaded yet and the stream is being captured: launch it once before");
+  const Binary& binary = flight.compile(*function->provider, request);
+  record.recipes = read_recipes(binary.descriptors);
+  if (!record.recipes.empty()) driver.need(record.encode, "cuTensorMapEncodeTiled");
+  record.specialization.slots = expand(record.specialization.slots, record.recipes, asked.arguments);
   if (!loaded) {
-    if (is_capturing(driver, asked.call.launch.stream))
-      throw std::runtime_error("it is not loaded yet and the stream is being captured: launch it once before");
-    const Binary& binary = flight.compile(*function->provider, request);
-    loaded = std::make_unique<Loaded>(driver, binary, specialization);
+    loaded = std::make_unique<Loaded>(driver, binary, record.specialization.slots);
+    ++counts().loaded;
   }
   if (!timed)
     flight.signature = function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
@@ -512,6 +592,7 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
     const std::vector<double> ms = time(asked, l, candidates);
     best = write_settings(configs[static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin())]);
     file.write(*best);
+    ++counts().tuned;
   }
   function->facts.add(kind, names, told, *best);
   return read_settings(*best);
@@ -562,6 +643,7 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
     std::unique_ptr<Record> record;
     std::vector<uint64_t> words;
     std::vector<void*> parameters;
+    std::vector<TensorMap> maps;
     std::exception_ptr refused;
   };
   std::vector<Candidate> all(candidates.size());
@@ -572,7 +654,8 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
       c.record = prepare(asked, candidates[k], true);
       c.words.assign(call.words.begin(), call.words.end());
       c.parameters.resize(c.record->offsets.size() + 2);
-      c.record->address(c.words.data(), c.parameters.data());
+      c.maps.resize(c.record->recipes.size());
+      c.record->address(c.words.data(), c.parameters.data(), c.maps.data());
     } catch (const Refused&) {
       c.refused = std::current_exception();
     }
@@ -637,6 +720,13 @@ const Record* find(Sites& sites, const Call& call) {
 }
 }  // namespace
 
+namespace {
+template <class T>
+T* aligned(void* memory) {
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory) + alignof(T) - 1) / alignof(T) * alignof(T));
+}
+}  // namespace
+
 bool launch(Sites& sites, const Call& call) {
   if (is_empty(call.launch.grid)) return true;
   const Record* found = find(sites, call);
@@ -645,37 +735,56 @@ bool launch(Sites& sites, const Call& call) {
   const Grid grid = record.grid_of(call);
   if (call.launch.rule.call && is_empty(grid)) return true;
   auto** parameters = static_cast<void**>(alloca((record.offsets.size() + 2) * sizeof(void*)));
-  record.address(call.words.data(), parameters);
+  const size_t n_maps = record.recipes.size();
+  auto* maps = n_maps == 0 ? nullptr : aligned<TensorMap>(alloca((n_maps + 1) * sizeof(TensorMap)));
+  record.address(call.words.data(), parameters, maps);
   cuda::Config config = record.config_of(grid);
   record.launch(grid, config, call.launch.stream, parameters);
   return true;
 }
 
 struct Plan {
-  const Record* record;  // null: the grid is empty
+  Plan(Sites& sites, const Call& call)
+      : sites(sites), launch(call.launch), texts(call.strings.begin(), call.strings.end()),
+        strings(texts.begin(), texts.end()), given(call.words.begin(), call.words.end()), grid(launch.grid),
+        call{call.function, launch, call.leaves, given, strings, call.nbytes} {}
+
+  // Finds the kernel of the words that are given; false: it must be known how long the arguments are.
+  bool resolve() {
+    if (!launch.rule.call && is_empty(grid)) return true;
+    if (!record || !record->is_of(call)) record = find(sites, call);
+    call.nbytes = {};
+    if (!record) return false;
+    grid = record->grid_of(call);
+    if (is_empty(grid)) return true;
+    words = given;
+    config = record->config_of(grid);
+    parameters.resize(record->offsets.size() + 2);
+    maps.resize(record->recipes.size());
+    record->address(words.data(), parameters.data(), maps.data());
+    return true;
+  }
+
+  Sites& sites;
+  const Launch launch;
+  const std::vector<std::string> texts;
+  const std::vector<std::string_view> strings;
+  std::vector<uint64_t> given, words;  // as the call has them, and as the kernel takes them
+  const Record* record = nullptr;      // null: the grid is empty
   Grid grid;
-  cuda::Config config;
-  std::vector<uint64_t> words;
+  cuda::Config config{};
   std::vector<void*> parameters;
+  std::vector<TensorMap> maps;
+  Call call;
 };
 
 Plan* bind(Sites& sites, const Call& call) {
-  auto plan = std::make_unique<Plan>(Plan{nullptr, call.launch.grid, {}, {}, {}});
-  if (is_empty(plan->grid)) return plan.release();
-  const Record* record = find(sites, call);
-  if (!record) return nullptr;
-  const Grid grid = plan->grid = record->grid_of(call);
-  if (is_empty(grid)) return plan.release();
-  plan->record = record;
-  plan->config = plan->record->config_of(grid);
-  plan->words.assign(call.words.begin(), call.words.end());
-  plan->parameters.resize(plan->record->offsets.size() + 2);
-  plan->record->address(plan->words.data(), plan->parameters.data());
-  return plan.release();
+  auto plan = std::make_unique<Plan>(sites, call);
+  return plan->resolve() ? plan.release() : nullptr;
 }
 
 void launch(const Plan& plan, Stream stream) {
-  if (!plan.record) return;
+  if (is_empty(plan.grid)) return;
   const size_t n = plan.parameters.size();
   auto** parameters = static_cast<void**>(alloca(n * sizeof(void*)));
   std::memcpy(parameters, plan.parameters.data(), n * sizeof(void*));
@@ -683,10 +792,121 @@ void launch(const Plan& plan, Stream stream) {
   plan.record->launch(plan.grid, config, stream, parameters);
 }
 
+void change(Plan& plan, size_t leaf, std::span<const uint8_t> states, size_t word, std::span<const uint64_t> words) {
+  const size_t first = n_head_words + n_state_words(plan.call.leaves.size());
+  std::copy(states.begin(), states.end(), reinterpret_cast<uint8_t*>(plan.given.data() + n_head_words) + leaf);
+  std::copy(words.begin(), words.end(), plan.given.begin() + static_cast<std::ptrdiff_t>(first + word));
+  if (!plan.resolve())
+    throw Error("a value that was set has no tuned configuration yet, and resets or restores tensors: launch it once",
+                plan.call.function->name);
+}
+
+namespace {
+// What a graph's node launches: it has no memory of its own for scratch.
+cuda::NodeParams node_of(const Plan& plan, void** parameters) {
+  const cuda::KernelFacts* facts = is_empty(plan.grid) ? nullptr : &plan.record->kernel->facts();
+  if (!facts || facts->global_scratch != 0 || facts->profile_scratch != 0)
+    throw Error(facts ? "a kernel with scratch memory is no node of its own: capture its launch"
+                      : "a launch with an empty grid is no node of a graph",
+                plan.call.function->name);
+  static void* none = nullptr;
+  std::copy(plan.parameters.begin(), plan.parameters.end() - 2, parameters);
+  std::fill_n(parameters + plan.parameters.size() - 2, 2, &none);
+  return plan.record->kernel->node_of(plan.config, parameters);
+}
+}  // namespace
+
+CUgraphNode_st* add_node(const Plan& plan, CUgraph_st* graph, std::span<CUgraphNode_st* const> dependencies) {
+  auto** parameters = static_cast<void**>(alloca(plan.parameters.size() * sizeof(void*)));
+  const cuda::NodeParams params = node_of(plan, parameters);
+  int (*add)(CUgraphNode_st**, CUgraph_st*, CUgraphNode_st* const*, size_t, const cuda::NodeParams*);
+  int (*set)(CUgraphNode_st*, int, const void*);
+  CUgraphNode_st* node = nullptr;
+  told(plan.call.function->name, plan.record->specialization.text, [&] {
+    const cuda::Driver& driver = *plan.record->driver;
+    driver.need(add, "cuGraphAddKernelNode_v2");
+    driver.need(set, "cuGraphKernelNodeSetAttribute");
+    driver.check(add(&node, graph, dependencies.data(), dependencies.size(), &params), "cuGraphAddKernelNode");
+    for (uint32_t k = 0; k < plan.config.n_attributes; ++k)
+      driver.check(set(node, plan.config.attributes[k].id, &plan.config.attributes[k].value),
+                   "cuGraphKernelNodeSetAttribute");
+  });
+  return node;
+}
+
+void update_node(const Plan& plan, CUgraphExec_st* graph, CUgraphNode_st* node) {
+  auto** parameters = static_cast<void**>(alloca(plan.parameters.size() * sizeof(void*)));
+  const cuda::NodeParams params = node_of(plan, parameters);
+  told(plan.call.function->name, plan.record->specialization.text, [&] {
+    plan.record->driver->check(plan.record->driver->set_node(reinterpret_cast<cuda::GraphExec>(graph),
+                                                             reinterpret_cast<cuda::GraphNode>(node), &params),
+                               "cuGraphExecKernelNodeSetParams");
+  });
+}
+
+size_t prepare(Sites& sites, const Call& call) {
+  struct Choice {
+    size_t leaf, word;
+    uint8_t state;
+  };
+  constexpr uint8_t kinds = state::one | state::aligned;
+  constexpr size_t most = 256;
+  auto* states = reinterpret_cast<uint8_t*>(call.words.data() + n_head_words);
+  std::vector<Choice> varying;
+  const Site* site = told(call.function->name, "", [&] { return &site_of(sites, call); });
+  const std::vector<std::string> names = call.function->deciding_names();
+  std::string parameter;
+  for (size_t k = 0, word = n_head_words + n_state_words(call.leaves.size()); k < call.leaves.size(); ++k) {
+    const Leaf& leaf = call.leaves[k];
+    const auto source = std::find(site->binding.sources.begin(), site->binding.sources.end(), static_cast<int>(k));
+    if (source != site->binding.sources.end())  // else it is in a tuple
+      parameter = site->signature.parameters[static_cast<size_t>(source - site->binding.sources.begin())].name;
+    if (leaf.varies && leaf.kind == Kind::integer && std::find(names.begin(), names.end(), parameter) != names.end())
+      throw Error("a decorator decides by " + parameter + ": it cannot vary", call.function->name);
+    if (leaf.varies && (leaf.kind == Kind::integer || leaf.kind == Kind::pointer) && !(states[k] & state::none))
+      varying.push_back({k, word, states[k]});
+    word += leaf.n_words();
+  }
+  size_t n = 1;
+  for (const Choice& c : varying) n *= call.leaves[c.leaf].kind == Kind::integer ? 3 : 2;
+  if (n > most)
+    throw Error("they would be " + std::to_string(n) + " kernels, " + std::to_string(most) + " at most are prepared",
+                call.function->name);
+  std::vector<uint64_t> given(call.words.begin(), call.words.end());
+  std::vector<const Record*> found;
+  for (size_t k = 0; k < n; ++k) {
+    std::copy(given.begin(), given.end(), call.words.begin());
+    size_t which = k;
+    for (const Choice& c : varying) {
+      const bool is_integer = call.leaves[c.leaf].kind == Kind::integer;
+      const size_t kind = which % (is_integer ? 3 : 2);
+      which /= is_integer ? 3 : 2;
+      states[c.leaf] = static_cast<uint8_t>((c.state & ~kinds) | (kind == 1 ? state::aligned : kind == 2 ? state::one : 0));
+      if (is_integer) call.words[c.word] = kind == 1 ? 16 : kind == 2 ? 1 : 2;
+    }
+    const Record* record = find(sites, call);
+    if (!record)
+      throw Error("it is not tuned yet, and resets or restores tensors: launch it once", call.function->name);
+    found.push_back(record);
+  }
+  const auto by_kernel = [](const Record* a, const Record* b) { return a->kernel < b->kernel; };
+  std::sort(found.begin(), found.end(), by_kernel);
+  return 1 + static_cast<size_t>(std::count_if(found.begin() + 1, found.end(), [&, last = found[0]](const Record* r) mutable {
+           return std::exchange(last, r)->kernel != r->kernel;
+         }));
+}
+
 void destroy(Plan* plan) { delete plan; }
 }  // namespace detail
 
 void set_hooks(const Hooks* given) { hooks.store(given, std::memory_order_release); }
+Stats stats() {
+  Counts& c = counts();
+  const std::scoped_lock lock(c.mutex);
+  return {c.hits, c.misses, c.compiled, c.loaded, c.tuned, c.last_miss};
+}
+void count_hits(bool on) { counting.store(on); }
+
 void set_tuning(const Tuning* given) { tuning.store(given, std::memory_order_release); }
 
 std::string Provider::evaluate(const Question& q) {

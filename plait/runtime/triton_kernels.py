@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import socket
 import string
 import struct
@@ -40,6 +41,9 @@ _DTYPES = {f"{k[0]}{n}": f"{'u' if k == 'u' else ''}int{n}" for k in ("i", "u") 
     k: k
     for k in ("fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16")
 } | {"u1": "int1"}  # fmt: skip
+
+
+_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[(\d+(?:,\d+)*)\]>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,8 @@ class _Reader:
 
     def word(self) -> str:
         start = self.at
+        if self.text.startswith("tensordesc<", start):
+            self.at = self.text.find(">", start) + 1 or len(self.text)
         while self.at < len(self.text) and self.text[self.at] not in ",()=":
             self.at += 1
         if start == self.at:
@@ -97,6 +103,8 @@ class _Reader:
         word = self.word()
         if pointers and word.startswith("*"):
             return _Memory(word[1:])
+        if pointers and (found := _DESCRIPTOR.fullmatch(word)):
+            return _Memory(found[1], block_shape=[int(n) for n in found[2].split(",")])
         if word == "?":
             return ...
         if word.startswith("@"):
@@ -113,7 +121,10 @@ class _Reader:
             return Item("constexpr", self.value())
         if self.take("("):
             return Item(self.several(self.item))
-        kind, _, hint = self.word().partition(":")
+        word = self.word()
+        if (found := _DESCRIPTOR.fullmatch(word)) and found[1] in _DTYPES:
+            return Item(word)
+        kind, _, hint = word.partition(":")
         bare = kind.removeprefix("*")
         if (bare.removeprefix("k") if bare != kind else bare) not in _DTYPES or hint not in ("", "D"):
             raise ValueError(f"{kind}{':' if hint else ''}{hint} in {self.text!r} is no type of Triton's")
@@ -250,8 +261,9 @@ def _write_default(value: Any) -> str:
 class _Memory:
     """Stands for a tensor where a decorator's function gets one."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, **known: Any) -> None:
         self.triton_dtype = dtype
+        vars(self).update(known)
 
     @property
     def dtype(self) -> Any:
@@ -382,7 +394,7 @@ def compile_kernel(fn: Any, capability: int, specialization: str, options: str) 
             constants[path] = fn.params[path[0]].default if item.value is ... else _for_triton(item.value, fn)
         if item.divisible:
             attributes[path] = [["tt.divisibility", 16]]
-        return item.type
+        return item.type.replace(",", ", ")  # a descriptor's
 
     types = {p.name: signature(item, (k,)) for k, (p, item) in enumerate(zip(fn.params, items, strict=True))}
     chosen = read_options(options)
@@ -396,7 +408,16 @@ def compile_kernel(fn: Any, capability: int, specialization: str, options: str) 
     used = made.metadata.tmem_size
     if used is not None and used > MAX_TENSOR_MEMORY:
         raise ValueError(f"it needs {used} columns of tensor memory, there are {MAX_TENSOR_MEMORY}")
-    return Cubin.of(facts_of(made.metadata), made.asm["cubin"])
+    descriptors = ";".join(map(_write_descriptor, made.metadata.tensordesc_meta or ()))
+    return Cubin.of({**facts_of(made.metadata), "descriptors": descriptors}, made.asm["cubin"])
+
+
+def _write_descriptor(meta: dict[str, Any]) -> str:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    block = "x".join(map(str, meta["block_size"]))
+    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return f"{meta['swizzle']},{meta['elem_size']},{element},{int(meta['fp4_padded'])},{block}"
 
 
 @contextmanager

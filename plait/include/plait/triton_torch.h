@@ -48,6 +48,10 @@ struct Traits<at::Tensor> : detail::One<Kind::pointer> {
   }
 };
 
+inline TensorDescriptor descriptor(const at::Tensor& t, Extents block_shape, Padding padding = Padding::zero) {
+  return {t.data_ptr(), dtype_of_torch(t.scalar_type()), t.sizes(), t.strides(), block_shape, padding};
+}
+
 template <>
 struct Traits<c10::ScalarType> : Traits<DType> {
   static void write(Writer& w, c10::ScalarType t) { Traits<DType>::write(w, dtype_of_torch(t)); }

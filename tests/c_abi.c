@@ -138,7 +138,7 @@ static void errors(void) {
   a[0].kind = 99;
   told(plait_triton_launch(one, &config, a, 1));
   a[0] = at(16);
-  a[0].reserved = 1;
+  a[0].reserved[4] = 1;
   told(plait_triton_launch(one, &config, a, 1));
   a[0] = plait_triton_tuple(3);
   told(plait_triton_launch(one, &config, a, 3));

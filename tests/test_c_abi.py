@@ -152,8 +152,8 @@ IN_PYTHON = """\
 import ctypes, sys
 
 class Argument(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_uint8) for n in ("kind", "dtype", "constant", "reserved")] + [
-        ("n", ctypes.c_uint32), ("name", ctypes.c_char_p), ("value", ctypes.c_uint64)]
+    _fields_ = [(n, ctypes.c_uint8) for n in ("kind", "dtype", "constant")] + [
+        ("reserved", ctypes.c_uint8 * 5), ("name", ctypes.c_char_p), ("value", ctypes.c_uint64), ("n", ctypes.c_uint64)]
 
 class Config(ctypes.Structure):
     _fields_ = [("size", ctypes.c_uint32), ("cooperative", ctypes.c_uint8), ("pdl", ctypes.c_uint8),

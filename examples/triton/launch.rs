@@ -14,10 +14,10 @@ struct Argument {
     kind: u8,
     dtype: u8,
     constant: u8,
-    reserved: u8,
-    n: u32,
+    reserved: [u8; 5],
     name: *const c_char,
     value: u64,
+    n: u64,
 }
 
 #[repr(C)]
@@ -62,7 +62,7 @@ fn check(status: i32) {
 }
 
 fn argument(kind: u8, dtype: u8, value: u64) -> Argument {
-    Argument { kind, dtype, constant: 0, reserved: 0, n: 0, name: null(), value }
+    Argument { kind, dtype, constant: 0, reserved: [0; 5], name: null(), value, n: 0 }
 }
 
 /// The entry point of the CUDA driver with this name.

@@ -13,7 +13,7 @@
 using namespace plait::triton;
 using Given = std::span<const plait_triton_argument>;
 
-static_assert(sizeof(plait_triton_argument) == 24 && sizeof(plait_triton_config) == 56);
+static_assert(sizeof(plait_triton_argument) == 32 && sizeof(plait_triton_config) == 56);
 static_assert(PLAIT_TRITON_FP8E5B16 == static_cast<int>(DType::fp8e5b16));
 
 namespace {
@@ -107,7 +107,8 @@ void write(Writer& w, const plait_triton_argument& a) {
   }
 }
 
-// The 8 bytes before an argument's name.
+// The 8 bytes before an argument's name; all but its dtype are of its kind.
+constexpr uint64_t kHead = ~uint64_t{0xff00};
 uint64_t head_of(const plait_triton_argument& a) {
   uint64_t head;
   std::memcpy(&head, &a, sizeof head);
@@ -122,7 +123,7 @@ struct Shape {
       while (!ends.empty() && ends.back() == k) ends.pop_back();
       const plait_triton_argument& a = arguments[k];
       Leaf leaf{kind_of(a.kind), a.constant != 0 || a.kind == PLAIT_TRITON_FUNCTION};
-      need(a.constant <= 1 && a.reserved == 0, "an argument has a field that means nothing");
+      need(a.constant <= 1 && (head_of(a) >> 24) == 0, "an argument has a field that means nothing");
       need(a.name == nullptr || ends.empty(), "an argument inside a tuple has a name");
       if (a.name) leaf.name = names.emplace_back(a.name).c_str();
       if (leaf.kind == Kind::tuple) {
@@ -130,8 +131,7 @@ struct Shape {
         leaf.n_inside = static_cast<uint16_t>(a.n);
         ends.push_back(k + 1 + a.n);
       }
-      plait_triton_argument counts{0xff, 0, 0xff, 0xff, leaf.kind == Kind::tuple ? ~uint32_t{0} : 0, nullptr, {}};
-      heads.push_back({head_of(counts), head_of(a) & head_of(counts)});
+      heads.push_back({head_of(a) & kHead, leaf.kind == Kind::tuple ? ~uint64_t{0} : 0, leaf.n_inside});
       n_values += leaf.n_words();
       n_strings += leaf.has_text();
       leaves.push_back(leaf);
@@ -143,7 +143,7 @@ struct Shape {
     uint64_t different = 0;
     for (size_t k = 0; k < heads.size(); ++k) {
       const plait_triton_argument& a = arguments[k];
-      different |= (head_of(a) & heads[k].mask) ^ heads[k].value;
+      different |= ((head_of(a) & kHead) ^ heads[k].value) | ((a.n & heads[k].n_mask) ^ heads[k].n);
       if (a.name != leaves[k].name && !(a.name && leaves[k].name && std::strcmp(a.name, leaves[k].name) == 0))
         return false;
     }
@@ -151,7 +151,7 @@ struct Shape {
   }
 
   struct Head {
-    uint64_t mask, value;
+    uint64_t value, n_mask, n;
   };
   std::vector<Head> heads;
   std::deque<std::string> names;

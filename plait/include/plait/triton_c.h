@@ -77,17 +77,16 @@ typedef enum plait_triton_kind {
   PLAIT_TRITON_DTYPE,    /* dtype: a tl.dtype */
   PLAIT_TRITON_STRING,   /* value.string, of n bytes */
   PLAIT_TRITON_FUNCTION, /* value.string, of n bytes: a @triton.jit function of the kernel's file */
-  PLAIT_TRITON_TUPLE     /* the n arguments that follow, those of tuples inside included */
+  PLAIT_TRITON_TUPLE     /* the n arguments that follow, those in tuples among them included */
 } plait_triton_kind;
 
 /* One argument, specialized exactly as Triton does it. The functions below make them. */
 typedef struct plait_triton_argument {
   uint8_t kind; /* plait_triton_kind */
   uint8_t dtype;
-  uint8_t constant; /* 1: a tl.constexpr, whatever the signature says of its parameter */
-  uint8_t reserved; /* 0 */
-  uint32_t n;
-  const char* name; /* of a keyword argument, or NULL */
+  uint8_t constant;    /* 1: a tl.constexpr, whatever the signature says of its parameter */
+  uint8_t reserved[5]; /* 0 */
+  const char* name;    /* of a keyword argument, or NULL */
   union {
     const void* pointer;
     int64_t integer;
@@ -95,6 +94,7 @@ typedef struct plait_triton_argument {
     double number;
     const char* string;
   } value;
+  uint64_t n;
 } plait_triton_argument;
 
 /* Options of the compiler that the configuration does not name: arguments with names. Equal sets are one, kept for
@@ -210,7 +210,7 @@ static inline plait_triton_argument plait_triton_type(plait_triton_dtype dtype) 
 static inline plait_triton_argument plait_triton_string(const char* text) {
   plait_triton_argument made = plait_triton_none();
   made.kind = PLAIT_TRITON_STRING;
-  made.n = (uint32_t)strlen(text);
+  made.n = strlen(text);
   made.value.string = text;
   return made;
 }
@@ -219,7 +219,7 @@ static inline plait_triton_argument plait_triton_function(const char* name) {
   made.kind = PLAIT_TRITON_FUNCTION;
   return made;
 }
-static inline plait_triton_argument plait_triton_tuple(uint32_t n_following) {
+static inline plait_triton_argument plait_triton_tuple(uint64_t n_following) {
   plait_triton_argument made = plait_triton_none();
   made.kind = PLAIT_TRITON_TUPLE;
   made.n = n_following;

@@ -79,6 +79,12 @@ def _cast(self: object, src: TensorHandle, dst_type: core.dtype) -> TensorHandle
 TORCH_OF = {core.float32: torch.float32, core.float64: torch.float64, core.float16: torch.float16}
 
 
+def _dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *how: object) -> TensorHandle:
+    """A product, of bfloat16 too: the interpreter multiplies its bits."""
+    wide = [_cast(self, x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b)]
+    return TensorHandle(np.matmul(wide[0].data, wide[1].data, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+
 def _all_ones(self: object, kind: core.dtype) -> TensorHandle:
     """-1 in any integer type; numpy 2 refuses it for unsigned ones."""
     return TensorHandle(np.full(1, -1, np.int64).astype(interpreter._get_np_dtype(kind)), kind.scalar)
@@ -105,6 +111,7 @@ interpreter.InterpreterBuilder.get_bf16 = _bf16
 interpreter.InterpreterBuilder.create_splat = _splat
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
 interpreter.InterpreterBuilder.cast_impl = _cast
+interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
 
 

@@ -1,5 +1,6 @@
 // native/ops/register.cpp: the operators' schemas, and what of them is the same on every device: those that are made
 // of primitives, gradients, autocast, and the functions of plait/ops.h.
+#include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
 #include <plait/ops.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -237,6 +238,10 @@ Tensor bmm_autograd(const Tensor& a, const Tensor& b) {
 }
 
 // ---- operators made of primitives
+Tensor add_number(const Tensor& self, const at::Scalar& other, const at::Scalar& alpha) {
+  return call::add(self, at::native::wrapped_scalar_tensor(other), alpha);
+}
+
 Three norm_of(const Tensor& input, const Maybe& residual, c10::SymIntArrayRef normalized_shape, const Maybe& weight,
               std::optional<double> eps, const char* op) {
   check_floating(input, op, "input");
@@ -381,6 +386,7 @@ struct Autocast {
 
 TORCH_LIBRARY_FRAGMENT(plait, m) {
   m.def("add(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("add.Scalar(Tensor self, Scalar other, *, Scalar alpha=1) -> Tensor", add_number);
   m.def("softmax(Tensor self, int dim, ScalarType? dtype=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor",
         rms_norm_composite);

@@ -3,10 +3,11 @@
 // Lines go to the file that $FAKE_CUDA_LOG names; without one it is silent, and a launch needs no memory. An image is text: "symbol parameters static", and the
 // bytes of each parameter where they are not 8; or a real cubin, which says the same in its own way.
 // With $FAKE_CUDA_WORDS a launch's parameters are all written down. A kernel that the library $FAKE_CUDA_HOST has is
-// called: memory is the host's.
+// called: memory is the host's. Its clock runs while kernels do: best of all with 256 threads and 8 programs.
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +29,7 @@ struct Image {
 
 thread_local void* current = nullptr;
 size_t n_allocated = 0;
+std::atomic<int> now_us = 0;
 
 // A cubin's records of parameters are 04 17 0c 00, 4 bytes, u16 ordinal, u16 offset, u32 with the bytes
 // of the parameter from bit 18 on. How long the file is follows from where its table of sections ends.
@@ -90,7 +92,8 @@ int cuCtxSetCurrent(void* context) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
+  static const char* capability = std::getenv("FAKE_CUDA_CAPABILITY");
+  *value = attribute == 75 ? (capability ? std::atoi(capability) : 9) : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -138,6 +141,8 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* siz
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void** extra) {
   if (of(function).context != current) return 400;
   if (const HostKernel kernel = host_kernel(of(function).symbol)) kernel(&c->grid_x, parameters);
+  if (c->block_x > 1024) return 701;
+  now_us += 1 + std::abs(static_cast<int>(c->block_x) - 256) + 10 * std::abs(static_cast<int>(c->grid_x) - 8);
   if (!std::getenv("FAKE_CUDA_LOG")) return 0;
   char text[256];
   std::snprintf(text, sizeof text,
@@ -153,11 +158,26 @@ int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parame
   }
   for (size_t k = 0; std::getenv("FAKE_CUDA_WORDS") && k < of(function).parameters; ++k) {
     uint64_t word = 0;
-    std::memcpy(&word, parameters[k], of(function).nbytes[k]);
+    std::memcpy(&word, parameters[k], std::min<size_t>(of(function).nbytes[k], sizeof word));
     line << ' ' << std::hex << word;
   }
   note("%s\n", line.str().c_str());
   return reinterpret_cast<size_t>(c->stream) == 13 ? 719 : 0;
+}
+// A map's first word is its number.
+int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* base, const uint64_t* shape,
+                           const uint64_t* strides, const uint32_t* block, const uint32_t* steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+  static uint64_t n = 0;
+  if (reinterpret_cast<uintptr_t>(map) % 64 != 0) return 1;
+  std::fill(map, map + 16, ++n);
+  std::ostringstream line;
+  line << "map " << n << " type " << type << " base " << base << " swizzle " << swizzle << " fill " << fill << ' '
+       << interleave << promotion;
+  for (uint32_t k = 0; k < rank; ++k)
+    line << " (" << shape[k] << ' ' << strides[k] << ' ' << block[k] << ' ' << steps[k] << ')';
+  note("%s\n", line.str().c_str());
+  return 0;
 }
 int cuCtxSynchronize() { return 0; }
 int cuStreamIsCapturing(void* stream, int* status) {
@@ -219,11 +239,34 @@ int cuMemFreeAsync(void* memory, void* stream) {
   return 0;
 }
 int cuEventCreate(void** event, unsigned) {
-  *event = event;
+  *event = new int;
   return 0;
 }
-int cuEventRecord(void*, void* stream) {
+int cuEventRecord(void* event, void* stream) {
+  *static_cast<int*>(event) = now_us;
   note("record on %zu\n", reinterpret_cast<size_t>(stream));
+  return 0;
+}
+int cuEventSynchronize(void*) { return 0; }
+int cuEventElapsedTime(float* ms, void* start, void* end) {
+  *ms = static_cast<float>(*static_cast<int*>(end) - *static_cast<int*>(start)) / 1000;
+  return 0;
+}
+int cuEventDestroy_v2(void* event) {
+  delete static_cast<int*>(event);
+  return 0;
+}
+int cuMemsetD8Async(void* memory, unsigned char value, size_t n, void* stream) {
+  note("fill %d %zu on %zu\n", value, n, reinterpret_cast<size_t>(stream));
+  (void)memory;
+  return 0;
+}
+int cuDeviceGetName(char* name, int size, int) {
+  std::snprintf(name, static_cast<size_t>(size), "Fake GPU");
+  return 0;
+}
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
   return 0;
 }
 int cuStreamWaitEvent(void* stream, void*, unsigned) {

@@ -30,7 +30,7 @@ void find(void* library, F& entry, const char* name, bool required = true) {
 }  // namespace
 
 Driver::Driver(const char* library) {
-  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);  // stays open: kernels use it to the end
+  void* handle = library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);  // stays open: kernels use it to the end
   if (!handle) throw DriverError(kNoDriver, std::string("no CUDA driver: ") + dlerror());
   find(handle, init, "cuInit");
   find(handle, error_string, "cuGetErrorString");
@@ -65,6 +65,12 @@ Driver::Driver(const char* library) {
 const Driver& Driver::machine() {
   static const Driver driver("libcuda.so.1");
   return driver;
+}
+
+void* Driver::symbol(const char* name) const {
+  void* entry = nullptr;
+  find(library_, entry, name);
+  return entry;
 }
 
 void Driver::fail(int code, std::string_view what) const {
@@ -124,7 +130,7 @@ void Kernel::prepare_shared(uint32_t bytes) {
   driver_.check(driver_.device_attribute(&most, kMaxSharedOptIn, device), symbol_);
   driver_.check(driver_.function_attribute(&fixed, kStaticShared, function_), symbol_);
   if (static_cast<int64_t>(bytes) + fixed > most)
-    throw std::runtime_error(symbol_ + ": needs " + std::to_string(bytes + fixed) +
+    throw OutOfResources(symbol_ + ": needs " + std::to_string(bytes + fixed) +
                              " bytes of shared memory, the device has " + std::to_string(most));
   driver_.check(driver_.set_function_attribute(function_, kCarveout, 100), symbol_);
   driver_.check(driver_.set_function_attribute(function_, kMaxDynamicShared, most - fixed), symbol_);

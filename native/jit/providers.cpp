@@ -2,9 +2,10 @@
 //
 // The process is plait/runtime/triton_kernels.py. Over a socket, which is its standard input, go frames:
 // 8 bytes length, little-endian, then as many bytes. A request is lines: `describe`, file, function; or
-// `compile`, file, function, capability, specialization, options (or `cubin`, for Python, with the same).
-// An answer's first byte is `k`, and then a signature or a pack with the one kernel follows; or it is `e`,
-// and what went wrong follows: a line, and Python's traceback.
+// `compile`, file, function, capability, specialization, options (or `cubin`, for Python, with the same);
+// or `evaluate`, file, function, kind, arguments. An answer's first byte is `k`, and then a signature, a
+// pack with the one kernel, or what Provider::evaluate says follows; or it is `e`, or `r` if other options
+// may do, and what went wrong follows: a line, and Python's traceback.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/socket.h>
@@ -23,10 +24,11 @@ extern char** environ;
 
 namespace plait::triton {
 namespace {
-Binary binary_of(const Cubins::Entry& e) {
+Binary binary_of(const Cubins& cubins, const std::string& name, const Cubins::Entry& e) {
   const cuda::KernelFacts& f = e.facts;
+  const std::string* descriptors = cubins.text(name);
   return {e.image, f.symbol, f.num_warps, f.num_ctas, f.shared, f.global_scratch, f.global_alignment,
-          f.profile_scratch, f.profile_alignment, f.cooperative, f.pdl};
+          f.profile_scratch, f.profile_alignment, f.cooperative, f.pdl, descriptors ? *descriptors : ""};
 }
 
 class Pack : public Provider {
@@ -43,11 +45,11 @@ class Pack : public Provider {
     const std::string name =
         r.function + "|" + r.specialization + "|" + r.options + "|" + std::to_string(r.capability);
     const Cubins::Entry* found = cubins_.find(name);
-    if (!found)
-      throw Error("not in " + path_ + " for sm_" + std::to_string(r.capability) + ": pack it with '" +
-                      r.function + " " + r.specialization + (r.options.empty() ? "" : " ") + r.options + "'",
-                  r.function, r.specialization);
-    return binary_of(*found);
+    if (!found)  // among configurations that are tuned, it is one less
+      throw Refused("not in " + path_ + " for sm_" + std::to_string(r.capability) + ": pack it with '" +
+                        r.function + " " + r.specialization + (r.options.empty() ? "" : " ") + r.options + "'",
+                    r.function, r.specialization);
+    return binary_of(cubins_, name, *found);
   }
 
  private:
@@ -64,13 +66,17 @@ class Worker : public Provider {
     return ask("describe\n" + file + "\n" + function, function, "");
   }
 
+  std::string evaluate(const Question& q) override {
+    return ask("evaluate\n" + q.file + "\n" + q.function + "\n" + q.kind + "\n" + q.arguments, q.function, "");
+  }
+
   Binary compile(const Request& r) override {
     const std::string answer =
         ask("compile\n" + r.file + "\n" + r.function + "\n" + std::to_string(r.capability) + "\n" +
                 r.specialization + "\n" + r.options,
             r.function, r.specialization);
     const Cubins made(answer, "(the answer of " + python_ + ")");
-    return binary_of(*made.find(""));
+    return binary_of(made, "", *made.find(""));
   }
 
  private:
@@ -86,8 +92,9 @@ class Worker : public Provider {
     }
     if (answer[0] == 'k') return answer.substr(1);
     const size_t line = answer.find('\n');
-    throw Error(answer.substr(1, line - 1), kernel, specialization, -1,
-                line == answer.npos ? "" : answer.substr(line + 1));
+    const std::string what = answer.substr(1, line - 1), trace = line == answer.npos ? "" : answer.substr(line + 1);
+    if (answer[0] == 'r') throw Refused(what, kernel, specialization, -1, trace);
+    throw Error(what, kernel, specialization, -1, trace);
   }
 
   void start(const std::string& kernel) {

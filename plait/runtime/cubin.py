@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -120,7 +120,8 @@ def _size(file: str | Path) -> str:
 class Cubin:
     """A compiled kernel. symbol: its entry point. num_warps: after compilation, which may change it. shared: bytes of
     dynamic shared memory. global_scratch, profile_scratch: bytes a program and alignment of the two pointers that
-    follow the arguments. cooperative, pdl: attributes that a launch must set."""
+    follow the arguments. cooperative, pdl: attributes that a launch must set. descriptors: how a launch makes tensor
+    maps (native/jit/specialize.h)."""
 
     image: bytes
     symbol: str
@@ -131,6 +132,7 @@ class Cubin:
     profile_scratch: tuple[int, int]
     cooperative: bool
     pdl: bool
+    descriptors: str = ""
 
     def to_bytes(self) -> bytes:
         """One line of JSON, then the image."""
@@ -391,14 +393,16 @@ _PACK_VERSION = 2
 
 
 def pack(cubins: Mapping[str, Cubin], texts: Mapping[str, str] | None = None) -> bytes:
-    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it."""
+    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it. A kernel's name has
+    its descriptors as a text."""
     parts = [b"PLAITCUB", struct.pack("<2q", _PACK_VERSION, len(cubins))]
     for name, c in cubins.items():
         words = (name.encode(), c.symbol.encode(), c.image)
         facts = (c.num_warps, c.num_ctas, c.shared, *c.global_scratch, *c.profile_scratch, c.cooperative, c.pdl)
         parts += [_PACK.pack(*map(len, words), *facts), *words]
-    parts.append(struct.pack("<q", len(texts or {})))
-    for name, text in (texts or {}).items():
+    texts = {**(texts or {}), **{name: c.descriptors for name, c in cubins.items() if c.descriptors}}
+    parts.append(struct.pack("<q", len(texts)))
+    for name, text in texts.items():
         pair = (name.encode(), text.encode())
         parts += [struct.pack("<2q", *map(len, pair)), *pair]
     return b"".join(parts)
@@ -429,6 +433,7 @@ def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
         for _ in range(*words(1)):
             name, text = (_exactly(stream, n) for n in words(2))
             texts[name.decode()] = text.decode()
+        cubins = {name: replace(c, descriptors=texts.pop(name, "")) for name, c in cubins.items()}
     except (EOFError, UnicodeDecodeError):
         raise ValueError("a damaged kernel file") from None
     return cubins, texts

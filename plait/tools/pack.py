@@ -2,7 +2,9 @@
 
 `python -m plait.tools.pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
 function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints them. `@FILE` stands
-for a file of them, a line each. Triton runs in processes of its own.
+for a file of them, a line each. "FUNCTION @heuristics0 n=100" is a question that a decorator's Python function is
+asked now, because C++ cannot; with " -> " and an answer behind it, as for @tuned, it is stored as it is. Triton runs in
+processes of its own.
 """
 
 from __future__ import annotations
@@ -61,17 +63,23 @@ def triton_pack(
 ) -> None:
     """Compiles functions of a Python file and writes them to `path`.
 
-    signatures: each a function's name, its specialization and perhaps options, with spaces between them.
-    capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or what Triton refuses.
+    signatures: each a function's name, its specialization and perhaps options, with spaces between them; or a name and
+    a fact about its decorators. capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or
+    what Triton refuses.
     """
     file = str(Path(file).resolve())
-    wanted = [_read(s) for s in dict.fromkeys(signatures)]
+    facts = [s for s in dict.fromkeys(signatures) if _is_fact(s)]
+    wanted = [_read(s) for s in dict.fromkeys(signatures) if not _is_fact(s)]
     n = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(wanted) * len(capabilities)))
     with ExitStack() as stack, ThreadPoolExecutor(n) as threads:
         compilers = [_Compiler() for _ in range(n)]
         for compiler in compilers:
             stack.callback(compiler.close)
-        texts = {f: compilers[0].ask("describe", file, f).decode() for f in {f: None for f, _, _ in wanted}}
+        functions = dict.fromkeys([*(f for f, _, _ in wanted), *(fact.split()[0] for fact in facts)])
+        texts = {f: compilers[0].ask("describe", file, f).decode() for f in functions}
+        for fact in facts:
+            function, _, what = fact.strip().partition(" @")
+            texts[function] += f"\n>{what if ' -> ' in what else _answer(compilers[0], file, function, what)}"
         jobs = list(product(wanted, capabilities))
         shares = [jobs[k::n] for k in range(n)]
         done = threads.map(partial(_compile, file, texts), compilers, shares)
@@ -81,6 +89,21 @@ def triton_pack(
     whole = path.with_name(f".{path.name}.{os.getpid()}")  # nobody sees half a file
     whole.write_bytes(data)
     whole.replace(path)
+
+
+def _is_fact(signature: str) -> bool:
+    return re.match(r"\s*\w+ @", signature) is not None
+
+
+def _answer(compiler: _Compiler, file: str, function: str, question: str) -> str:
+    """A fact: what a decorator's function says now. Raises UserError."""
+    kind, _, arguments = question.partition(" ")
+    if kind.startswith("tuned"):
+        raise UserError(f"{function} @{question}: ' -> ' and a configuration are missing")
+    names, _, result = compiler.ask("evaluate", file, function, kind, arguments).decode().partition("\n")
+    told = dict(item.split("=", 1) for item in arguments.split(";") if "=" in item)
+    conditions = ";".join(f"{name}={told.get(name, '-')}" for name in names.split(",") if name)
+    return f"{kind} {conditions} -> {result}"
 
 
 def _read(signature: str) -> tuple[str, str, str]:
@@ -119,13 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("file", help="the Python file with the functions")
     parser.add_argument("--signatures", nargs="+", required=True, metavar="SIGNATURE")
+    parser.add_argument(
+        "--tune-table", metavar="FILE", help="a tuned program's list of signatures: what was decided is taken from it"
+    )
     parser.add_argument("--arch", nargs="+", type=int, default=[90], help="compute capabilities (90)")
     parser.add_argument("-o", "--output", help="the pack (the file's name with .pack)")
     given = parser.parse_args(arguments)
     output = given.output or Path(given.file).with_suffix(".pack")
     try:
-        triton_pack(output, given.file, given.signatures, given.arch)
-    except UserError as error:
+        table = Path(given.tune_table).read_text().splitlines() if given.tune_table else []
+        triton_pack(output, given.file, [*given.signatures, *filter(_is_fact, table)], given.arch)
+    except (UserError, OSError) as error:
         sys.exit(f"plait: {error}")
 
 

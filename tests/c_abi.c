@@ -162,6 +162,51 @@ static void errors(void) {
   told(plait_triton_bound_launch(NULL, NULL));
 }
 
+static plait_triton_status blocks(void* n, const plait_triton_meta* meta, int64_t* grid) {
+  int64_t block = 0;
+  const plait_triton_status status = plait_triton_meta_get(meta, n ? "BLOCK" : "nothing", &block);
+  if (status == PLAIT_TRITON_OK) grid[0] = *(int64_t*)n / block;
+  return status;
+}
+
+/* @triton.autotune, with grids that depend on what it chose. */
+static void tuned(void) {
+  plait_triton_kernel* kernel = get("tuned");
+  int64_t n = 1024;
+  plait_triton_argument arguments[] = {at(16), plait_triton_named("n", plait_triton_integer(n))};
+  plait_triton_config config = plait_triton_grid(0, 0, 0, stream(5));
+  config.grid_of = blocks;
+  config.user = &n;
+  told(plait_triton_set_tuning(PLAIT_TRITON_MISS_ERROR, NULL));
+  told(plait_triton_launch(kernel, &config, arguments, 2));
+  told(plait_triton_set_tuning(PLAIT_TRITON_MISS_TUNE, ""));
+  told(plait_triton_launch(kernel, &config, arguments, 2));
+  arguments[0].n = 4096;
+  told(plait_triton_launch(kernel, &config, arguments, 2));
+  told(plait_triton_launch(kernel, &config, arguments, 2));
+  plait_triton_bound* resolved = NULL;
+  told(plait_triton_bind(kernel, &config, arguments, 2, &resolved));
+  told(plait_triton_bound_launch(resolved, stream(6)));
+  plait_triton_bound_free(resolved);
+  config.user = NULL;
+  told(plait_triton_launch(kernel, &config, arguments, 2));
+  told(plait_triton_set_tuning((plait_triton_miss)3, NULL));
+}
+
+static void described(void) {
+  plait_triton_kernel* kernel = get("described");
+  plait_triton_descriptor d = {(const void*)512, FP32, 1, 2, {0}, {100, 64}, {80, 1}, {16, 32}};
+  plait_triton_argument argument = plait_triton_described(&d);
+  const plait_triton_config config = plait_triton_grid(1, 1, 1, NULL);
+  told(plait_triton_launch(kernel, &config, &argument, 1));
+  d.strides[1] = 2;
+  told(plait_triton_launch(kernel, &config, &argument, 1));
+  d.rank = 6;
+  told(plait_triton_launch(kernel, &config, &argument, 1));
+  argument.value.descriptor = NULL;
+  told(plait_triton_launch(kernel, &config, &argument, 1));
+}
+
 static void* launch_often(void* n_errors) {
   plait_triton_kernel *one = get("one"), *kinds = get("texts");
   const plait_triton_config config = plait_triton_grid(1, 1, 1, NULL);
@@ -197,6 +242,8 @@ int main(int argc, char** argv) {
   if (strcmp(argv[2], "kinds") == 0) kinds();
   if (strcmp(argv[2], "bound") == 0) bound();
   if (strcmp(argv[2], "errors") == 0) errors();
+  if (strcmp(argv[2], "tuned") == 0) tuned();
+  if (strcmp(argv[2], "described") == 0) described();
   if (strcmp(argv[2], "threads") == 0) threads();
   return 0;
 }

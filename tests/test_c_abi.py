@@ -26,6 +26,11 @@ KERNELS = {
     ),
     "one": ("num_warps=4\nx|||", {"*fp32:D|": "3 0", "i32|": "3 0 4"}),
     "scratch": ("num_warps=4\nx|||", {"*fp32:D|": "3 0"}),
+    "tuned": (
+        "num_warps=4\nx|||\nn|||\nBLOCK||c|\n#s\n@autotune|n|x||\n+BLOCK=64\n+BLOCK=128;num_warps=8",
+        {"*fp32:D,i32:D,=64|": "4 0 8 4", "*fp32:D,i32:D,=128|num_warps=8": "4 0 8 4"},
+    ),
+    "described": ("\nd|||", {"tensordesc<fp32[16,32]>|": "12 0 8 8 8 8 8 1 4 4 8 8"}),
     "texts": ("\nx|||\nmode||c|", {"fp32,='a'|": "3 0 4", "fp32,='b'|": "3 0 4", "(i32),='a'|": "3 0 4"}),
 }
 BOUND = """\
@@ -46,6 +51,29 @@ scratch *fp32:D
 fine
 one 29
 fine
+"""
+TUNED = """\
+fine
+1 kernel tuned: no configuration is known for this key: a pack's table may have 'tuned @tuned0 n=1024;@types=(fp32);\
+@gpu='Fake%20GPU' -> BLOCK=64'
+  key: n=1024;@types=(fp32);@gpu='Fake%20GPU' [tuned] [] -1
+fine
+1 kernel tuned: @triton.autotune resets or restores x, whose length is not known: pass a dense tensor or \
+plait::triton::Pointer{data, dtype, nbytes} [tuned] [] -1
+fine
+fine
+fine
+fine
+1 kernel tuned: its grid's function failed: kernel tuned: a grid asks for nothing, which is no parameter
+  specialization: *fp32:D,i32:D,=128 [tuned] [] -1
+2 there is no such policy [] [] -1
+"""
+DESCRIBED = """\
+fine
+1 kernel described: argument 0 (d), a tensor descriptor: its last stride is not 1
+  specialization: tensordesc<fp32[16,32]> [described] [tensordesc<fp32[16,32]>] 0
+2 a descriptor is NULL, or has a field that means nothing [] [] -1
+2 a descriptor is NULL, or has a field that means nothing [] [] -1
 """
 ERRORS = """\
 fine
@@ -85,7 +113,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for function, (_, compiled) in KERNELS.items():
         scratch = (100, 128) if function == "scratch" else (0, 1)
         for key, image in compiled.items():
-            cubin = Cubin(f"{function} {image}".encode(), function, 4, 1, 0, scratch, (0, 1), False, False)
+            n_warps = 8 if key.endswith("num_warps=8") else 4
+            cubin = Cubin(f"{function} {image}".encode(), function, n_warps, 1, 0, scratch, (0, 1), False, False)
             kernels[f"{function}|{key}|90"] = cubin
     (folder / "kernels.pack").write_bytes(pack(kernels, {f: text for f, (text, _) in KERNELS.items()}))
     rpath = f"-Wl,-rpath,{LIBRARY.parent}"
@@ -128,6 +157,23 @@ def test_bound_launches_hooks_and_scratch_memory(folder: Path) -> None:
     ]  # fmt: skip
 
 
+def test_what_decorators_choose(folder: Path) -> None:
+    said, done = logged(folder, "tuned")
+    assert said == TUNED
+    launched = [" ".join(line.split()[3:8]) for line in done if line.startswith("launch tuned ")]
+    few, many = "16 1 1 block 128", "8 1 1 block 256"
+    assert len(launched) > 8 and {*launched[:-3]} == {few, many} and launched[-3:] == [many] * 3
+    assert done[-1] == "launch tuned grid 8 1 1 block 256 1 1 shared 0 stream 6 extra 0 first 16 10 400 0 0"
+    assert "fill 0 4096 on 5" in done  # what is reset is as long as it was said to be
+
+
+def test_descriptors(folder: Path) -> None:
+    said, done = logged(folder, "described")
+    assert said == DESCRIBED
+    words = "200 64 40 50 1 1 64 40 50 1 0 0"
+    assert done == [f"launch described grid 1 1 1 block 128 1 1 shared 0 stream 0 extra 0 first 512 {words}"]
+
+
 def test_errors(folder: Path) -> None:
     said, done = logged(folder, "errors")
     assert said == ERRORS.format(pack=folder / "kernels.pack")
@@ -158,7 +204,8 @@ class Argument(ctypes.Structure):
 class Config(ctypes.Structure):
     _fields_ = [("size", ctypes.c_uint32), ("cooperative", ctypes.c_uint8), ("pdl", ctypes.c_uint8),
                 ("reserved", ctypes.c_uint16), ("grid", ctypes.c_int64 * 3), ("stream", ctypes.c_void_p),
-                ("options", ctypes.c_int16 * 4), ("others", ctypes.c_void_p)]
+                ("options", ctypes.c_int16 * 4), ("others", ctypes.c_void_p), ("grid_of", ctypes.c_void_p),
+                ("user", ctypes.c_void_p)]
 
 class Error(ctypes.Structure):
     _fields_ = [(n, ctypes.c_char_p) for n in ("message", "kernel", "specialization", "traceback")] + [

@@ -15,7 +15,7 @@ from plait.runtime.cubin import Cubin, pack, unpack
 ROOT = Path(__file__).parent.parent
 KERNELS = {
     "add|*fp32:D,i32,=64|num_warps=8|90": Cubin(b"image", "add_kernel", 8, 2, 3, (4, 5), (6, 7), True, False),
-    "plait_add_7f3a": Cubin(b"", "plait_add_7f3a", 4, 1, 0, (0, 1), (0, 1), False, True),
+    "plait_add_7f3a": Cubin(b"", "plait_add_7f3a", 4, 1, 0, (0, 1), (0, 1), False, True, "descriptors"),
 }
 
 

@@ -33,6 +33,8 @@ struct Config {
     num_ctas: i16,
     maxnreg: i16,
     others: *const c_void,
+    grid_of: *const c_void,
+    user: *mut c_void,
 }
 
 #[repr(C)]
@@ -126,6 +128,8 @@ fn main() {
             num_ctas: 0,
             maxnreg: 0,
             others: null(),
+            grid_of: null(),
+            user: null_mut(),
         };
         check(plait_triton_launch(add, &config, arguments.as_ptr(), arguments.len()));
         assert_eq!(read(out.as_mut_ptr(), out_gpu, size_of_val(&out[..])), 0);

@@ -13,7 +13,8 @@
 using namespace plait::triton;
 using Given = std::span<const plait_triton_argument>;
 
-static_assert(sizeof(plait_triton_argument) == 32 && sizeof(plait_triton_config) == 56);
+static_assert(sizeof(plait_triton_argument) == 32 && sizeof(plait_triton_config) == 72 &&
+              sizeof(plait_triton_descriptor) == 136);
 static_assert(PLAIT_TRITON_FP8E5B16 == static_cast<int>(DType::fp8e5b16));
 
 namespace {
@@ -80,29 +81,39 @@ Kind kind_of(uint8_t kind) {
     case PLAIT_TRITON_STRING: return Kind::string;
     case PLAIT_TRITON_FUNCTION: return Kind::function;
     case PLAIT_TRITON_TUPLE: return Kind::tuple;
+    case PLAIT_TRITON_DESCRIPTOR: return Kind::descriptor;
   }
   throw Invalid("an argument is of no known kind");
 }
 
-DType dtype_of(const plait_triton_argument& a) {
-  need(a.dtype >= PLAIT_TRITON_U1 && a.dtype <= PLAIT_TRITON_FP8E5B16, "an argument has no known dtype");
-  return static_cast<DType>(a.dtype);
+DType dtype_of(uint8_t dtype) {
+  need(dtype >= PLAIT_TRITON_U1 && dtype <= PLAIT_TRITON_FP8E5B16, "an argument has no known dtype");
+  return static_cast<DType>(dtype);
+}
+
+TensorDescriptor descriptor_of(const plait_triton_descriptor* d) {
+  static constexpr uint8_t zeros[sizeof d->reserved] = {};
+  need(d && d->rank <= Extents::max_rank && d->nan <= 1 && std::memcmp(d->reserved, zeros, sizeof zeros) == 0,
+       "a descriptor is NULL, or has a field that means nothing");
+  return {d->base, dtype_of(d->dtype), {d->shape, d->rank}, {d->strides, d->rank}, {d->block_shape, d->rank},
+          d->nan ? Padding::nan : Padding::zero};
 }
 
 void write(Writer& w, const plait_triton_argument& a) {
   if (a.kind == PLAIT_TRITON_POINTER) [[likely]]  // before the rest: 1 ns for each
-    return Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a)});
+    return Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a.dtype)});
   switch (a.kind) {
     case PLAIT_TRITON_NONE: return Traits<std::nullopt_t>::write(w, std::nullopt);
     case PLAIT_TRITON_INTEGER: return Traits<int64_t>::write(w, a.value.integer);
     case PLAIT_TRITON_NATURAL: return Traits<uint64_t>::write(w, a.value.natural);
     case PLAIT_TRITON_NUMBER: return Traits<double>::write(w, a.value.number);
     case PLAIT_TRITON_BOOLEAN: return Traits<bool>::write(w, a.value.integer != 0);
-    case PLAIT_TRITON_DTYPE: return Traits<DType>::write(w, dtype_of(a));
+    case PLAIT_TRITON_DTYPE: return Traits<DType>::write(w, dtype_of(a.dtype));
     case PLAIT_TRITON_STRING:
     case PLAIT_TRITON_FUNCTION:
       need(a.value.string || a.n == 0, "an argument's text is NULL");
       return Traits<std::string_view>::write(w, {a.value.string, a.n});
+    case PLAIT_TRITON_DESCRIPTOR: return Traits<TensorDescriptor>::write(w, descriptor_of(a.value.descriptor));
     default: return Traits<std::tuple<>>::write(w, {});  // its elements follow
   }
 }
@@ -163,7 +174,8 @@ struct Shape {
 }  // namespace
 
 struct plait_triton_kernel {
-  explicit plait_triton_kernel(const Kernel& kernel) : function(kernel[{1}].function) {}
+  plait_triton_kernel(const Kernel& kernel, std::string name)
+      : function(kernel[{1}].function), name(std::move(name)) {}
 
   Shape& shape(Given arguments) {
     Shape* found = last.load(std::memory_order_acquire);
@@ -176,6 +188,7 @@ struct plait_triton_kernel {
   }
 
   const detail::Function* const function;
+  const std::string name;
 
  private:
   Shape* search(Given arguments) const {
@@ -201,18 +214,34 @@ struct plait_triton_bound {
 };
 
 namespace {
-plait_triton_kernel* c_kernel(const Kernel& kernel) {
+plait_triton_kernel* c_kernel(const Kernel& kernel, const char* name) {
   static std::mutex mutex;
   static auto* all = new std::map<const detail::Function*, plait_triton_kernel>;
   const std::scoped_lock lock(mutex);
-  return &all->try_emplace(kernel[{1}].function, kernel).first->second;
+  return &all->try_emplace(kernel[{1}].function, kernel, name).first->second;
 }
 
 int16_t option(int16_t value) { return value == 0 ? int16_t{-1} : value; }
 
 const OptionSet* of(const plait_triton_options* set) { return reinterpret_cast<const OptionSet*>(set); }
 
-// What f makes of the call that is described.
+// A grid that the caller's function says.
+struct GridOf {
+  decltype(plait_triton_config::grid_of) function;
+  void* user;
+  const plait_triton_kernel* kernel;
+
+  Grid operator()(const Meta& meta) const {
+    int64_t grid[3] = {1, 1, 1};
+    last = nullptr;
+    if (function(user, reinterpret_cast<const plait_triton_meta*>(&meta), grid) != PLAIT_TRITON_OK)
+      throw Error(std::string("its grid's function failed") + (last ? ": " : "") + (last ? last->message : ""),
+                  kernel->name);
+    return {grid[0], grid[1], grid[2]};
+  }
+};
+
+// Calls f with the call that is described; again with the lengths of arguments if it says false.
 template <class F>
 void with_call(plait_triton_kernel* kernel, const plait_triton_config* config, const plait_triton_argument* arguments,
                size_t n, F f) {
@@ -227,10 +256,19 @@ void with_call(plait_triton_kernel* kernel, const plait_triton_config* config, c
   words[first - 1] = 0;  // the bytes beyond the last state
   Writer w{reinterpret_cast<uint8_t*>(words + detail::n_head_words), words + first, strings};
   for (const plait_triton_argument& a : all) write(w, a);
-  const Launch launch({config->grid[0], config->grid[1], config->grid[2]}, config->stream,
-                      {option(config->num_warps), option(config->num_stages), option(config->num_ctas),
-                       option(config->maxnreg), config->cooperative != 0, config->pdl != 0, of(config->others)});
-  f(shape.sites, detail::Call{kernel->function, launch, shape.leaves, {words, n_words}, {strings, shape.n_strings}});
+  const Options options{option(config->num_warps), option(config->num_stages), option(config->num_ctas),
+                        option(config->maxnreg), config->cooperative != 0, config->pdl != 0, of(config->others)};
+  const Launch launch = config->grid_of
+                            ? Launch(GridOf{config->grid_of, config->user, kernel}, config->stream, options)
+                            : Launch({config->grid[0], config->grid[1], config->grid[2]}, config->stream, options);
+  detail::Call call{kernel->function, launch, shape.leaves, {words, n_words}, {strings, shape.n_strings}};
+  if (f(shape.sites, call)) [[likely]]
+    return;
+  std::vector<uint64_t> nbytes;
+  for (size_t k = 0; k < n; k += 1 + shape.leaves[k].n_inside)
+    nbytes.push_back(arguments[k].kind == PLAIT_TRITON_POINTER ? arguments[k].n : 0);
+  call.nbytes = nbytes;
+  f(shape.sites, call);
 }
 
 template <class T>
@@ -264,11 +302,16 @@ const plait_triton_error* plait_triton_last_error() { return last; }
 
 plait_triton_status plait_triton_jit(const char* file, const char* function, const char* python,
                                      plait_triton_kernel** kernel) {
-  return guarded([&] { *there(kernel) = c_kernel(jit(there(file), there(function), worker(python ? python : "python3"))); });
+  return guarded([&] { *there(kernel) = c_kernel(jit(there(file), there(function), worker(python ? python : "python3")), function); });
 }
 
 plait_triton_status plait_triton_from_pack(const char* path, const char* function, plait_triton_kernel** kernel) {
-  return guarded([&] { *there(kernel) = c_kernel(from_pack(std::string(there(path)), there(function))); });
+  return guarded([&] { *there(kernel) = c_kernel(from_pack(std::string(there(path)), there(function)), function); });
+}
+
+plait_triton_status plait_triton_meta_get(const plait_triton_meta* meta, const char* parameter, int64_t* value) {
+  return guarded(
+      [&] { *there(value) = (*reinterpret_cast<const Meta*>(there(meta)))[there(parameter)]; });
 }
 
 plait_triton_status plait_triton_option_set(const plait_triton_argument* options, size_t n,
@@ -295,7 +338,7 @@ plait_triton_status plait_triton_launch(plait_triton_kernel* kernel, const plait
                                         const plait_triton_argument* arguments, size_t n) {
   return guarded([&] {
     with_call(kernel, config, arguments, n,
-              [](detail::Sites& sites, const detail::Call& call) { detail::launch(sites, call); });
+              [](detail::Sites& sites, const detail::Call& call) { return detail::launch(sites, call); });
   });
 }
 
@@ -304,7 +347,9 @@ plait_triton_status plait_triton_bind(plait_triton_kernel* kernel, const plait_t
   return guarded([&] {
     there(bound);
     with_call(kernel, config, arguments, n, [&](detail::Sites& sites, const detail::Call& call) {
-      *bound = new plait_triton_bound{Bound(detail::bind(sites, call))};
+      detail::Plan* plan = detail::bind(sites, call);
+      if (plan) *bound = new plait_triton_bound{Bound(plan)};
+      return plan != nullptr;
     });
   });
 }
@@ -322,6 +367,14 @@ plait_triton_status plait_triton_set_scratch(const plait_triton_scratch* s) {
 
 plait_triton_status plait_triton_set_hooks(const plait_triton_hooks* hooks) {
   return guarded([&] { set_hooks(hooks ? &(new CHooks{*hooks})->hooks : nullptr); });
+}
+
+plait_triton_status plait_triton_set_tuning(plait_triton_miss on_miss, const char* folder) {
+  return guarded([&] {
+    need(on_miss >= PLAIT_TRITON_MISS_TUNE && on_miss <= PLAIT_TRITON_MISS_ERROR, "there is no such policy");
+    const char* kept = folder ? (new std::string(folder))->c_str() : nullptr;
+    set_tuning(new Tuning{static_cast<Miss>(on_miss), kept});
+  });
 }
 
 plait_triton_status plait_triton_signatures(char* to, size_t size, size_t* needed) {

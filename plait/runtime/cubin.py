@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -433,6 +433,7 @@ def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
         for _ in range(*words(1)):
             name, text = (_exactly(stream, n) for n in words(2))
             texts[name.decode()] = text.decode()
+        cubins = {name: replace(c, descriptors=texts.pop(name, "")) for name, c in cubins.items()}
     except (EOFError, UnicodeDecodeError):
         raise ValueError("a damaged kernel file") from None
     return cubins, texts

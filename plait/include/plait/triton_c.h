@@ -69,7 +69,7 @@ typedef enum plait_triton_dtype {
 
 typedef enum plait_triton_kind {
   PLAIT_TRITON_NONE = 0, /* None */
-  PLAIT_TRITON_POINTER,  /* value.pointer: device memory of dtype */
+  PLAIT_TRITON_POINTER,  /* value.pointer: device memory of dtype, of n bytes if @triton.autotune wants to know */
   PLAIT_TRITON_INTEGER,  /* value.integer */
   PLAIT_TRITON_NATURAL,  /* value.natural: an integer beyond int64_t, perhaps */
   PLAIT_TRITON_NUMBER,   /* value.number */
@@ -77,8 +77,19 @@ typedef enum plait_triton_kind {
   PLAIT_TRITON_DTYPE,    /* dtype: a tl.dtype */
   PLAIT_TRITON_STRING,   /* value.string, of n bytes */
   PLAIT_TRITON_FUNCTION, /* value.string, of n bytes: a @triton.jit function of the kernel's file */
-  PLAIT_TRITON_TUPLE     /* the n arguments that follow, those in tuples among them included */
+  PLAIT_TRITON_TUPLE,    /* the n arguments that follow, those in tuples among them included */
+  PLAIT_TRITON_DESCRIPTOR /* value.descriptor */
 } plait_triton_kind;
+
+/* triton.tools.tensor_descriptor.TensorDescriptor; strides count elements. */
+typedef struct plait_triton_descriptor {
+  const void* base;
+  uint8_t dtype;       /* plait_triton_dtype */
+  uint8_t nan;         /* 1: padding is NaN, not zero */
+  uint8_t rank;        /* at most 5 */
+  uint8_t reserved[5]; /* 0 */
+  int64_t shape[5], strides[5], block_shape[5];
+} plait_triton_descriptor;
 
 /* One argument, specialized exactly as Triton does it. The functions below make them. */
 typedef struct plait_triton_argument {
@@ -93,6 +104,7 @@ typedef struct plait_triton_argument {
     uint64_t natural;
     double number;
     const char* string;
+    const plait_triton_descriptor* descriptor;
   } value;
   uint64_t n;
 } plait_triton_argument;
@@ -103,6 +115,12 @@ typedef struct plait_triton_options plait_triton_options;
 PLAIT_TRITON_C plait_triton_status plait_triton_option_set(const plait_triton_argument* options, size_t n,
                                                            const plait_triton_options** set);
 
+/* The parameters of a kernel, those that decorators set too: what a grid may depend on. */
+typedef struct plait_triton_meta plait_triton_meta;
+/* An integer or bool among them. */
+PLAIT_TRITON_C plait_triton_status plait_triton_meta_get(const plait_triton_meta* meta, const char* parameter,
+                                                         int64_t* value);
+
 /* An empty grid launches nothing. A number that is 0 is left to Triton. */
 typedef struct plait_triton_config {
   uint32_t size; /* sizeof(plait_triton_config) */
@@ -112,6 +130,9 @@ typedef struct plait_triton_config {
   plait_triton_stream stream;
   int16_t num_warps, num_stages, num_ctas, maxnreg;
   const plait_triton_options* others; /* or NULL */
+  /* Not NULL: says the grid instead; its grid holds 1, 1, 1 before. What it returns but OK fails the launch. */
+  plait_triton_status (*grid_of)(void* user, const plait_triton_meta* meta, int64_t* grid);
+  void* user;
 } plait_triton_config;
 
 /* Allocates nothing and takes no lock where the same types, constants, alignment and so on were launched before. */
@@ -151,6 +172,16 @@ typedef struct plait_triton_hooks {
   void* user;
 } plait_triton_hooks;
 PLAIT_TRITON_C plait_triton_status plait_triton_set_hooks(const plait_triton_hooks* hooks);
+
+/* What happens to a call of an @triton.autotune function whose key was not met before: its configurations are timed,
+ * it gets the first one, or it fails. */
+typedef enum plait_triton_miss {
+  PLAIT_TRITON_MISS_TUNE = 0,
+  PLAIT_TRITON_MISS_FIRST = 1,
+  PLAIT_TRITON_MISS_ERROR = 2
+} plait_triton_miss;
+/* folder: where choices are kept; NULL: where plait keeps what it tunes; "": nowhere. */
+PLAIT_TRITON_C plait_triton_status plait_triton_set_tuning(plait_triton_miss on_miss, const char* folder);
 
 /* Signatures of all that is compiled so far, a line each, as `plait pack --signatures` takes them. Writes what fits
  * into `size` bytes, the last one zero; `needed` is what all of it takes. */
@@ -223,6 +254,12 @@ static inline plait_triton_argument plait_triton_tuple(uint64_t n_following) {
   plait_triton_argument made = plait_triton_none();
   made.kind = PLAIT_TRITON_TUPLE;
   made.n = n_following;
+  return made;
+}
+static inline plait_triton_argument plait_triton_described(const plait_triton_descriptor* descriptor) {
+  plait_triton_argument made = plait_triton_none();
+  made.kind = PLAIT_TRITON_DESCRIPTOR;
+  made.value.descriptor = descriptor;
   return made;
 }
 static inline plait_triton_argument plait_triton_constant(plait_triton_argument argument) {

@@ -12,7 +12,7 @@ from plait.ir.loops import LoopProgram
 from plait.ir.sizes import Size, floordiv, mod, numel
 from plait.schedule import schedule
 from plait.schedule.deps import extent
-from plait.schedule.plan import Kernel, Reduce, Store, walkers
+from plait.schedule.plan import Reduce, Store, walkers
 from tests.schedule_tools import Builder, check, kernels
 
 CFG = Config()

@@ -34,7 +34,6 @@ from plait.runtime.triton_worker import load_module  # noqa: E402
 from tests import ops_cases  # noqa: E402
 from tests.triton_tools import TensorHandle  # noqa: E402
 
-KERNELS = Path(ops.__file__).parent / "kernels" / "operators.py"
 STUB = f"""\
 #!/bin/sh
 unset TRITON_INTERPRET
@@ -64,7 +63,7 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "
 
 @lru_cache(maxsize=None)
 def module() -> Any:
-    return load_module("operators_interpreted", KERNELS.read_text(), FOLDER)
+    return load_module("operators_interpreted", ops.KERNELS.read_text(), FOLDER)
 
 
 @lru_cache(maxsize=None)
@@ -119,7 +118,7 @@ def on_gpu(t: Any) -> Any:
     """A tensor of the GPU with the same values and strides, and if it wants one, with a gradient."""
     if not isinstance(t, Tensor):
         return t
-    made = torch.ops.fake_gpu.gpu(t.detach())
+    made: Tensor = torch.ops.fake_gpu.gpu(t.detach())
     return made.requires_grad_(t.requires_grad)
 
 

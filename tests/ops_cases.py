@@ -50,6 +50,15 @@ def strided(x: Tensor, *order: int) -> Tensor:
     return view.copy_(x).requires_grad_(x.is_floating_point())
 
 
+def moved(a: Any, device: str) -> Any:
+    """A tensor's whole memory on a device, and the tensor there."""
+    if not isinstance(a, Tensor):
+        return a
+    n = a.untyped_storage().nbytes() // a.element_size()
+    memory = a.detach().as_strided((n,), (1,), 0).to(device)
+    return memory.as_strided(a.shape, a.stride(), a.storage_offset()).requires_grad_(a.requires_grad)
+
+
 def labels(n_classes: int, *shape: int) -> Tensor:
     return torch.randint(n_classes, shape, generator=_generator)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from table import render
 from torch import Tensor
 
 import plait.ops as ops
-from plait.runtime.triton_worker import load_module
+from plait.runtime.triton_kernels import load
 
 CALLS, ROUNDS = 20, 15
 Call = Callable[[], object]
@@ -85,7 +84,9 @@ def eager_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def cases() -> list[tuple[str, Call, Call, Call | None]]:
     """Name, eager, plait, Triton from Python."""
-    kernels = load_module("operators", ops.KERNELS.read_text(), Path(ops.KERNELS).parent)
+    add_kernel, norm_kernel, softmax_kernel = (
+        load(str(ops.KERNELS), f"{name}_kernel") for name in ("add", "rms_norm", "softmax")
+    )
     tl = triton.language
     found: list[tuple[str, Call, Call, Call | None]] = []
     for rows, n in ((8, 4096), (4096, 4096)):
@@ -94,7 +95,7 @@ def cases() -> list[tuple[str, Call, Call, Call | None]]:
 
         def add(x: Tensor = x, b: Tensor = b, rows: int = rows, n: int = n) -> Tensor:
             out = torch.empty_like(x)
-            kernels.add_kernel[(rows * triton.cdiv(n, 1024),)](
+            add_kernel[(rows * triton.cdiv(n, 1024),)](
                 x, b, out, 0.0, 0, 1.0, 1, n, rows, 1, 1, 1, rows, 1, 1, n, 0, 0, 0, 0, 0, 0, 0, n, 0, 0, 0, 1,
                 tl.bfloat16, tl.float32, False, 1, 1024, num_warps=4,
             )  # fmt: skip
@@ -102,14 +103,14 @@ def cases() -> list[tuple[str, Call, Call, Call | None]]:
 
         def norm(x: Tensor = x, r: Tensor = r, w: Tensor = w, rows: int = rows, n: int = n) -> tuple[Tensor, Tensor]:
             y, s, rstd = torch.empty_like(x), torch.empty_like(x), torch.empty(rows, 1, device="cuda")
-            kernels.rms_norm_kernel[(rows,)](
+            norm_kernel[(rows,)](
                 x, r, w, y, s, rstd, rows, n, n, n, 1e-5, tl.float32, 1, triton.next_power_of_2(n), False, num_warps=8
             )
             return y, s
 
         def softmax(x: Tensor = x, rows: int = rows, n: int = n) -> Tensor:
             y = torch.empty_like(x)
-            kernels.softmax_kernel[(rows,)](
+            softmax_kernel[(rows,)](
                 x, y, rows, 1, n, n, tl.float32, True, 1, triton.next_power_of_2(n), False, num_warps=8
             )
             return y

@@ -10,15 +10,12 @@ import ctypes
 import os
 import struct
 import sys
-from collections.abc import Callable
-from functools import lru_cache
-from itertools import product
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
 import torch
 from torch import Tensor
 
@@ -61,12 +58,12 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "
          "u8": torch.uint8, **{f"i{n}": getattr(torch, f"int{n}") for n in (8, 16, 32, 64)}}  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def module() -> Any:
     return load_module("operators_interpreted", ops.KERNELS.read_text(), FOLDER)
 
 
-@lru_cache(maxsize=None)
+@cache
 def launched(symbol: str) -> tuple[Any, list[Item]]:
     """The function, and what it was specialized to."""
     name, _, specialization = (FOLDER / symbol).read_text().partition(" ")
@@ -96,7 +93,9 @@ LAUNCHES: list[str] = []
 FAILED: list[BaseException] = []
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint64))
+@ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint64)
+)
 def on_launch(symbol: bytes, x: int, y: int, z: int, words: Any) -> None:
     try:
         function, items = launched(symbol.decode())

@@ -89,9 +89,7 @@ def eager_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     how = ("none", "mean", "sum")[reduction]
-    return F.cross_entropy(
-        x, target, weight, reduction=how, ignore_index=ignore_index, label_smoothing=label_smoothing
-    )
+    return F.cross_entropy(x, target, weight, reduction=how, ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
 def add_cases() -> list[Case]:
@@ -238,11 +236,19 @@ def check(
         assert g.dtype == t.dtype and g.shape == t.shape
         if floating:
             tolerance = TOLERANCE[t.dtype]
-            torch.testing.assert_close(back(g.detach()).double(), w.detach().double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+            torch.testing.assert_close(
+                back(g.detach()).double(), w.detach().double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            )
         else:
             assert torch.equal(back(g), t)
     inputs = [a for a in (*case.args, *case.kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
     for g, w, x in zip(grads, want_grads, inputs, strict=True):
         assert g is not None and w is not None and g.dtype == x.dtype and g.shape == x.shape
         tolerance = 4 * max(TOLERANCE[x.dtype], TOLERANCE[of_type[0].dtype])
-        torch.testing.assert_close(back(g).double(), w, rtol=tolerance, atol=tolerance * max(1.0, float(w.abs().max()) if w.numel() else 1.0), equal_nan=True)
+        torch.testing.assert_close(
+            back(g).double(),
+            w,
+            rtol=tolerance,
+            atol=tolerance * max(1.0, float(w.abs().max()) if w.numel() else 1.0),
+            equal_nan=True,
+        )

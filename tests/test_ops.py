@@ -200,4 +200,3 @@ def test_from_cpp(tmp_path: Path) -> None:
         "plait::matmul: shapes [4, 6, 32] and [4, 6, 32] do not fit: 32 against 6",
     ]
     assert len(lines) == 11 and all(line.endswith(" ok") for line in lines[:-2])
-

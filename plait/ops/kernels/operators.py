@@ -173,11 +173,10 @@ def _lines(outer, inner, n, x_outer, FLAT: tl.constexpr, ROWS: tl.constexpr):
     if FLAT:
         r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         return (r * x_outer)[:, None], (r * n)[:, None], (r < outer)[:, None]
-    else:
-        blocks = tl.cdiv(inner, ROWS)
-        o = (tl.program_id(0) // blocks).to(tl.int64)
-        i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-        return (o * x_outer + i)[:, None], (o * n * inner + i)[:, None], (i < inner)[:, None]
+    blocks = tl.cdiv(inner, ROWS)
+    o = (tl.program_id(0) // blocks).to(tl.int64)
+    i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    return (o * x_outer + i)[:, None], (o * n * inner + i)[:, None], (i < inner)[:, None]
 
 
 @triton.jit
@@ -186,8 +185,7 @@ def _along(first, inner, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     k = (first + tl.arange(0, BLOCK))[None, :]
     if FLAT:
         return k, k
-    else:
-        return k, k.to(tl.int64) * inner
+    return k, k.to(tl.int64) * inner
 
 
 @triton.jit

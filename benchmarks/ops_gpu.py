@@ -1,6 +1,6 @@
 """plait's operators on a GPU, end to end: against eager, and against the same kernel launched from Python by Triton.
 
-CPU µs: of a call, the median of batches that take turns. Device µs: of a call in a CUDA graph of 20. Least of many, both.
+CPU µs: of a call, the median of batches that take turns. Device µs: of a call in a CUDA graph of 20, the least of many.
 Gradients: one call of forward and backward. Usage: ops_gpu.py
 """
 
@@ -136,7 +136,8 @@ def cases() -> list[tuple[str, Call, Call, Call | None]]:
          trained(ops.cross_entropy, logits, target), None),
         ("add_rms_norm and gradient", trained(lambda x, r, w: (F.rms_norm(x + r, (4096,), w, 1e-5), x + r), g, h, w),
          trained(lambda x, r, w: ops.add_rms_norm(x, r, [4096], w, 1e-5), g, h, w), None),
-        ("softmax and gradient", trained(lambda x: torch.softmax(x, 1), g), trained(lambda x: ops.softmax(x, 1), g), None),
+        ("softmax and gradient", trained(lambda x: torch.softmax(x, 1), g),
+         trained(lambda x: ops.softmax(x, 1), g), None),
     ]  # fmt: skip
     for m, n, k, dtype in (
         (1, 4096, 4096, torch.bfloat16), (16, 4096, 4096, torch.bfloat16), (256, 4096, 4096, torch.bfloat16),

@@ -168,7 +168,8 @@ def loss_cases() -> list[Case]:
         found.append(Case(ops.cross_entropy, eager_cross_entropy, (x, t, w, how, -100, smoothing)))
     found += [Case(ops.cross_entropy, eager_cross_entropy, a) for a in (
         (r(5), t[0]), (r(3, 5, 2, 4), labels(5, 3, 2, 4)), (r(3, 5, 2), labels(5, 3, 2), weight, 0, 1, 0.2),
-        (r(4, 5, dtype=HALF), t[3:]), (r(4, 5, dtype=torch.float16), t[3:]), (r(4, 5, dtype=F64), t[3:], weight.double()),
+        (r(4, 5, dtype=HALF), t[3:]), (r(4, 5, dtype=torch.float16), t[3:]),
+        (r(4, 5, dtype=F64), t[3:], weight.double()),
         (r(4, 9000), labels(9000, 4), None, 1, -100, 0.1), (r(600, 3), labels(3, 600), None, 1, 2),
         (r(5, 4).t(), t[3:]), (strided(r(4, 5), 0, 1), t[3:]), (r(0, 5), t[:0]), (r(0, 5), t[:0], None, 2),
         (r(4, 5), torch.rand(4, 5, generator=_generator)), (r(2, 5), torch.tensor([-100, -100]), None, 2),

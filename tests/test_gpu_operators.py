@@ -1,9 +1,10 @@
-"""plait's operators on a GPU, from Python and from C++, against float64; what needs 64-bit indices; graphs, packs, autocast
-and programs. Collected where torch has a CUDA device."""
+"""plait's operators on a GPU, from Python and from C++, against float64; what needs 64-bit indices; graphs, packs,
+autocast and programs. Collected where torch has a CUDA device."""
 
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from functools import partial
@@ -17,7 +18,10 @@ from torch import Tensor
 import plait.ops as ops
 from plait.tools.pack import triton_pack
 from tests import ops_cases
-from tests.test_ops import TORCH, build_api
+from tests.test_ops import ROOT, TORCH, build_api
+
+# The process that compiles finds plait where this one does.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 CUDA = partial(ops_cases.moved, device="cuda")
 

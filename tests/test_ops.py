@@ -1,5 +1,5 @@
-"""plait's operators where there is no GPU: values, gradients of every order, what torch says of a custom operator, programs,
-and C++."""
+"""plait's operators where there is no GPU: values, gradients of every order, what torch says of a custom operator,
+programs, and C++."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ CHECKED: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (P.softmax.default, (HALF(3, 4), -1, torch.float32), {}),
     (P._softmax_backward.default, (F32(3, 4), F32(3, 4), 1, torch.float32), {}),
     (P.rotary.default, (F32(2, 3, 2, 5), *TABLES32), {"offset": 1}),
-    (P.rotary.default, (F32(2, 3, 2, 5).transpose(0, 1), *TABLES32), {"offsets": torch.tensor([1, 2, 0]), "interleaved": True}),
+    (P.rotary.default, (F32(2, 3, 2, 5).transpose(0, 1), *TABLES32),
+     {"offsets": torch.tensor([1, 2, 0]), "interleaved": True}),
     (P._rms_norm.default, (F32(3, 4), F32(3, 4), F32(4), 1, 1e-5), {}),
     (P._rms_norm.default, (HALF(3, 4), F32(3, 4), F32(4), 1, 1e-5), {}),
     (P._rms_norm.default, (F32(3, 4).t(), None, None, 1, 1e-5), {}),

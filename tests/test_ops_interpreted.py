@@ -1,5 +1,5 @@
-"""plait's operators on a GPU, without one: C++ launches (native/ops), and Triton's interpreter runs what was launched on
-the memory of the GPU that fake_gpu.cpp plays. See operators.py."""
+"""plait's operators on a GPU, without one: C++ launches (native/ops), and Triton's interpreter runs what was launched
+on the memory of the GPU that fake_gpu.cpp plays. See operators.py."""
 
 from __future__ import annotations
 

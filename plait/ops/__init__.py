@@ -25,8 +25,9 @@ _PRIMITIVES = (
     "_cross_entropy_backward", "_bmm",
 )  # fmt: skip
 
-torch.ops.load_library(_LIBRARY)
-_ops: Any = torch.ops.plait
+_torch_ops: Any = torch.ops
+_torch_ops.load_library(_LIBRARY)
+_ops = _torch_ops.plait
 _ops._use_python(sys.executable)
 
 for _name in _PRIMITIVES:

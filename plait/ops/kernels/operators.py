@@ -158,10 +158,9 @@ def rms_norm_backward_kernel(
                 if g_total is not None:
                     d += tl.load(g_total + g_at + k, mask, 0.0).to(ACC)
                 tl.store(dx + g_at + k, d.to(dx.dtype.element_ty), mask)
-    if not LOOPED:
-        if dw is not None:
-            k = tl.arange(0, BLOCK)
-            tl.store(dw + pid * n + k, tl.sum(acc, 0), k < n)
+    if dw is not None and not LOOPED:
+        k = tl.arange(0, BLOCK)
+        tl.store(dw + pid * n + k, tl.sum(acc, 0), k < n)
 
 
 # ---------------------------------------------------------------------------------------------- softmax

@@ -10,15 +10,12 @@ import ctypes
 import os
 import struct
 import sys
-from collections.abc import Callable
-from functools import lru_cache
-from itertools import product
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
 import torch
 from torch import Tensor
 
@@ -34,7 +31,6 @@ from plait.runtime.triton_worker import load_module  # noqa: E402
 from tests import ops_cases  # noqa: E402
 from tests.triton_tools import TensorHandle  # noqa: E402
 
-KERNELS = Path(ops.__file__).parent / "kernels" / "operators.py"
 STUB = f"""\
 #!/bin/sh
 unset TRITON_INTERPRET
@@ -62,12 +58,12 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "
          "u8": torch.uint8, **{f"i{n}": getattr(torch, f"int{n}") for n in (8, 16, 32, 64)}}  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def module() -> Any:
-    return load_module("operators_interpreted", KERNELS.read_text(), FOLDER)
+    return load_module("operators_interpreted", ops.KERNELS.read_text(), FOLDER)
 
 
-@lru_cache(maxsize=None)
+@cache
 def launched(symbol: str) -> tuple[Any, list[Item]]:
     """The function, and what it was specialized to."""
     name, _, specialization = (FOLDER / symbol).read_text().partition(" ")
@@ -94,17 +90,19 @@ def value_of(item: Item, words: Any) -> Any:
 
 
 LAUNCHES: list[str] = []
-FAILED: list[BaseException] = []
+FAILED: list[Exception] = []
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint64))
+@ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint64)
+)
 def on_launch(symbol: bytes, x: int, y: int, z: int, words: Any) -> None:
     try:
         function, items = launched(symbol.decode())
         LAUNCHES.append(function.__name__)
         left = iter(words[k] for k in range(1 << 20))
         function[(x, y, z)](*(value_of(item, left) for item in items))
-    except BaseException as error:
+    except Exception as error:  # noqa: BLE001  (nothing may pass through C)
         FAILED.append(error)
 
 
@@ -119,7 +117,7 @@ def on_gpu(t: Any) -> Any:
     """A tensor of the GPU with the same values and strides, and if it wants one, with a gradient."""
     if not isinstance(t, Tensor):
         return t
-    made = torch.ops.fake_gpu.gpu(t.detach())
+    made: Tensor = torch.ops.fake_gpu.gpu(t.detach())
     return made.requires_grad_(t.requires_grad)
 
 

@@ -50,6 +50,15 @@ def strided(x: Tensor, *order: int) -> Tensor:
     return view.copy_(x).requires_grad_(x.is_floating_point())
 
 
+def moved(a: Any, device: str) -> Any:
+    """A tensor's whole memory on a device, and the tensor there."""
+    if not isinstance(a, Tensor):
+        return a
+    n = a.untyped_storage().nbytes() // a.element_size()
+    memory = a.detach().as_strided((n,), (1,), 0).to(device)
+    return memory.as_strided(a.shape, a.stride(), a.storage_offset()).requires_grad_(a.requires_grad)
+
+
 def labels(n_classes: int, *shape: int) -> Tensor:
     return torch.randint(n_classes, shape, generator=_generator)
 
@@ -80,9 +89,7 @@ def eager_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     how = ("none", "mean", "sum")[reduction]
-    return F.cross_entropy(
-        x, target, weight, reduction=how, ignore_index=ignore_index, label_smoothing=label_smoothing
-    )
+    return F.cross_entropy(x, target, weight, reduction=how, ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
 def add_cases() -> list[Case]:
@@ -161,7 +168,8 @@ def loss_cases() -> list[Case]:
         found.append(Case(ops.cross_entropy, eager_cross_entropy, (x, t, w, how, -100, smoothing)))
     found += [Case(ops.cross_entropy, eager_cross_entropy, a) for a in (
         (r(5), t[0]), (r(3, 5, 2, 4), labels(5, 3, 2, 4)), (r(3, 5, 2), labels(5, 3, 2), weight, 0, 1, 0.2),
-        (r(4, 5, dtype=HALF), t[3:]), (r(4, 5, dtype=torch.float16), t[3:]), (r(4, 5, dtype=F64), t[3:], weight.double()),
+        (r(4, 5, dtype=HALF), t[3:]), (r(4, 5, dtype=torch.float16), t[3:]),
+        (r(4, 5, dtype=F64), t[3:], weight.double()),
         (r(4, 9000), labels(9000, 4), None, 1, -100, 0.1), (r(600, 3), labels(3, 600), None, 1, 2),
         (r(5, 4).t(), t[3:]), (strided(r(4, 5), 0, 1), t[3:]), (r(0, 5), t[:0]), (r(0, 5), t[:0], None, 2),
         (r(4, 5), torch.rand(4, 5, generator=_generator)), (r(2, 5), torch.tensor([-100, -100]), None, 2),
@@ -229,11 +237,19 @@ def check(
         assert g.dtype == t.dtype and g.shape == t.shape
         if floating:
             tolerance = TOLERANCE[t.dtype]
-            torch.testing.assert_close(back(g.detach()).double(), w.detach().double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+            torch.testing.assert_close(
+                back(g.detach()).double(), w.detach().double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            )
         else:
             assert torch.equal(back(g), t)
     inputs = [a for a in (*case.args, *case.kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
     for g, w, x in zip(grads, want_grads, inputs, strict=True):
         assert g is not None and w is not None and g.dtype == x.dtype and g.shape == x.shape
         tolerance = 4 * max(TOLERANCE[x.dtype], TOLERANCE[of_type[0].dtype])
-        torch.testing.assert_close(back(g).double(), w, rtol=tolerance, atol=tolerance * max(1.0, float(w.abs().max()) if w.numel() else 1.0), equal_nan=True)
+        torch.testing.assert_close(
+            back(g).double(),
+            w,
+            rtol=tolerance,
+            atol=tolerance * max(1.0, float(w.abs().max()) if w.numel() else 1.0),
+            equal_nan=True,
+        )

@@ -1,5 +1,5 @@
-"""plait's operators on a GPU, without one: C++ launches (native/ops), and Triton's interpreter runs what was launched on
-the memory of the GPU that fake_gpu.cpp plays. See operators.py."""
+"""plait's operators on a GPU, without one: C++ launches (native/ops), and Triton's interpreter runs what was launched
+on the memory of the GPU that fake_gpu.cpp plays. See operators.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ OPS = ROOT / "plait" / "lib" / "libplait_ops.so"
 @pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
 def test_operators(tmp_path: Path) -> None:
     includes = [f"-I{p}" for p in (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")]
-    flags = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-L{TORCH / 'lib'}", f"-L{tmp_path}", f"-Wl,-rpath,{TORCH / 'lib'}"]
+    flags = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        f"-L{TORCH / 'lib'}",
+        f"-L{tmp_path}",
+        f"-Wl,-rpath,{TORCH / 'lib'}",
+    ]
     driver, runtime = tmp_path / "libcuda.so.1", tmp_path / "libtorch_cuda.so"
     fakes = [str(ROOT / "tests" / name) for name in ("fake_gpu.cpp", "fake_aten.cpp")]
     for path, *args in (

@@ -15,6 +15,7 @@
 #include <plait/ops.h>
 #include <plait/triton_torch.h>
 
+#include <array>
 #include <atomic>
 #include <bit>
 #include <mutex>
@@ -163,7 +164,6 @@ Number number(const at::Scalar& s) {
 }
 
 constexpr int64_t kOuter = 4;  // dimensions around the innermost one that a launch of the add kernel walks
-using Outer = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 
 // Operands of a TensorIterator: out, x, y. Strides are in elements.
 struct Addition {
@@ -192,7 +192,7 @@ struct Addition {
 
   // From the outermost dimension inwards, one that a launch does not walk becomes a loop here.
   void run(const Here& here, size_t n_dims) {
-    if (n_dims <= 1 + kOuter) return launch(here);
+    if (n_dims <= 1 + kOuter) return launch(here, std::max<int64_t>(static_cast<int64_t>(n_dims) - 1, 0));
     const size_t d = n_dims - 1;
     const auto before = data;
     for (int64_t i = 0; i < sizes[d]; ++i) {
@@ -203,18 +203,18 @@ struct Addition {
     data = before;
   }
 
-  void launch(const Here& here) const {
+  void launch(const Here& here, int64_t n_outer) const {
     constexpr int64_t elements = 1024;
+    const auto& [o, x, y] = strides;
     const int64_t outer = sizes[1] * sizes[2] * sizes[3] * sizes[4];
     const int64_t cols = std::min(pow2(sizes[0]), elements), rows = std::min(pow2(outer), elements / cols);
     const auto operand = [&](int k) {
       return data[k] ? std::optional(triton::Pointer{data[k], triton::dtype_of_torch(iter.dtype(k))}) : std::nullopt;
     };
-    const auto around = [](const c10::SmallVector<int64_t, 8>& v) { return Outer{v[1], v[2], v[3], v[4]}; };
     kernels().add[here.on(up(sizes[0], cols) * up(outer, rows), 4)](
-        operand(1), operand(2), *operand(0), scalar.real, scalar.whole, alpha.real, alpha.whole, sizes[0], outer,
-        strides[1][0], strides[2][0], strides[0][0], around(sizes), around(strides[1]), around(strides[2]),
-        around(strides[0]), triton::dtype_of_torch(iter.common_dtype()), compute, is_wide, rows, cols);
+        operand(1), operand(2), *operand(0), scalar.real, scalar.whole, alpha.real, alpha.whole, sizes[0], outer, x[0],
+        y[0], o[0], sizes[1], sizes[2], sizes[3], x[1], x[2], x[3], x[4], y[1], y[2], y[3], y[4], o[1], o[2], o[3],
+        o[4], n_outer, triton::dtype_of_torch(iter.common_dtype()), compute, is_wide, rows, cols);
   }
 
   at::TensorIterator& iter;
@@ -222,7 +222,8 @@ struct Addition {
   const Number alpha;
   Number scalar;
   std::array<char*, 3> data;
-  c10::SmallVector<int64_t, 8> sizes, strides[3];
+  c10::SmallVector<int64_t, 8> sizes;
+  std::array<c10::SmallVector<int64_t, 8>, 3> strides;
   bool is_wide = false;
 };
 }  // namespace
@@ -394,9 +395,11 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   const int64_t m = a.size(1), n = b.size(2), k = a.size(2);
   if (k == 0) return out.zero_();
   const bool is_double = a.scalar_type() == at::kDouble, is_float = a.scalar_type() == at::kFloat;
-  const char* precision = is_float && at::globalContext().allowTF32CuBLAS() ? "tf32" : "ieee";
-  const int64_t bm = std::clamp<int64_t>(pow2(m), 16, is_double ? 32 : 128);
-  const int64_t bn = std::clamp<int64_t>(pow2(n), 16, bm == 16 || is_double ? 32 : 128);
+  const bool tf32 = is_float && at::globalContext().allowTF32CuBLAS();
+  const char* precision = tf32 ? "tf32" : is_float ? "tf32x3" : "ieee";
+  const int64_t most = is_double ? 32 : is_float && !tf32 ? 64 : 128;
+  const int64_t bm = std::clamp<int64_t>(pow2(m), 16, most);
+  const int64_t bn = std::clamp<int64_t>(pow2(n), 16, bm == 16 ? std::min<int64_t>(most, 32) : most);
   const int64_t bk = bm == 16 ? 128 : is_float || is_double ? 32 : 64;
   const Here here(a);
   Launch launch = here.on(a.size(0) * up(m, bm) * up(n, bn), bm * bn >= 128 * 128 ? 8 : 4);

@@ -3,6 +3,7 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
 #include <plait/ops.h>
+#include <plait/triton.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -416,6 +417,7 @@ TORCH_LIBRARY_FRAGMENT(plait, m) {
         {at::Tag::pt2_compliant_tag});
   m.def("_bmm(Tensor a, Tensor b) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("_use_pack(str path) -> ()", [](std::string path) { use_pack(path); });
+  m.def("_signatures() -> str[]", [] { return triton::signatures(); });
   m.def("_use_python(str python) -> ()", [](std::string python) { use_python(python); });
 }
 

@@ -16,14 +16,18 @@ import torch
 
 from plait import compat
 
+KERNELS = Path(__file__).parent / "kernels" / "operators.py"
+"""The file of the kernels, for packs."""
+
 _LIBRARY = Path(__file__).parents[1] / "lib" / "libplait_ops.so"
 _PRIMITIVES = (
     "add", "softmax", "rotary", "_softmax_backward", "_rms_norm", "_rms_norm_backward", "_cross_entropy",
     "_cross_entropy_backward", "_bmm",
 )  # fmt: skip
 
-torch.ops.load_library(_LIBRARY)
-_ops: Any = torch.ops.plait
+_torch_ops: Any = torch.ops
+_torch_ops.load_library(_LIBRARY)
+_ops = _torch_ops.plait
 _ops._use_python(sys.executable)
 
 for _name in _PRIMITIVES:
@@ -42,3 +46,9 @@ def use_pack(path: str | Path) -> None:
 def use_python(python: str = sys.executable) -> None:
     """Kernels are compiled, and cached, by this Python from now on: the default, with the Python that runs."""
     _ops._use_python(python)
+
+
+def signatures() -> list[str]:
+    """The kernels launched so far in this process, as `python -m plait.tools.pack` takes them."""
+    found: list[str] = _ops._signatures()
+    return found

@@ -11,45 +11,54 @@ import triton.language as tl
 
 # ---------------------------------------------------------------------------------------------- add
 @triton.jit
-def _outer_offset(k, sizes, strides):
-    """Of outer element k, the first dimension being the fastest."""
+def _offset(k, n_0, n_1, n_2, s_0, s_1, s_2, s_3, DIMS: tl.constexpr):
+    """Of outer element k, the first of DIMS dimensions being the fastest."""
     at = k * 0
-    for d in tl.static_range(len(sizes)):
-        at += k % sizes[d] * strides[d]
-        k = k // sizes[d]
-    return at
+    if DIMS == 1:
+        at += k * s_0
+    if DIMS > 1:
+        at += k % n_0 * s_0
+        k = k // n_0
+    if DIMS == 2:
+        at += k * s_1
+    if DIMS > 2:
+        at += k % n_1 * s_1
+        k = k // n_1
+    if DIMS == 3:
+        at += k * s_2
+    if DIMS > 3:
+        at += k % n_2 * s_2 + k // n_2 * s_3
+    return at[:, None]
 
 
-@triton.jit
-def _operand(p, rows, cols, step, sizes, strides, mask, real, whole, COMMON: tl.constexpr, COMPUTE: tl.constexpr):
-    """Elements of an operand, or where it is None the number."""
-    if p is None:
-        return real.to(COMPUTE) if COMPUTE.is_floating() else whole.to(COMPUTE)
-    else:
-        at = _outer_offset(rows, sizes, strides)[:, None] + (cols * step)[None, :]
-        return tl.load(p + at, mask).to(COMMON).to(COMPUTE)
-
-
-@triton.jit(do_not_specialize=["outer", "sizes", "x_strides", "y_strides", "out_strides"])
+@triton.jit(do_not_specialize=[f"{t}_{k}" for t in "nxyo" for k in range(4)])
 def add_kernel(
     x, y, out, real: tl.float64, whole: tl.int64, alpha_real: tl.float64, alpha_whole: tl.int64, inner, outer, x_step,
-    y_step, out_step, sizes, x_strides, y_strides, out_strides, COMMON: tl.constexpr, COMPUTE: tl.constexpr,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    y_step, out_step, n_0, n_1, n_2, x_0, x_1, x_2, x_3, y_0, y_1, y_2, y_3, o_0, o_1, o_2, o_3, DIMS: tl.constexpr,
+    COMMON: tl.constexpr, COMPUTE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """x + alpha * y of any strides: the innermost dimension is `inner`, those around it `sizes`."""
+    """x + alpha * y of any strides, where x or y may be a number. The innermost dimension is `inner`; DIMS are around
+    it, whose sizes and strides are numbered from within."""
     blocks = tl.cdiv(inner, COLS)
     row, col = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if WIDE:
         row, col = row.to(tl.int64), col.to(tl.int64)
-    rows, cols = row * ROWS + tl.arange(0, ROWS), col * COLS + tl.arange(0, COLS)
-    mask = (rows < outer)[:, None] & (cols < inner)[None, :]
-    a = _operand(x, rows, cols, x_step, sizes, x_strides, mask, real, whole, COMMON, COMPUTE)
-    b = _operand(y, rows, cols, y_step, sizes, y_strides, mask, real, whole, COMMON, COMPUTE)
-    alpha = alpha_real.to(COMPUTE) if COMPUTE.is_floating() else alpha_whole.to(COMPUTE)
+    rows, cols = row * ROWS + tl.arange(0, ROWS), (col * COLS + tl.arange(0, COLS))[None, :]
+    mask = (rows < outer)[:, None] & (cols < inner)
+    if x is None:
+        a = tl.cast(real, COMPUTE) if COMPUTE.is_floating() else tl.cast(whole, COMPUTE)
+    else:
+        at = _offset(rows, n_0, n_1, n_2, x_0, x_1, x_2, x_3, DIMS) + cols * x_step
+        a = tl.load(x + at, mask).to(COMMON).to(COMPUTE)
+    if y is None:
+        b = tl.cast(real, COMPUTE) if COMPUTE.is_floating() else tl.cast(whole, COMPUTE)
+    else:
+        at = _offset(rows, n_0, n_1, n_2, y_0, y_1, y_2, y_3, DIMS) + cols * y_step
+        b = tl.load(y + at, mask).to(COMMON).to(COMPUTE)
+    alpha = tl.cast(alpha_real, COMPUTE) if COMPUTE.is_floating() else tl.cast(alpha_whole, COMPUTE)
     v = a + alpha * b
     v = v != 0 if COMMON == tl.int1 else v.to(COMMON)
-    at = _outer_offset(rows, sizes, out_strides)[:, None] + (cols * out_step)[None, :]
-    tl.store(out + at, v, mask)
+    tl.store(out + _offset(rows, n_0, n_1, n_2, o_0, o_1, o_2, o_3, DIMS) + cols * out_step, v, mask)
 
 
 # ---------------------------------------------------------------------------------------------- norms
@@ -62,7 +71,7 @@ def _summed(x, residual, x_at, residual_at, mask, SUM: tl.constexpr, ACC: tl.con
     return v.to(ACC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, residual, weight, out, total, rstd, rows, n, x_row, residual_row, eps: tl.float64, ACC: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPED: tl.constexpr,
@@ -110,7 +119,7 @@ def _normalized(g, s, weight, scale, g_at, s_at, k, mask, n, ACC: tl.constexpr):
     return gv, wg, xhat
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_backward_kernel(
     g, g_total, s, weight, rstd, dx, dw, rows, n, s_row, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
@@ -149,10 +158,9 @@ def rms_norm_backward_kernel(
                 if g_total is not None:
                     d += tl.load(g_total + g_at + k, mask, 0.0).to(ACC)
                 tl.store(dx + g_at + k, d.to(dx.dtype.element_ty), mask)
-    if not LOOPED:
-        if dw is not None:
-            k = tl.arange(0, BLOCK)
-            tl.store(dw + pid * n + k, tl.sum(acc, 0), k < n)
+    if dw is not None and not LOOPED:
+        k = tl.arange(0, BLOCK)
+        tl.store(dw + pid * n + k, tl.sum(acc, 0), k < n)
 
 
 # ---------------------------------------------------------------------------------------------- softmax
@@ -164,11 +172,10 @@ def _lines(outer, inner, n, x_outer, FLAT: tl.constexpr, ROWS: tl.constexpr):
     if FLAT:
         r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         return (r * x_outer)[:, None], (r * n)[:, None], (r < outer)[:, None]
-    else:
-        blocks = tl.cdiv(inner, ROWS)
-        o = (tl.program_id(0) // blocks).to(tl.int64)
-        i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-        return (o * x_outer + i)[:, None], (o * n * inner + i)[:, None], (i < inner)[:, None]
+    blocks = tl.cdiv(inner, ROWS)
+    o = (tl.program_id(0) // blocks).to(tl.int64)
+    i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    return (o * x_outer + i)[:, None], (o * n * inner + i)[:, None], (i < inner)[:, None]
 
 
 @triton.jit
@@ -177,8 +184,7 @@ def _along(first, inner, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     k = (first + tl.arange(0, BLOCK))[None, :]
     if FLAT:
         return k, k
-    else:
-        return k, k.to(tl.int64) * inner
+    return k, k.to(tl.int64) * inner
 
 
 @triton.jit
@@ -187,7 +193,7 @@ def _shift(top):
     return tl.where(top == float("-inf"), 0.0, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outer"])
 def softmax_kernel(
     x, y, outer, inner, n, x_outer, ACC: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
@@ -219,7 +225,7 @@ def softmax_kernel(
             tl.store(y + y_at + at, (tl.exp(v - shift) / total[:, None]).to(OUT), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outer"])
 def softmax_backward_kernel(
     g, y, dx, outer, inner, n, ACC: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
@@ -251,7 +257,7 @@ def _angles(table, position, half, alive, inside, HALF: tl.constexpr):
     return v[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "n_positions", "offset"])
 def rotary_kernel(
     x, cos, sin, offsets, out, length, heads, dim, half, n_positions, offset, x_strides, out_strides,
     ACC: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -296,7 +302,7 @@ def rotary_kernel(
 
 
 # ---------------------------------------------------------------------------------------------- cross entropy
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "ignore"])
 def cross_entropy_kernel(
     x, target, weight, weight_sum, loss, lse, partial, rows, n, x_row, ignore, smoothing: tl.float64,
     ACC: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -349,7 +355,7 @@ def cross_entropy_kernel(
         tl.store(partial + tl.num_programs(0) + tl.program_id(0), tl.sum(weights, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def cross_entropy_total_kernel(partial, loss, total, n, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """The loss of all rows from partial sums, and the weight of all."""
     k = tl.arange(0, BLOCK)
@@ -360,7 +366,7 @@ def cross_entropy_total_kernel(partial, loss, total, n, MEAN: tl.constexpr, BLOC
     tl.store(loss, v.to(loss.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "ignore"])
 def cross_entropy_backward_kernel(
     g, x, target, weight, weight_sum, lse, total, dx, rows, n, x_row, g_row, ignore, smoothing: tl.float64,
     ACC: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -1,5 +1,7 @@
 // tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever libcuda is
 // found. Prints what it asks of the provider and what goes wrong; the driver writes down the rest.
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -524,6 +526,31 @@ void descriptors(char** argv) {
   expect_error([&] { copy[{1}](plait::constexpr_value(x), out, at<int64_t>(64)); });
 }
 
+// Kernels from the Python of this process, which is argv[0]'s library; by a thread that has its lock and by
+// threads that want it. Then from a process, two at once: each waits for the other.
+void python(char** argv) {
+  expect_error([&] { jit(argv[1], "add_kernel", embedded())[{1}](1); });
+  void* library = dlopen(argv[0], RTLD_NOW | RTLD_GLOBAL);
+  reinterpret_cast<void (*)(int)>(dlsym(library, "Py_InitializeEx"))(0);
+  const auto add = [&](int n) {
+    jit(argv[1], "add_kernel", embedded())[{2, stream(5)}](at<float>(16), at<float>(32), at<float>(48), n);
+  };
+  std::vector<std::thread> all;
+  for (int t = 0; t < 4; ++t) all.emplace_back(add, t % 2 + 1);
+  reinterpret_cast<void* (*)()>(dlsym(library, "PyEval_SaveThread"))();
+  const int had = reinterpret_cast<int (*)()>(dlsym(library, "PyGILState_Ensure"))();
+  add(2);
+  expect_error([&] { jit(argv[1], "wrong", embedded())[{1}](at<float>(16)); });
+  expect_error([&] { jit("/nowhere.py", "wrong", embedded())[{1}](at<float>(16)); });
+  reinterpret_cast<void (*)(int)>(dlsym(library, "PyGILState_Release"))(had);
+  for (std::thread& t : all) t.join();
+
+  all.clear();
+  for (const char* name : {"meets_a", "meets_b"})
+    all.emplace_back([&, name] { jit(argv[1], name, worker(argv[2]))[{1, stream(6)}](at<int>(16)); });
+  for (std::thread& t : all) t.join();
+}
+
 // What decorators of a user's file choose: argv is python, the file, and a pack or "-". Prints a line a call.
 void chosen(char** argv) {
   static std::string last;
@@ -566,6 +593,7 @@ int main(int, char** argv) {
   if (what == "hits") hits();
   if (what == "threads") threads();
   if (what == "real") real(argv + 2);
+  if (what == "python") python(argv + 2);
   if (what == "descriptors") descriptors(argv + 2);
   if (what == "chosen") chosen(argv + 2);
 }

@@ -13,7 +13,9 @@ import re
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -627,11 +629,12 @@ unload wrong
 """
 
 
-def in_triton(name: str, folder: Path) -> None:
+def in_triton(name: str, folder: Path, *more: Path) -> None:
     path = os.pathsep.join((str(ROOT), str(TRITON)))
     env = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "triton")}
+    env["LD_LIBRARY_PATH"] = str(folder)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_jit", name, str(folder)],
+        [sys.executable, "-m", "tests.test_jit", name, str(folder), *map(str, more)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -857,6 +860,103 @@ def decorators(folder: Path) -> None:
     assert b">heuristics1 n=2048;BLOCK=" in Path(output).read_bytes()
 
 
+MEETING = """
+
+import time
+from pathlib import Path
+
+
+def meeting(mine, other):
+    def name_of(specialization):  # asked when it is compiled
+        Path(__file__).with_name(mine).touch()
+        end = time.monotonic() + 60
+        while not Path(__file__).with_name(other).exists():
+            assert time.monotonic() < end, "the other one is not compiled at the same time"
+            time.sleep(0.01)
+        return mine
+
+    return name_of
+
+
+@triton.jit(repr=meeting("meets_a", "meets_b"))
+def meets_a(x):
+    tl.store(x, 1)
+
+
+@triton.jit(repr=meeting("meets_b", "meets_a"))
+def meets_b(x):
+    tl.store(x, 1)
+"""
+
+
+def python(folder: Path) -> None:
+    """The Python of a program's own process compiles, whoever holds its lock; and processes compile at once."""
+    (folder / "python").mkdir()
+    (file := folder / "python" / "kernels.py").write_text(KERNELS + MEETING)
+    library = Path(sysconfig.get_config_var("LIBDIR")) / sysconfig.get_config_var("INSTSONAME")
+    os.environ["PYTHONHOME"] = sys.base_prefix
+    said, done = run(folder, "python", library, file, sys.executable)
+    errors = said.split("error: ")[1:]
+    starts = [
+        "kernel add_kernel: there is no Python in this process that compiles kernels",
+        "kernel wrong: triton.compiler.errors.CompilationError: ",
+        "kernel wrong: FileNotFoundError: there is no Python file /nowhere.py",
+    ]
+    for error, start in zip(errors, starts, strict=True):
+        assert error.startswith(start), error
+    assert "Traceback" in errors[1] and "no_such_function" in errors[1]
+    assert sum(line.startswith("launch add_kernel") for line in done) == 5
+    assert sum(line.startswith("launch meets") for line in done) == 2
+
+
+LOADED = """
+#include <plait/triton.h>
+using namespace plait::triton;
+extern "C" bool add(const char* file, long n) try {
+  auto* p = reinterpret_cast<float*>(16);
+  jit(file, "add_kernel", embedded())[{2}](p, p, p, n);
+  return true;
+} catch (const Error&) {
+  return false;
+}
+"""
+
+
+def loaded(folder: Path) -> None:
+    """A library that a Python program loads; some of its threads keep Python's lock when they call it."""
+    (file := folder / "kernels.py").write_text(KERNELS)
+    (folder / "loaded.cpp").write_text(LOADED)
+    (folder / "libcuda.so.1").symlink_to(Path(sys.argv[3]))
+    build(
+        "-shared", "-fPIC", "-o", folder / "loaded.so", folder / "loaded.cpp", LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}"
+    )
+    keeping, giving = (kind(str(folder / "loaded.so")).add for kind in (ctypes.PyDLL, ctypes.CDLL))
+    done: list[bool] = []
+
+    def calls(add: Any) -> None:
+        add.restype = ctypes.c_bool
+        done.extend(add(str(file).encode(), n) for n in (1, 2, 16))
+
+    threads = [threading.Thread(target=calls, args=(add,)) for add in (keeping, giving, keeping, giving)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [True] * 12
+
+
+@needs_triton
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_ENABLE_SHARED"), reason="Python has no shared library")
+def test_python_in_the_process(program: Path) -> None:
+    in_triton("python", program)
+
+
+@needs_triton
+@pytest.mark.skipif(not LIBRARY.exists(), reason="libplait_core is not built")
+def test_python_loads_a_library(program: Path, tmp_path: Path) -> None:
+    in_triton("loaded", tmp_path, program / "libcuda.so.1")
+
+
 DESCRIBED = """\
 import triton
 import triton.language as tl
@@ -1007,7 +1107,7 @@ def test_the_library(tmp_path: Path) -> None:
     assert done.stdout == "kernel (all of a pack): cannot read kernel file nowhere"
 
 
-CASES = {f.__name__: f for f in (specializes_as_triton, packs, decorators, descriptors)}
+CASES = {f.__name__: f for f in (specializes_as_triton, packs, decorators, descriptors, python, loaded)}
 
 if __name__ == "__main__":
     CASES[sys.argv[1]](Path(sys.argv[2]))

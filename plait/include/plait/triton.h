@@ -558,6 +558,9 @@ PLAIT_API std::shared_ptr<Provider> open_pack(const std::string& path);
 // A Python process, started when first asked, that has plait and Triton on its path.
 PLAIT_API std::shared_ptr<Provider> worker(const std::string& python = "python3");
 
+// The Python that runs in this process, which must find plait and Triton.
+PLAIT_API std::shared_ptr<Provider> embedded();
+
 // What is told of a launch; see set_hooks.
 struct Launched {
   std::string_view kernel, symbol, specialization;

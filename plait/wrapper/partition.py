@@ -170,7 +170,7 @@ def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[st
     work = [k for k, i in enumerate(first.body) if isinstance(i, _WORK)]
     if not first.recorded:
         return parts
-    bases = _bases(first.body)
+    bases = bases_of(first.body)
     large = {n for n in spent if nbytes.get(n, 0) >= COPIED_NBYTES} & {*used(first.body[work[0]])}
     seen, cut = set(large), 0
     for k in work:

@@ -88,8 +88,8 @@ class Contents:
 
     inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a size as
     ("symbol", name). names: of the caller's tensors and ints. outputs: of the results. weights: by name; they live
-    where the plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where they are.
-    checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
+    where the plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty:
+    where they are. checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
     caller's argument 0; "size 0 -1": this int itself), "const 4", "add", "mul", "floordiv", "mod", "min", "max",
     "eq", "ne", "lt", "le".
     folded: names of weights that others were computed from. variants: best first. python: JSON that plait.load reads.

@@ -16,6 +16,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -227,6 +228,9 @@ struct Host {
   void (*refused)(const std::string& program, size_t partition, const std::string& why);
 };
 
+// Runs what a plan calls as Python without any.
+using ControlFlow = std::function<void(const Program&, Frame&, const PythonCall&, const Operands&)>;
+
 struct Frame {
   std::vector<int64_t> values;  // of expressions
   std::vector<void*> bufs;      // kernel arguments
@@ -289,10 +293,10 @@ class Generated {
 class Program {
  public:
   // Throws PlanError, LoadError. callables are borrowed objects of the host. generated: runs
-  // instead of the plan's steps.
+  // instead of the plan's steps. control: in the place of callables.
   Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
           std::vector<at::Tensor> constants, const Host& host, void* owner,
-          std::optional<Generated> generated);
+          std::optional<Generated> generated, ControlFlow control = {});
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
@@ -419,6 +423,7 @@ class Program {
   std::vector<at::Tensor> constants_;
   Host host_;
   void* owner_;
+  ControlFlow control_;  // null: the host's Python
   std::vector<SlotInfo> slots_;
   std::vector<Patch> patches_;
   std::vector<std::vector<ExprId>> symbol_exprs_;  // nodes of each symbol

@@ -661,6 +661,7 @@ c10::impl::LocalDispatchKeySet Program::outer_keys(const Frame& f) const {
 
 void Program::run_python(Frame& f, const PythonCall& c, const Operands& o) const {
   const c10::impl::ForceDispatchKeyGuard guard(outer_keys(f));
+  if (control_) return control_(*this, f, c, o);
   const bool released = f.gil != nullptr;
   if (released) host_.retake_gil(std::exchange(f.gil, nullptr));
   host_.call_python(*this, f, c, o);

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs, root, symbols, used
+from plait.wrapper.walk import bases_of, defined, operands, refs, root, symbols, used
 
 MIN_STEPS = 2
 """Launches and calls that a recording must save."""
@@ -146,7 +146,7 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
         return parts
     values = last.body[-1]
     assert isinstance(values, ins.Return)
-    bases = _bases(last.body)
+    bases = bases_of(last.body)
     returned = {root(n, bases) for v in values.values[:n_results] for n in refs(v)}
     cut, ops = len(last.body), []
     while (at := _last_work(last.body[:cut])) >= 0:
@@ -170,7 +170,7 @@ def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[st
     work = [k for k, i in enumerate(first.body) if isinstance(i, _WORK)]
     if not first.recorded:
         return parts
-    bases = _bases(first.body)
+    bases = bases_of(first.body)
     large = {n for n in spent if nbytes.get(n, 0) >= COPIED_NBYTES} & {*used(first.body[work[0]])}
     seen, cut = set(large), 0
     for k in work:
@@ -299,7 +299,7 @@ def _outputs_of_kernels(
     """Allocations that the caller gets and that nothing but kernels touches, with sizes known before anything runs."""
     last = rest[-1]
     assert isinstance(last, ins.Return)
-    bases = _bases(rest)
+    bases = bases_of(rest)
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
     returned = {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
     touched = {
@@ -315,18 +315,13 @@ def _outputs_of_kernels(
     }
 
 
-def _bases(body: Iterable[ins.Instr]) -> dict[str, str]:
-    """Names on the memory of another -> that one."""
-    return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}
-
-
 def _give_arena(parts: list[_Part]) -> list[_Part]:
     """The parts, where the arena belongs to the one that needs it most: what others use of it is allocated."""
     body = [i for p in parts for i in p.body]
     arena = next((i for i in body if isinstance(i, ins.Arena)), None)
     if arena is None:
         return parts
-    bases = _bases(body)
+    bases = bases_of(body)
     at = {i.name: {k} for k, p in enumerate(parts) for i in p.body if isinstance(i, ins.Place)}
     for k, p in enumerate(parts):
         for i in p.body:
@@ -350,7 +345,7 @@ def _give_arena(parts: list[_Part]) -> list[_Part]:
 def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
     """Inputs that recorded parts may find anywhere, for kernels alone read and write them, and those that have to stay
     where they are, be copied or be recorded again, because operators see them too."""
-    bases = _bases(program.body)
+    bases = bases_of(program.body)
     inputs = [i.name for i in program.inputs if isinstance(i, ins.TensorInput)]
     kernels: set[str] = set()
     others: set[str] = set()
@@ -366,7 +361,7 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
 def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
     """Memory of the caller's results that recorded parts write where it belongs, for kernels alone touch it, and memory
     that they make for themselves and copy from."""
-    bases = _bases(program.body)
+    bases = bases_of(program.body)
     last = program.body[-1]
     assert isinstance(last, ins.Return)
     returned = {root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}

@@ -2,8 +2,12 @@
 //
 // Lines go to the file that $FAKE_CUDA_LOG names; without one it is silent, and a launch needs no memory. An image is text: "symbol parameters static", and the
 // bytes of each parameter where they are not 8; or a real cubin, which says the same in its own way.
-// With $FAKE_CUDA_WORDS a launch's parameters are all written down.
+// With $FAKE_CUDA_WORDS a launch's parameters are all written down. A kernel that the library $FAKE_CUDA_HOST has is
+// called: memory is the host's. Its clock runs while kernels do: best of all with 256 threads and 8 programs.
+#include <dlfcn.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +29,7 @@ struct Image {
 
 thread_local void* current = nullptr;
 size_t n_allocated = 0;
+std::atomic<int> now_us = 0;
 
 // A cubin's records of parameters are 04 17 0c 00, 4 bytes, u16 ordinal, u16 offset, u32 with the bytes
 // of the parameter from bit 18 on. How long the file is follows from where its table of sections ends.
@@ -50,6 +55,13 @@ void note(const char* format, Args... args) {
   static FILE* out = std::fopen(std::getenv("FAKE_CUDA_LOG"), "a");
   std::fprintf(out, format, args...);
   std::fflush(out);
+}
+
+// void kernel(const uint32_t grid[3], void** parameters)
+using HostKernel = void (*)(const uint32_t*, void**);
+HostKernel host_kernel(const std::string& symbol) {
+  static void* library = std::getenv("FAKE_CUDA_HOST") ? dlopen(std::getenv("FAKE_CUDA_HOST"), RTLD_NOW) : nullptr;
+  return library ? reinterpret_cast<HostKernel>(dlsym(library, symbol.c_str())) : nullptr;
 }
 
 Image& of(void* handle) { return *static_cast<Image*>(handle); }
@@ -80,7 +92,8 @@ int cuCtxSetCurrent(void* context) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
+  static const char* capability = std::getenv("FAKE_CUDA_CAPABILITY");
+  *value = attribute == 75 ? (capability ? std::atoi(capability) : 9) : attribute == 76 ? 0 : attribute == 97 && device == 3 ? 232448 : -1;
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -127,6 +140,9 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* siz
 }
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void** extra) {
   if (of(function).context != current) return 400;
+  if (c->block_x > 1024) return 701;
+  if (const HostKernel kernel = host_kernel(of(function).symbol)) kernel(&c->grid_x, parameters);
+  now_us += 1 + std::abs(static_cast<int>(c->block_x) - 256) + 10 * std::abs(static_cast<int>(c->grid_x) - 8);
   if (!std::getenv("FAKE_CUDA_LOG")) return 0;
   char text[256];
   std::snprintf(text, sizeof text,
@@ -142,11 +158,26 @@ int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parame
   }
   for (size_t k = 0; std::getenv("FAKE_CUDA_WORDS") && k < of(function).parameters; ++k) {
     uint64_t word = 0;
-    std::memcpy(&word, parameters[k], of(function).nbytes[k]);
+    std::memcpy(&word, parameters[k], std::min<size_t>(of(function).nbytes[k], sizeof word));
     line << ' ' << std::hex << word;
   }
   note("%s\n", line.str().c_str());
   return reinterpret_cast<size_t>(c->stream) == 13 ? 719 : 0;
+}
+// A map's first word is its number.
+int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* base, const uint64_t* shape,
+                           const uint64_t* strides, const uint32_t* block, const uint32_t* steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+  static uint64_t n = 0;
+  if (reinterpret_cast<uintptr_t>(map) % 64 != 0) return 1;
+  std::fill(map, map + 16, ++n);
+  std::ostringstream line;
+  line << "map " << n << " type " << type << " base " << base << " swizzle " << swizzle << " fill " << fill << ' '
+       << interleave << promotion;
+  for (uint32_t k = 0; k < rank; ++k)
+    line << " (" << shape[k] << ' ' << strides[k] << ' ' << block[k] << ' ' << steps[k] << ')';
+  note("%s\n", line.str().c_str());
+  return 0;
 }
 int cuCtxSynchronize() { return 0; }
 int cuStreamIsCapturing(void* stream, int* status) {
@@ -161,6 +192,18 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** gr
   *graph = nullptr;
   *nodes = node;
   *n = 1;
+  return 0;
+}
+int cuGraphAddKernelNode_v2(void** node, void* graph, void* const* dependencies, size_t n,
+                            const plait::cuda::NodeParams* p) {
+  note("add to %zu behind %zu %zu: %s grid %u %u %u block %u first %lld\n", reinterpret_cast<size_t>(graph), n,
+       n ? reinterpret_cast<size_t>(dependencies[0]) : 0, of(p->function).symbol.c_str(), p->grid_x, p->grid_y,
+       p->grid_z, p->block_x, static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
+  *node = reinterpret_cast<void*>(77);
+  return 0;
+}
+int cuGraphKernelNodeSetAttribute(void* node, int id, const uint32_t* value) {
+  note("node %zu has attribute %d %u\n", reinterpret_cast<size_t>(node), id, value[0]);
   return 0;
 }
 int cuGraphExecKernelNodeSetParams_v2(void* graph, void* node, const plait::cuda::NodeParams* p) {
@@ -184,6 +227,20 @@ int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t nbytes, void*) {
   std::memcpy(to, from, nbytes);
   return 0;
 }
+int cuMemAlloc_v2(uint64_t* memory, size_t nbytes) {
+  void* made = nullptr;
+  const int error = posix_memalign(&made, 256, nbytes);
+  *memory = reinterpret_cast<uintptr_t>(made);
+  return error;
+}
+int cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t nbytes) {
+  std::memcpy(reinterpret_cast<void*>(to), from, nbytes);
+  return 0;
+}
+int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t nbytes) {
+  std::memcpy(to, reinterpret_cast<const void*>(from), nbytes);
+  return 0;
+}
 int cuMemAllocAsync(void** memory, size_t nbytes, void* stream) {
   note("allocate %zu on %zu\n", nbytes, reinterpret_cast<size_t>(stream));
   *memory = reinterpret_cast<void*>(0x1000 * ++n_allocated);
@@ -194,11 +251,34 @@ int cuMemFreeAsync(void* memory, void* stream) {
   return 0;
 }
 int cuEventCreate(void** event, unsigned) {
-  *event = event;
+  *event = new int;
   return 0;
 }
-int cuEventRecord(void*, void* stream) {
+int cuEventRecord(void* event, void* stream) {
+  *static_cast<int*>(event) = now_us;
   note("record on %zu\n", reinterpret_cast<size_t>(stream));
+  return 0;
+}
+int cuEventSynchronize(void*) { return 0; }
+int cuEventElapsedTime(float* ms, void* start, void* end) {
+  *ms = static_cast<float>(*static_cast<int*>(end) - *static_cast<int*>(start)) / 1000;
+  return 0;
+}
+int cuEventDestroy_v2(void* event) {
+  delete static_cast<int*>(event);
+  return 0;
+}
+int cuMemsetD8Async(void* memory, unsigned char value, size_t n, void* stream) {
+  note("fill %d %zu on %zu\n", value, n, reinterpret_cast<size_t>(stream));
+  (void)memory;
+  return 0;
+}
+int cuDeviceGetName(char* name, int size, int) {
+  std::snprintf(name, static_cast<size_t>(size), "Fake GPU");
+  return 0;
+}
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
   return 0;
 }
 int cuStreamWaitEvent(void* stream, void*, unsigned) {

@@ -1,7 +1,10 @@
 // tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever libcuda is
 // found. Prints what it asks of the provider and what goes wrong; the driver writes down the rest.
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <new>
@@ -45,12 +48,24 @@ class Fake : public Provider {
       std::printf("%s %s [%s] sm_%d\n", r.function.c_str(), r.specialization.c_str(), r.options.c_str(),
                   r.capability);
     Binary made = facts;
+    if (const size_t at = r.options.find("num_warps="); at != std::string::npos)
+      made.num_warps = static_cast<uint32_t>(std::atoi(&r.options[at + 10]));
+    if (made.num_warps == 3) throw Refused("three", r.function, r.specialization);
     made.symbol = r.function;
     made.image = sizes(r.specialization);
     made.image = r.function + made.image;
     return made;
   }
 
+  std::string evaluate(const Question& q) override {
+    const std::scoped_lock lock(mutex_);
+    ++n_asked[q.function + q.kind];
+    if (!quiet_) std::printf("asked %s %s %s\n", q.function.c_str(), q.kind.c_str(), q.arguments.c_str());
+    return answer ? answer(q) : Provider::evaluate(q);
+  }
+
+  std::function<std::string(const Question&)> answer;
+  std::map<std::string, int> n_asked;
   Binary facts;
   int wrong = 0;  // bytes to add to the first parameter
   std::map<std::string, int> n_compiled;
@@ -109,6 +124,9 @@ struct DLTensor {
   int64_t *shape, *strides;
   uint64_t byte_offset;
 };
+
+const Scratch heap{[](void*, size_t n, size_t, Stream) { return std::calloc(1, n); },
+                   [](void*, void* memory, Stream) { std::free(memory); }};
 
 void kinds() {
   const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
@@ -250,6 +268,137 @@ void launches() {
   expect_error([&] { from_pack(fake, "wrong")[{1}](2); });
 }
 
+// Arguments of bound launches that change, nodes of graphs, kernels that are prepared.
+void bound() {
+  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
+      {"k", "num_warps=4\nx|||\nt|||\nn|||\nh|fp16||\nB||c|"}, {"scratch", "\nx|||"}, {"big", "\nx|||"},
+      {"p", "\nx|||\ny|||\nn|||\nm||s|\nB||c|"}, {"h", "\nn|||\nB||c|\n@heuristics|B"}});
+  const Kernel k = from_pack(fake, "k");
+  auto b = k.bind({[](const Meta& m) { return m["n"] - m["B"]; }}, at<float>(16), std::tuple{5, at<float>(32)},
+                  arg<"n"> = 7, arg<"B"> = constexpr_value(2), arg<"h"> = 0.5);
+  b(stream(1));
+  b.set<0>(at<const float>(64));
+  b.set<4>(3.0);  // the fifth that was given, whose words are converted
+  b(stream(2));
+  b.set<1>(std::tuple{6, at<float>(48)});
+  b(stream(3));
+  b.set<0>(at<int>(8));  // another type, and not aligned
+  b(stream(4));
+  b.set<2>(16LL);
+  b.set<3>(constexpr_value(16));
+  b(stream(5));  // the grid is empty now
+  b.set<3>(constexpr_value(4));
+  b(stream(6));
+  auto nothing = k.bind({0}, nullptr, nullptr, 1, 1.5, 1);
+  nothing.set<2>(5);
+  nothing(stream(7));
+  expect_error([&] { nothing.add_to(nullptr); });
+
+  const auto graph = reinterpret_cast<CUgraph_st*>(9);
+  const auto exec = reinterpret_cast<CUgraphExec_st*>(11);
+  CUgraphNode_st* before[] = {reinterpret_cast<CUgraphNode_st*>(5)};
+  fake->facts.num_ctas = 2;
+  fake->facts.cooperative = true;
+  auto big = from_pack(fake, "big").bind({3}, 32);
+  CUgraphNode_st* node = big.add_to(graph, before);
+  big.set<0>(48);
+  big.update(exec, node);
+  fake->facts = {};
+  fake->facts.global_scratch = 8;
+  expect_error([&] { from_pack(fake, "scratch").bind({3}, 32).add_to(graph); });
+  fake->facts = {};
+
+  count_hits(true);
+  const Stats first = stats();
+  const Kernel p = from_pack(fake, "p");
+  using plait::vary;
+  std::printf("%zu kernels\n", p.prepare({1}, vary(at<float>(16)), at<float>(16), vary(100), vary(100), 64));
+  p[{1}](at<float>(4), at<float>(16), 1, 1, 64);
+  p[{1}](at<float>(4), at<float>(16), 2, 16, 64);
+  p[{1, stream(17)}](at<float>(4), at<float>(16), 3, 16, 64);  // is being captured
+  const Stats last = stats();
+  std::printf("%zu hits %zu misses %zu compiled %zu loaded: %s\n", last.hits - first.hits, last.misses - first.misses,
+              last.compiled - first.compiled, last.loaded - first.loaded, last.last_miss.c_str());
+  expect_error([&] { p.prepare({1}, std::tuple{vary(1), vary(1), vary(1), vary(1), vary(1), vary(1)}, 1, 1, 1, 1); });
+  fake->answer = [](const Question&) { return "n\nB=5"; };
+  const Kernel h = from_pack(fake, "h");
+  h[{1}](5);
+  expect_error([&] { h.prepare({1}, vary(5)); });
+}
+
+// @triton.autotune and @triton.heuristics: who is asked what, what is timed, what is part of a key.
+void decorated() {
+  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
+      {"tuned", "num_ctas=1;num_stages=3;num_warps=4\nx|*fp32||\nn|||\nm|||\nB||c|\n#source\n@autotune|n|||\n"
+                "+B=64;num_warps=4\n+B=16;num_warps=8\n+B=32;num_warps=8;maxnreg=64\n+B=8;num_warps=3\n"
+                "+B=128;num_warps=64"},
+      {"heuristic", "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n@heuristics|B,num_warps\n@heuristics|E"},
+      {"both", "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n@autotune|n,gone|x||p\n+B=1\n+B=2\n@heuristics|E"},
+      {"outer", "num_warps=4\nx|||\nB||c|\nE||c|\n@heuristics|E\n@autotune|E||x|\n+B=1;num_warps=2\n+B=2;num_warps=8"},
+      {"single", "num_warps=4\nx|||\nB||c|\n@autotune|x|||p\n+B=7;num_warps=2"},
+      {"packed", "num_warps=4\nn|||\nB||c|\n@autotune|n|||\n+B=7\n+B=8\n"
+                 ">tuned0 n=5;@types=();@gpu='Fake%20GPU' -> B=8"},
+  });
+  const auto get = [&](const char* name) { return from_pack(fake, name); };
+  const auto grid = [](int n) { return [n](const Meta& meta) { return cdiv(n, meta["B"]); }; };
+  const Kernel tuned = get("tuned");
+  expect_error([&] { tuned[{grid(128), stream(17)}](at<float>(16), 128, 5); });  // is being captured
+  tuned[{grid(128), stream(5)}](at<float>(16), 128, 5);
+  tuned[{grid(128), stream(17)}](at<float>(16), 128, 5);
+  tuned[{grid(128), stream(5)}](at<float>(16), 128, 6);
+  tuned[{grid(128), stream(5)}](at<double>(16), 128, 6);  // Triton's key has the dtype, annotated or not
+  tuned[{grid(256), stream(5)}](at<float>(16), 256, 5);
+  tuned[{grid(0), stream(5)}](at<float>(16), 128, 5);  // empty for whatever is chosen
+  const Bound bound = tuned.bind({grid(256)}, at<float>(16), 256, 5);
+  bound(stream(5));
+  expect_error([&] { tuned[{1}](at<float>(16), 128, 5, 64); });
+  expect_error([&] { tuned[{1, nullptr, {.num_warps = 8}}](at<float>(16), 128, 5); });
+  expect_error([&] { tuned[{[](const Meta& m) { return m["x"]; }}](at<float>(16), 128, 5); });
+  expect_error([&] { tuned[{[](const Meta& m) { return m["y"]; }}](at<float>(16), 128, 5); });
+
+  fake->answer = [](const Question& q) {
+    const bool is_big = q.arguments.find("n=1;") == std::string::npos;
+    if (q.function == "heuristic" && q.kind == "heuristics0") return is_big ? "n\nB=8;num_warps=8" : "n,x\nB=1;num_warps=1";
+    if (q.function == "heuristic") return "B,none\nE=True";
+    if (q.kind == "pruned0") return "n,@types,@gpu\nB=2;num_warps=1|B=4;num_warps=8";
+    if (q.function == "both") return q.arguments.find("B=2") == std::string::npos ? "B\nE=0.5" : "B,x\nE=None";
+    return "x\nE=(1,fp16)";
+  };
+  const Kernel heuristic = get("heuristic");
+  for (const int n : {16, 32, 16, 1, 1}) heuristic[{[](const Meta& m) { return m["B"] + m["E"] + m["n"]; }}](at<float>(16), n);
+  heuristic[{1}](at<double>(16), 1);
+  heuristic[{1}](at<int>(16), 16);
+  heuristic[{1}](arg<"n"> = 16, arg<"x"> = std::pair{nullptr, at<float>(48)});
+  const Kernel both = get("both");
+  expect_error([&] { both[{grid(8)}](at<float>(16), 3); });  // it is to be reset, its length unknown
+  both[{grid(8)}](Pointer{at<float>(16), DType::fp32, 40}, 3);
+  both[{grid(8)}](at<float>(16), 3);
+  set_scratch(&heap);
+  float values[4] = {1, 2, 3, 4};
+  int64_t shape[] = {2, 2}, strides[] = {1, 2}, wide[] = {1, 4};
+  DLTensor tensor{values, {2, 0}, 2, {2, 32, 1}, shape, wide, 0};
+  const Kernel outer = get("outer");
+  expect_error([&] { outer[{8}](tensor); });
+  tensor.strides = strides;
+  outer[{8}](&tensor);
+  outer[{8}](arg<"x"> = std::optional(tensor));
+  set_scratch(nullptr);
+  get("single")[{1}](at<float>(32));
+
+  static const Tuning first{Miss::first}, none{Miss::error};
+  set_tuning(&first);
+  tuned[{grid(64), stream(5)}](at<float>(16), 64, 5);
+  set_tuning(&none);
+  expect_error([&] { tuned[{1}](at<float>(16), 65, 5); });
+  get("packed")[{1}](5);
+  expect_error([&] { get("packed")[{1}](6); });
+  set_tuning(nullptr);
+  fake->answer = nullptr;
+  expect_error([&] { heuristic[{1}](at<float>(16), 17); });
+  std::vector<std::string> list = signatures();
+  for (const std::string& s : list) std::printf("%s\n", s.c_str());
+}
+
 // Two contexts, as two GPUs have: one compilation, a handle each. Stale ones are refused by the driver.
 void contexts() {
   const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{{"k", "\nx|||"}});
@@ -270,7 +419,12 @@ void contexts() {
 void threads() {
   std::map<std::string, std::string> signatures;
   for (const char* name : {"a", "b", "c"}) signatures[name] = "\nx|||\nn|||\nB||c|";
+  for (const char* name : {"d", "e"})
+    signatures[name] = "num_warps=4\nx|||\nn|||\nB||c|\nE||c|\n#s\n@autotune|n|||\n+B=1\n+B=2;num_warps=8\n@heuristics|E";
   const auto fake = std::make_shared<Fake>(signatures, true);
+  fake->answer = [](const Question& q) {
+    return q.arguments.find("n=1") == std::string::npos ? "n\nE=1" : "n,B\nE=2";
+  };
   std::vector<std::thread> all;
   for (int t = 0; t < 8; ++t)
     all.emplace_back([&, t] {
@@ -280,18 +434,25 @@ void threads() {
           kernel[{1, stream(5)}](at<float>(16), (k + t) % 17, (k * t) % 5);
           kernel.bind({1}, at<float>(8), k % 3, 64)(stream(5));
         }
+      for (int k = 0; k < 60; ++k)
+        for (const char* name : {"d", "e"})
+          from_pack(fake, name)[{[](const Meta& m) { return m["B"]; }, stream(6)}](at<float>(16), (k + t) % 7);
     });
   for (std::thread& t : all) t.join();
   for (const auto& [key, n] : fake->n_compiled)
     if (n != 1) std::printf("%s was compiled %d times\n", key.c_str(), n);
+  for (const auto& [key, n] : fake->n_asked) std::printf("%s was asked %d times\n", key.c_str(), n);
   std::printf("%zu kernels\n", fake->n_compiled.size());
 }
 
 // What is known is launched without memory of the heap: one key after another, keys that take turns, bound.
 void hits() {
   const auto fake = std::make_shared<Fake>(
-      std::map<std::string, std::string>{{"a", "\nx|||\nn|||\ns||c|"}, {"b", "\nx|||\nh|fp16||\ns||c|"}}, true);
-  const Kernel a = from_pack(fake, "a"), b = from_pack(fake, "b");
+      std::map<std::string, std::string>{{"a", "\nx|||\nn|||\ns||c|"}, {"b", "\nx|||\nh|fp16||\ns||c|"},
+                                         {"c", "\nn|||\nB||c|\nE||c|\n@heuristics|E\n@autotune|n|||\n+B=1\n+B=2"}},
+      true);
+  const Kernel a = from_pack(fake, "a"), b = from_pack(fake, "b"), c = from_pack(fake, "c");
+  fake->answer = [](const Question&) { return "n\nE=3"; };
   const Bound bound = a.bind({1}, at<float>(16), 3, "text of some length, which no small string holds");
   for (int round = 0; round < 2; ++round) {
     const size_t before = n_allocations;
@@ -300,6 +461,7 @@ void hits() {
         kernel[{1, stream(5), {.num_warps = 8}}](at<float>(16), k % 4, "text of some length, which no small string holds");
       a[{1}](at<float>(4), std::tuple{k, nullptr, 1.5}, plait::constexpr_value(k % 5));
       bound(stream(5));
+      c[{[](const Meta& m) { return m["B"] + m["E"]; }, stream(5)}](k % 7);
     }
     std::printf("%zu allocations\n", n_allocations - before);
   }
@@ -332,14 +494,106 @@ void real(char** argv) {
   expect_error([&] { from_pack(argv[2], "other")[{2}](1); });
   expect_error([&] { open_pack(argv[1]); });
 }
+// Tensor descriptors of a user's kernels: argv is python and the file.
+void descriptors(char** argv) {
+  const Kernel copy = jit(argv[1], "copy", worker(argv[0]));
+  int64_t shape[] = {100, 64}, strides[] = {80, 1};
+  const DLTensor tensor{at<void>(4096), {2, 0}, 2, {2, 16, 1}, shape, strides, 16};
+  const auto x = descriptor(tensor, {16, 32});
+  const TensorDescriptor out{at<void>(8192), DType::fp16, {7, 3, 128}, {512, 128, 1}, {1, 1, 64}, Padding::nan};
+  copy[{1, stream(5)}](x, out, at<int64_t>(64));
+  const Bound bound = copy.bind({2}, x, out, at<int64_t>(64));
+  bound(stream(6));
+  bound(stream(7));
+  const TensorDescriptor flat{at<void>(16), DType::fp8e5, std::array{1000}, std::array{1}, {256}};
+  copy[{1, stream(5)}](flat, flat, at<int64_t>(64));
+
+  const auto with = [&](auto change) {
+    TensorDescriptor bad = x;
+    change(bad);
+    expect_error([&] { copy[{1, stream(5)}](bad, out, at<int64_t>(64)); });
+  };
+  with([](auto& d) { d.base = at<void>(8); });
+  with([](auto& d) { d.strides.at[0] = 81; });
+  with([](auto& d) { d.strides.at[1] = 2; });
+  with([](auto& d) { d.shape.at[1] = 0; });
+  with([](auto& d) { d.block_shape.at[1] = 24; });
+  with([](auto& d) { d.block_shape.at[1] = 1 << 20; });
+  with([](auto& d) { d.shape.rank = 1; });
+  with([](auto& d) { d.shape = d.strides = d.block_shape = {1, 1, 1, 1, 1, 1}; });
+  with([](auto& d) { d.dtype = DType::i16; d.padding = Padding::nan; });
+  expect_error([&] { copy[{1}](std::tuple{x}, out, at<int64_t>(64)); });
+  expect_error([&] { copy[{1}](plait::constexpr_value(x), out, at<int64_t>(64)); });
+}
+
+// Kernels from the Python of this process, which is argv[0]'s library; by a thread that has its lock and by
+// threads that want it. Then from a process, two at once: each waits for the other.
+void python(char** argv) {
+  expect_error([&] { jit(argv[1], "add_kernel", embedded())[{1}](1); });
+  void* library = dlopen(argv[0], RTLD_NOW | RTLD_GLOBAL);
+  reinterpret_cast<void (*)(int)>(dlsym(library, "Py_InitializeEx"))(0);
+  const auto add = [&](int n) {
+    jit(argv[1], "add_kernel", embedded())[{2, stream(5)}](at<float>(16), at<float>(32), at<float>(48), n);
+  };
+  std::vector<std::thread> all;
+  for (int t = 0; t < 4; ++t) all.emplace_back(add, t % 2 + 1);
+  reinterpret_cast<void* (*)()>(dlsym(library, "PyEval_SaveThread"))();
+  const int had = reinterpret_cast<int (*)()>(dlsym(library, "PyGILState_Ensure"))();
+  add(2);
+  expect_error([&] { jit(argv[1], "wrong", embedded())[{1}](at<float>(16)); });
+  expect_error([&] { jit("/nowhere.py", "wrong", embedded())[{1}](at<float>(16)); });
+  reinterpret_cast<void (*)(int)>(dlsym(library, "PyGILState_Release"))(had);
+  for (std::thread& t : all) t.join();
+
+  all.clear();
+  for (const char* name : {"meets_a", "meets_b"})
+    all.emplace_back([&, name] { jit(argv[1], name, worker(argv[2]))[{1, stream(6)}](at<int>(16)); });
+  for (std::thread& t : all) t.join();
+}
+
+// What decorators of a user's file choose: argv is python, the file, and a pack or "-". Prints a line a call.
+void chosen(char** argv) {
+  static std::string last;
+  static const Hooks hooks{[](void*, const Launched& l) {
+                             last = std::string(l.kernel) + " " + std::string(l.specialization) + " " +
+                                    std::to_string(l.grid.x) + " " + std::to_string(l.num_warps);
+                           }};
+  set_hooks(&hooks);
+  set_scratch(&heap);
+  alignas(16) static float x[64], out[64];
+  const bool packed = std::string_view(argv[2]) != "-";
+  for (const char* name : {"tuned", "outer", "warps", "pruned", "modelled", "kept"}) {
+    const Kernel kernel = packed ? from_pack(argv[2], name) : jit(argv[1], name, worker(argv[0]));
+    for (const int n : {1, 128, 1000, 2048, 128, 1}) {
+      const auto grid = [&](const Meta& meta) { return cdiv(meta["n"], meta["BLOCK"]); };
+      const Pointer a{x, DType::fp32, sizeof x}, b{out, DType::fp32, sizeof out};
+      if (n == 128)
+        kernel[{grid, stream(5)}](a, Pointer{out, DType::fp16, sizeof out}, n);
+      else
+        kernel[{grid, stream(5)}](a, arg<"n"> = n, arg<"out"> = b);
+      std::printf("%s\n", last.c_str());
+    }
+  }
+  if (packed) return;
+  std::FILE* list = std::fopen((std::string(argv[1]) + ".list").c_str(), "w");
+  for (const std::string& s : signatures()) std::fprintf(list, "%s\n", s.c_str());
+  std::fclose(list);
+  for (const char* name : {"hooked", "reads_shape", "refused", "all_refused"})
+    expect_error([&] { jit(argv[1], name, worker(argv[0]))[{1}](x + 0, 5); });
+}
 }  // namespace
 
 int main(int, char** argv) {
   const std::string_view what = argv[1];
   if (what == "kinds") kinds();
   if (what == "launches") launches();
+  if (what == "bound") bound();
+  if (what == "decorated") decorated();
   if (what == "contexts") contexts();
   if (what == "hits") hits();
   if (what == "threads") threads();
   if (what == "real") real(argv + 2);
+  if (what == "python") python(argv + 2);
+  if (what == "descriptors") descriptors(argv + 2);
+  if (what == "chosen") chosen(argv + 2);
 }

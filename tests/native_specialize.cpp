@@ -84,6 +84,14 @@ void read(std::istream& in, Dynamic& out, std::string_view until) {
         texts.push_back(std::make_unique<std::string>(v == "-" ? "" : v));
         out.add(std::string_view(*texts.back()));
       } else if (type == "callee") out.add(Callee{"twice"});
+      else if (type == "desc") {  // dtype, block's lengths with x between them
+        std::vector<int64_t> block;
+        std::string lengths, length;
+        in >> lengths;
+        for (std::istringstream all(lengths); std::getline(all, length, 'x');) block.push_back(std::stoll(length));
+        const std::vector<int64_t> shape(block.size(), 64);
+        out.add(TensorDescriptor{nullptr, static_cast<DType>(parsed<int>(v)), shape, shape, block});
+      }
       else if (type == "float*") out.add(reinterpret_cast<float*>(parsed<uintptr_t>(v)));
       else if (type == "int64*") out.add(reinterpret_cast<const int64_t*>(parsed<uintptr_t>(v)));
       else if (type == "bool*") out.add(reinterpret_cast<const bool*>(parsed<uintptr_t>(v)));

@@ -13,7 +13,9 @@ import re
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -122,6 +124,16 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
         k = r.randrange(len(DTYPES))
         return f"dtype {k + 1}", DType(DTYPES[k])
 
+    def descriptor(r: random.Random) -> Any:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        k, rank = r.randrange(len(DTYPES)), r.randrange(1, 6)
+        block = [2 ** r.randrange(5) for _ in range(rank)]
+        names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "u1": "bool"}
+        dtype = getattr(torch, names.get(DTYPES[k]) or f"{'u' if DTYPES[k][0] == 'u' else ''}int{DTYPES[k][1:]}")
+        value = TensorDescriptor(Memory(dtype, 4096), [64] * rank, [64] * (rank - 1) + [1], block)
+        return f"desc {k + 1} {'x'.join(map(str, block))}", value
+
     none = lambda r: ("none 0", None)
     function = lambda r: ("callee twice", twice())
     integers = [integer(n) for n in INTEGERS]
@@ -157,6 +169,8 @@ def argument(rng: random.Random, annotation: str, depth: int = 0) -> tuple[str, 
     else:
         kinds = [*integers, *reals, boolean, maybe, none, function, *pointers]
         kinds.append(constant(rng.choice([*integers, *reals, boolean])))
+        if depth == 0:
+            kinds.append(descriptor)
         if depth < 2:
             kinds.append(nest([argument(rng, "", depth + 1)[1] for _ in range(rng.randrange(4))]))
     return "", rng.choice(kinds)
@@ -176,7 +190,7 @@ def of_triton(kind: Any, attribute: Any, value: Any) -> str:
     if kind == "constexpr":
         value = getattr(value, "value", value)
         return f"={write_value(Callee('twice') if value is twice() else value)}"
-    return kind + (":D" if attribute == "D" else "")
+    return kind.replace(", ", ",") + (":D" if attribute == "D" else "")
 
 
 def specializes_as_triton(folder: Path) -> None:
@@ -295,6 +309,90 @@ def not_jit(x):
     pass
 """
 
+DECORATED = """\
+import triton
+import triton.language as tl
+
+
+def configs(*warps):
+    return [triton.Config({"BLOCK": b}, num_warps=w, num_stages=2) for b in (16, 256) for w in warps]
+
+
+@triton.autotune(configs(2, 8), key=["n"])
+@triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})
+@triton.jit
+def tuned(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i) if EVEN else tl.load(x + i, i < n), i < n)
+
+
+@triton.heuristics({"EVEN": lambda args: args["n"] > 100 and args["n"] % 16 == 0 and args["out"].dtype.itemsize == 4})
+@triton.autotune(configs(4), key=["EVEN"])
+@triton.jit
+def outer(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x) + EVEN)
+
+
+@triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})
+@triton.heuristics({"num_warps": lambda args: max(1, min(8, args["BLOCK"] // 32)), "MODE": lambda args: "a b"})
+@triton.jit
+def warps(x, out, n, BLOCK: tl.constexpr, MODE: tl.constexpr, other=2.5):
+    tl.store(out + tl.arange(0, BLOCK), tl.load(x) + other)
+
+
+def few(configs, named, **keywords):
+    assert "x" in named and "grid" in keywords
+    n = named["n"] if "n" in named else keywords["n"]
+    return [c for c in configs if c.kwargs["BLOCK"] <= n] or configs[:1]
+
+
+@triton.autotune(configs(1, 8), key=["n"], prune_configs_by={"early_config_prune": few})
+@triton.jit
+def pruned(x, out, n, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x))
+
+
+def model(n, out, BLOCK, num_warps, **keywords):
+    return abs(n * out.element_size() - BLOCK) + num_warps
+
+
+@triton.autotune(configs(1, 8), key=["n"], prune_configs_by={"perf_model": model, "top_k": 2})
+@triton.jit
+def modelled(x, out, n, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x))
+
+
+@triton.autotune(configs(4), key=["n", "x"][:1], reset_to_zero=["out"], restore_value=["x"])
+@triton.jit
+def kept(x, out, n, BLOCK: tl.constexpr):
+    tl.store(out, tl.load(x))
+
+
+@triton.autotune([triton.Config({}, pre_hook=print)], key=[])
+@triton.jit
+def hooked(x, n):
+    pass
+
+
+@triton.heuristics({"BLOCK": lambda args: args["x"].shape[0]})
+@triton.jit
+def reads_shape(x, n, BLOCK: tl.constexpr):
+    pass
+
+
+@triton.autotune([triton.Config({"BLOCK": b}) for b in (1, 2, 4)], key=["n"])
+@triton.jit
+def refused(x, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK != 2)
+    tl.store(x, BLOCK)
+
+
+@triton.autotune([triton.Config({"BLOCK": b}) for b in (1, 2)], key=["n"])
+@triton.jit
+def all_refused(x, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK > 2)
+"""
+
 ASKED = """\
 none  [] sm_90
 one *fp32:D [] sm_90
@@ -382,12 +480,129 @@ wrong i32 [] sm_90
 error: kernel wrong: parameter 0 of the compiled kernel has 8 bytes, its type 4
   specialization: i32 [wrong] -1
 """
+BOUND_SAID = """\
+k *fp32:D,(i32,*fp32:D),i32,fp16,=2 [] sm_90
+k *i32,(i32,*fp32:D),i32,fp16,=2 [] sm_90
+k *i32,(i32,*fp32:D),i32:D,fp16,=2 [] sm_90
+k *i32,(i32,*fp32:D),i32:D,fp16,=16 [] sm_90
+k *i32,(i32,*fp32:D),i32:D,fp16,=4 [] sm_90
+error: kernel k: a launch with an empty grid is no node of a graph [k] -1
+big i32:D [] sm_90
+scratch i32:D [] sm_90
+error: kernel scratch: a kernel with scratch memory is no node of its own: capture its launch [scratch] -1
+p *fp32,*fp32:D,i32,i32,=64 [] sm_90
+p *fp32:D,*fp32:D,i32,i32,=64 [] sm_90
+p *fp32,*fp32:D,i32:D,i32,=64 [] sm_90
+p *fp32:D,*fp32:D,i32:D,i32,=64 [] sm_90
+p *fp32,*fp32:D,=1,i32,=64 [] sm_90
+p *fp32:D,*fp32:D,=1,i32,=64 [] sm_90
+6 kernels
+13 hits 8 misses 6 compiled 6 loaded: p *fp32,*fp32:D,i32,i32,=64, before it *fp32,*fp32:D,=1,i32,=64
+error: kernel p: they would be 729 kernels, 256 at most are prepared [p] -1
+asked h heuristics0 n=5;*;@types=()
+h i32,=5 [] sm_90
+error: kernel h: a decorator decides by n: it cannot vary [h] -1
+"""
+BOUND_DONE = """\
+retain 0
+launch k grid 5 1 1 block 128 1 1 shared 0 stream 1 extra 0 first 16 10 5 20 7 3800 0 0
+launch k grid 5 1 1 block 128 1 1 shared 0 stream 2 extra 0 first 64 40 5 20 7 4200 0 0
+launch k grid 5 1 1 block 128 1 1 shared 0 stream 3 extra 0 first 64 40 6 30 7 4200 0 0
+launch k grid 5 1 1 block 128 1 1 shared 0 stream 4 extra 0 first 8 8 6 30 7 4200 0 0
+launch k grid 12 1 1 block 128 1 1 shared 0 stream 6 extra 0 first 8 8 6 30 10 4200 0 0
+add to 9 behind 1 5: big grid 6 1 1 block 128 first 32
+node 77 has attribute 2 1
+node 77 has attribute 4 2
+node 77 has attribute 5 1
+node 77 of 11: big grid 6 1 1 block 128 1 1 shared 0 extra 0 kernel 0 context 0 first 48
+launch p grid 1 1 1 block 128 1 1 shared 0 stream 0 extra 0 first 4 4 10 1 0 0
+launch p grid 1 1 1 block 128 1 1 shared 0 stream 0 extra 0 first 4 4 10 2 10 0 0
+launch p grid 1 1 1 block 128 1 1 shared 0 stream 17 extra 0 first 4 4 10 3 10 0 0
+launch h grid 1 1 1 block 128 1 1 shared 0 stream 0 extra 0 first 5 5 0 0
+"""
+DECORATORS_ASKED = """\
+error: kernel tuned: it is not tuned yet and the stream is being captured: launch it once before
+  key: n=128;@types=(fp32);@gpu='Fake%20GPU' [tuned] -1
+tuned *fp32:D,i32:D,i32,=64 [] sm_90
+tuned *fp32:D,i32:D,i32,=16 [num_warps=8] sm_90
+tuned *fp32:D,i32:D,i32,=32 [maxnreg=64;num_warps=8] sm_90
+tuned *fp32:D,i32:D,i32,=8 [num_warps=3] sm_90
+tuned *fp32:D,i32:D,i32,=128 [num_warps=64] sm_90
+error: kernel tuned: argument 3 (B) is set by a decorator [tuned] 3
+error: kernel tuned: option num_warps is set by a decorator [tuned] -1
+error: kernel tuned: a grid asks for x, which is no integer
+  specialization: *fp32:D,i32:D,i32,=16 [tuned] -1
+error: kernel tuned: a grid asks for y, which is no parameter
+  specialization: *fp32:D,i32:D,i32,=16 [tuned] -1
+asked heuristic heuristics0 x=*fp32;n=16;*;@types=(fp32)
+asked heuristic heuristics1 x=*fp32;n=16;*;B=8;num_warps=8;@types=(fp32)
+heuristic *fp32:D,i32:D,=8,=True [num_warps=8] sm_90
+asked heuristic heuristics0 x=*fp32;n=32;*;@types=(fp32)
+asked heuristic heuristics0 x=*fp32;n=1;*;@types=(fp32)
+asked heuristic heuristics1 x=*fp32;n=1;*;B=1;num_warps=1;@types=(fp32)
+heuristic *fp32:D,=1,=1,=True [num_warps=1] sm_90
+asked heuristic heuristics0 x=*fp64;n=1;*;@types=(fp64)
+heuristic *fp64:D,=1,=1,=True [num_warps=1] sm_90
+heuristic *i32:D,i32:D,=8,=True [num_warps=8] sm_90
+heuristic (=None,*fp32:D),i32:D,=8,=True [num_warps=8] sm_90
+asked both pruned0 x=*fp32;n=3;*;@types=(fp32);@gpu='Fake%20GPU'
+asked both heuristics1 x=*fp32;n=3;*;B=2;num_warps=1;@types=(fp32);@gpu='Fake%20GPU'
+asked both heuristics1 x=*fp32;n=3;*;B=4;num_warps=8;@types=(fp32);@gpu='Fake%20GPU'
+error: kernel both: @triton.autotune resets or restores x, whose length is not known: pass a dense tensor or p\
+lait::triton::Pointer{data, dtype, nbytes} [both] -1
+both *fp32:D,i32,=2,=None [num_warps=1] sm_90
+both *fp32:D,i32,=4,=0.5 [num_warps=8] sm_90
+asked outer heuristics0 x=*fp32;*;@types=(fp32)
+error: kernel outer: @triton.autotune resets or restores x, whose length is not known: pass a dense tensor or \
+plait::triton::Pointer{data, dtype, nbytes} [outer] -1
+outer *fp32:D,=1,=(1,fp16) [num_warps=2] sm_90
+outer *fp32:D,=2,=(1,fp16) [num_warps=8] sm_90
+single *fp32:D,=7 [num_warps=2] sm_90
+error: kernel tuned: no configuration is known for this key: a pack's table may have 'tuned @tuned0 n=65;@type\
+s=(fp32);@gpu='Fake%20GPU' -> B=64;num_warps=4'
+  key: n=65;@types=(fp32);@gpu='Fake%20GPU' [tuned] -1
+packed i32,=8 [] sm_90
+error: kernel packed: no configuration is known for this key: a pack's table may have 'packed @tuned0 n=6;@typ\
+es=();@gpu='Fake%20GPU' -> B=7'
+  key: n=6;@types=();@gpu='Fake%20GPU' [packed] -1
+asked heuristic heuristics0 x=*fp32;n=17;*;@types=(fp32)
+error: kernel heuristic: a decorator's Python function must be asked and there is no Python: pack it with 'heu\
+ristic @heuristics0 x=*fp32;n=17;*;@types=(fp32)' [heuristic] -1
+both @heuristics1 B=4 -> E=0.5
+both @heuristics1 B=2;x=*fp32 -> E=None
+both @pruned0 n=3;@types=(fp32);@gpu='Fake%20GPU' -> B=2;num_warps=1|B=4;num_warps=8
+both @tuned0 n=3;gone=-;@types=(fp32);@gpu='Fake%20GPU' -> B=4;num_warps=8
+both *fp32:D,i32,=4,=0.5 num_warps=8
+heuristic @heuristics0 n=16 -> B=8;num_warps=8
+heuristic @heuristics0 n=32 -> B=8;num_warps=8
+heuristic @heuristics0 n=1;x=*fp32 -> B=1;num_warps=1
+heuristic @heuristics0 n=1;x=*fp64 -> B=1;num_warps=1
+heuristic @heuristics1 B=1;none=- -> E=True
+heuristic @heuristics1 B=8;none=- -> E=True
+heuristic (=None,*fp32:D),i32:D,=8,=True num_warps=8
+heuristic *fp32:D,=1,=1,=True num_warps=1
+heuristic *fp32:D,i32:D,=8,=True num_warps=8
+heuristic *fp64:D,=1,=1,=True num_warps=1
+heuristic *i32:D,i32:D,=8,=True num_warps=8
+outer @heuristics0 x=*fp32 -> E=(1,fp16)
+outer @tuned1 E=(1,fp16);@types=(fp32);@gpu='Fake%20GPU' -> B=2;num_warps=8
+outer *fp32:D,=2,=(1,fp16) num_warps=8
+packed @tuned0 n=5;@types=();@gpu='Fake%20GPU' -> B=8
+packed i32,=8
+single *fp32:D,=7 num_warps=2
+tuned @tuned0 n=128;@types=(fp32);@gpu='Fake%20GPU' -> B=16;num_warps=8
+tuned @tuned0 n=128;@types=(fp64);@gpu='Fake%20GPU' -> B=16;num_warps=8
+tuned @tuned0 n=256;@types=(fp32);@gpu='Fake%20GPU' -> B=32;num_warps=8;maxnreg=64
+tuned *fp32:D,i32:D,i32,=16 num_warps=8
+tuned *fp32:D,i32:D,i32,=32 maxnreg=64;num_warps=8
+tuned *fp32:D,i32:D,i32,=64
+"""
 DONE = """\
 retain 0
 launch k grid 7 5 3 block 128 1 1 shared 0 stream 0 extra 0 first 16 10 0 0
-launch k grid 7 5 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 7 5 1 block 256 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
 launch k grid 2 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
-launch k grid 2 1 1 block 128 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
+launch k grid 2 1 1 block 256 1 1 shared 0 stream 9 extra 0 first 16 10 0 0
 launch k grid 1 1 1 block 128 1 1 shared 0 stream 13 extra 0 first 16 10 0 0
 launch k grid 4 2 1 block 128 1 1 shared 0 stream 5 extra 0 first 32 20 0 0
 launch k grid 4 2 1 block 128 1 1 shared 0 stream 0 extra 0 first 32 20 0 0
@@ -414,11 +629,12 @@ unload wrong
 """
 
 
-def in_triton(name: str, folder: Path) -> None:
+def in_triton(name: str, folder: Path, *more: Path) -> None:
     path = os.pathsep.join((str(ROOT), str(TRITON)))
     env = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "triton")}
+    env["LD_LIBRARY_PATH"] = str(folder)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_jit", name, str(folder)],
+        [sys.executable, "-m", "tests.test_jit", name, str(folder), *map(str, more)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -429,6 +645,7 @@ def run(folder: Path, *args: str | Path) -> tuple[str, list[str]]:
     log = folder / f"log-{args[0]}"
     log.unlink(missing_ok=True)
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_WORDS": "1"}
+    env["PLAIT_CACHE_DIR"] = str(folder / "cache")
     done = subprocess.run([folder / "jit", *args], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "ThreadSanitizer" not in done.stderr, done.stdout + done.stderr
     return done.stdout, log.read_text().splitlines()
@@ -468,6 +685,12 @@ def test_launches(program: Path) -> None:
     assert done == DONE.splitlines()
 
 
+def test_bound_launches_change(program: Path) -> None:
+    said, done = run(program, "bound")
+    assert said == BOUND_SAID
+    assert done == BOUND_DONE.splitlines()
+
+
 def test_each_context_has_its_handle(program: Path) -> None:
     said, done = run(program, "contexts")
     refused = "error: kernel k: k: out of luck (400)\n  specialization: i32:D [k] -1\n"
@@ -484,8 +707,9 @@ def test_a_hit_allocates_nothing(program: Path) -> None:
 
 def test_threads_compile_once(program: Path) -> None:
     said, done = run(program, "threads")
-    assert said == "51 kernels\n"
-    assert sum(line.startswith("launch") for line in done) == 8 * 60 * 3 * 2
+    assert said == "dheuristics1 was asked 8 times\neheuristics1 was asked 8 times\n63 kernels\n"
+    assert sum(line.startswith("launch") and " stream 5 " in line for line in done) == 8 * 60 * 3 * 2
+    assert sum(line.startswith("launch") and " stream 6 " in line for line in done) == 8 * 60 * 2 + 2 * 7 * 2 * 4
 
 
 def packs(folder: Path) -> None:
@@ -547,6 +771,293 @@ def test_packs(program: Path) -> None:
     in_triton("packs", program)
 
 
+def of_python(folder: Path) -> list[str]:
+    """What Triton's own decorators choose on a device that takes as long as the fake one."""
+    import torch
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    module = load_module("decorated", DECORATED, folder)
+    ran: list[Any] = []
+
+    def cost(call: Callable[[], None], quantiles: object) -> list[float]:
+        call()
+        meta = ran.pop()
+        return [1 + abs(32 * meta["num_warps"] - 256) + 10 * abs(-(-meta["n"] // meta["BLOCK"]) - 8)] * 3
+
+    chosen = []
+    for name in ("tuned", "outer", "warps", "pruned", "modelled", "kept"):
+        layer = fn = getattr(module, name)
+        while not isinstance(layer, triton.runtime.jit.JITFunction):
+            if isinstance(layer, Autotuner):
+                layer.do_bench = cost
+            layer = layer.fn
+        names = layer.arg_names
+        layer.run = lambda *args, names=names, **keywords: ran.append(dict(zip(names, args, strict=False), **keywords))
+        for n in (1, 128, 1000, 2048, 128, 1):
+            x, out = torch.zeros(64), torch.zeros(64, dtype=torch.float16 if n == 128 else torch.float32)
+            fn[(1,)](x, out, n) if n == 128 else fn[(1,)](x, n=n, out=out)
+            meta = ran.pop()
+            grid = -(-n // meta["BLOCK"])
+            values = [str(meta[p.name]) for p in layer.params if p.is_constexpr]
+            chosen.append(f"{name} {' '.join(values)} {grid} {meta['num_warps']}")
+        assert not ran
+    return chosen
+
+
+def decorators(folder: Path) -> None:
+    """Decorators of a file as Triton's Python has them: found by a process, on disk and in a pack."""
+    import plait.tools.pack
+
+    file = folder / "decorated.py"
+    file.write_text(DECORATED)
+    want = of_python(folder)
+
+    def got(said: str) -> list[str]:
+        lines = []
+        for line in said.split("\nerror: ")[0].splitlines():
+            name, specialization, *more = line.split()
+            constants = [item.value for item in read_specialization(specialization) if item.type == "constexpr"]
+            keep = constants[1:] if "=1," in specialization else constants  # n, where it is 1
+            lines.append(" ".join([name, *map(str, keep), *more]))
+        return lines
+
+    said, done = run(folder, "chosen", sys.executable, file, "-")
+    assert got(said) == want
+    starts = [
+        "kernel hooked: TypeError: its @triton.autotune has a configuration with a pre_hook, a Python function that",
+        "kernel reads_shape: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its shape",
+        "no error",
+        "kernel all_refused: triton.compiler.errors.CompileTimeAssertionFailure: ",
+    ]
+    errors = re.split(r"(?:^|\n)(?:error: )?(?=kernel \w+: |no error)", said)[1:]
+    for error, start in zip(errors, starts, strict=True):
+        assert error.startswith(start), said
+    n_timed = sum(line.startswith("launch") for line in done)
+    again, done = run(folder, "chosen", sys.executable, file, "-")
+    assert got(again) == want
+    assert sum(line.startswith("launch") for line in done) == len(want) + 1 < n_timed
+
+    listed = Path(f"{file}.list")
+    output = str(folder / "decorated.pack")
+    plait.tools.pack.main([str(file), "-o", output, "--signatures", f"@{listed}"])
+    said, done = run(folder, "chosen", "/bin/false", "/nowhere", output)
+    assert got(said) == want and sum(line.startswith("launch") for line in done) == len(want)
+
+    # What a pack lacks is asked for in words that make it.
+    lines = [x for x in listed.read_text().splitlines() if "n=2048" not in x]
+    table = folder / "table"
+    table.write_text("\n".join(lines))
+    kernels = [x for x in lines if " @" not in x]
+    plait.tools.pack.main([str(file), "-o", output, "--tune-table", str(table), "--signatures", *kernels])
+    missing = subprocess.run(
+        [folder / "jit", "chosen", "/bin/false", "/nowhere", output], capture_output=True, text=True,
+        env={**os.environ, "LD_LIBRARY_PATH": str(folder)}, timeout=60,
+    )  # fmt: skip
+    question = re.search(r"pack it with '(tuned @heuristics1 .*)'", missing.stderr)
+    assert question is not None, missing.stderr
+    plait.tools.pack.main([str(file), "-o", output, "--signatures", question[1]])
+    assert b">heuristics1 n=2048;BLOCK=" in Path(output).read_bytes()
+
+
+MEETING = """
+
+import time
+from pathlib import Path
+
+
+def meeting(mine, other):
+    def name_of(specialization):  # asked when it is compiled
+        Path(__file__).with_name(mine).touch()
+        end = time.monotonic() + 60
+        while not Path(__file__).with_name(other).exists():
+            assert time.monotonic() < end, "the other one is not compiled at the same time"
+            time.sleep(0.01)
+        return mine
+
+    return name_of
+
+
+@triton.jit(repr=meeting("meets_a", "meets_b"))
+def meets_a(x):
+    tl.store(x, 1)
+
+
+@triton.jit(repr=meeting("meets_b", "meets_a"))
+def meets_b(x):
+    tl.store(x, 1)
+"""
+
+
+def python(folder: Path) -> None:
+    """The Python of a program's own process compiles, whoever holds its lock; and processes compile at once."""
+    (folder / "python").mkdir()
+    (file := folder / "python" / "kernels.py").write_text(KERNELS + MEETING)
+    library = Path(sysconfig.get_config_var("LIBDIR")) / sysconfig.get_config_var("INSTSONAME")
+    os.environ["PYTHONHOME"] = sys.base_prefix
+    said, done = run(folder, "python", library, file, sys.executable)
+    errors = said.split("error: ")[1:]
+    starts = [
+        "kernel add_kernel: there is no Python in this process that compiles kernels",
+        "kernel wrong: triton.compiler.errors.CompilationError: ",
+        "kernel wrong: FileNotFoundError: there is no Python file /nowhere.py",
+    ]
+    for error, start in zip(errors, starts, strict=True):
+        assert error.startswith(start), error
+    assert "Traceback" in errors[1] and "no_such_function" in errors[1]
+    assert sum(line.startswith("launch add_kernel") for line in done) == 5
+    assert sum(line.startswith("launch meets") for line in done) == 2
+
+
+LOADED = """
+#include <plait/triton.h>
+using namespace plait::triton;
+extern "C" bool add(const char* file, long n) try {
+  auto* p = reinterpret_cast<float*>(16);
+  jit(file, "add_kernel", embedded())[{2}](p, p, p, n);
+  return true;
+} catch (const Error&) {
+  return false;
+}
+"""
+
+
+def loaded(folder: Path) -> None:
+    """A library that a Python program loads; some of its threads keep Python's lock when they call it."""
+    (file := folder / "kernels.py").write_text(KERNELS)
+    (folder / "loaded.cpp").write_text(LOADED)
+    (folder / "libcuda.so.1").symlink_to(Path(sys.argv[3]))
+    build(
+        "-shared", "-fPIC", "-o", folder / "loaded.so", folder / "loaded.cpp", LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}"
+    )
+    keeping, giving = (kind(str(folder / "loaded.so")).add for kind in (ctypes.PyDLL, ctypes.CDLL))
+    done: list[bool] = []
+
+    def calls(add: Any) -> None:
+        add.restype = ctypes.c_bool
+        done.extend(add(str(file).encode(), n) for n in (1, 2, 16))
+
+    threads = [threading.Thread(target=calls, args=(add,)) for add in (keeping, giving, keeping, giving)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [True] * 12
+
+
+@needs_triton
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_ENABLE_SHARED"), reason="Python has no shared library")
+def test_python_in_the_process(program: Path) -> None:
+    in_triton("python", program)
+
+
+@needs_triton
+@pytest.mark.skipif(not LIBRARY.exists(), reason="libplait_core is not built")
+def test_python_loads_a_library(program: Path, tmp_path: Path) -> None:
+    in_triton("loaded", tmp_path, program / "libcuda.so.1")
+
+
+DESCRIBED = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy(x, out, shapes):
+    out.store([0] * len(out.shape), out.load([0] * len(out.shape)))
+    tl.store(shapes + x.shape[0], x.load([0] * len(x.shape)).numel)
+"""
+DESCRIPTOR_ERRORS = (
+    ["0 (x), a tensor descriptor: its base is not a multiple of 16"]
+    + ["0 (x), a tensor descriptor: its strides are not multiples of 16 bytes"]
+    + ["0 (x), a tensor descriptor: its last stride is not 1", "0 (x), a tensor descriptor: its shape is not positive"]
+    + ["0 (x): a descriptor's shape, strides and block shape have the same 1 to 5 dimensions"] * 4
+    + ["0 (x), a tensor descriptor: only floating-point elements can be padded with nan"]
+    + ["0 (x): a tensor descriptor in a tuple", "0 (x): a tensor descriptor cannot be a constant"]
+)
+
+
+def descriptors(folder: Path) -> None:
+    """Tensor descriptors as Triton's launcher hands them to a kernel: maps, or fields on older GPUs."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+    from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (folder / "described.py").write_text(DESCRIBED)
+    fn = load_module("described", DESCRIBED, folder).copy
+    x = TensorDescriptor(Memory(torch.float16, 4112), [100, 64], [80, 1], [16, 32])
+    out = TensorDescriptor(Memory(torch.float16, 8192), [7, 3, 128], [512, 128, 1], [1, 1, 64], "nan")
+    flat = TensorDescriptor(Memory(torch.float8_e5m2, 16), [1000], [1], [256])
+
+    class Utils:
+        """What encodes a map: it writes down what for."""
+
+        maps: list[str]
+
+        def fill_tma_descriptor(
+            self, base: int, swizzle: int, size: int, kind: int, block: Any, shape: Any, strides: Any, nan: int
+        ) -> str:
+            steps = [size * s for s in reversed(strides[:-1])]
+            last = shape[0] * (steps[-1] if steps else size)
+            sides = zip(reversed(shape), [*steps, last], reversed(block), strict=True)
+            text = " ".join(f"({n} {s} {b} 1)" for n, s, b in sides)
+            self.maps.append(f"type {kind} base {base:#x} swizzle {swizzle} fill {nan} 02 {text}")
+            return f"{len(self.maps):x}"
+
+    class Driver:
+        utils = Utils()
+
+    triton.runtime.driver.set_active(Driver())
+    types = {id(x): ("fp16[16, 32]", "fp16[1, 1, 64]"), id(flat): ("fp8e5[256]", "fp8e5[256]")}
+    for major in (8, 9):
+        Utils.maps, want = [], []
+
+        def launch(a: Any, b: Any, major: int = major, want: list[str] = want) -> None:
+            signature = {n: f"tensordesc<{t}>" for n, t in zip(("x", "out"), types[id(a)], strict=True)}
+            source = ASTSource(fn, {**signature, "shapes": "*i64"}, {}, {(2,): [["tt.divisibility", 16]]})
+            made = triton.compile(source, GPUTarget("cuda", 10 * major, 32), {"num_warps": 4})
+            metas = made.metadata.tensordesc_meta or [None, None]
+            words = [w for d, m in zip((a, b), metas, strict=True) for w in make_tensordesc_arg(d, m)]
+            hexed = [w if isinstance(w, str) else f"{getattr(w, 'address', w):x}" for w in words]
+            want.append(" ".join([*hexed, "40"]))
+
+        for pair in ((x, out), (x, out), (flat, flat)):
+            launch(*pair)
+        want.insert(1, want[1])  # what is bound is launched twice
+        os.environ["FAKE_CUDA_CAPABILITY"] = str(major)
+        said, done = run(folder, "descriptors", sys.executable, folder / "described.py")
+        launched = [line.split() for line in done if line.startswith("launch")]
+        assert [" ".join(line[line.index("first") + 2 : -2]) for line in launched] == want
+        maps = [line.split(" ", 2)[2] for line in done if line.startswith("map")]
+        good = [m for m in maps if m in Utils.maps]
+        assert good[: len(Utils.maps)] == Utils.maps and (major == 9) == bool(good)
+        assert (
+            re.findall(r"error: kernel copy: argument (.*?)(?:, a block's.*| \[copy] 0)?\n", said) == DESCRIPTOR_ERRORS
+        ), said
+
+
+@needs_triton
+def test_descriptors(program: Path) -> None:
+    in_triton("descriptors", program)
+
+
+@needs_triton
+def test_decorators(program: Path) -> None:
+    in_triton("decorators", program)
+
+
+def test_what_decorators_are_asked(program: Path) -> None:
+    said, done = run(program, "decorated")
+    assert said == DECORATORS_ASKED
+    assert sum(line.startswith("launch tuned") for line in done) == 43
+    assert sum(line.startswith("fill 0 40 ") for line in done) == 9
+    _, done = run(program, "decorated")  # another process times nothing again
+    assert sum(line.startswith("launch tuned") for line in done) == 7
+
+
 @pytest.mark.parametrize(
     "signature", ["add i33", "add i32,", "add (i32", "add =x", "add i32:16", "add *fp32:D i32", "add i32 warps=(1"]
 )
@@ -596,7 +1107,7 @@ def test_the_library(tmp_path: Path) -> None:
     assert done.stdout == "kernel (all of a pack): cannot read kernel file nowhere"
 
 
-CASES = {f.__name__: f for f in (specializes_as_triton, packs)}
+CASES = {f.__name__: f for f in (specializes_as_triton, packs, decorators, descriptors, python, loaded)}
 
 if __name__ == "__main__":
     CASES[sys.argv[1]](Path(sys.argv[2]))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton import language as tl
 from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
@@ -49,6 +50,14 @@ LIBDEVICE = types.SimpleNamespace(
         )
     }
 )  # fmt: skip
+
+
+INSTRUCTIONS = {
+    "p_ex2": lambda x: tl.exp2(x),
+    "p_rcp": lambda x: 1.0 / x,
+    "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
+}
+"""Helpers of one instruction, which the interpreter has not."""
 
 
 def _patch_index() -> None:
@@ -136,6 +145,9 @@ def interpreted(name: str, text: str, folder: Path) -> Callable[..., None]:
     """The kernel of a module, with a libdevice."""
     module = load_module(name, text, folder)
     module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
+    for helper, body in INSTRUCTIONS.items():
+        if hasattr(module, helper):
+            setattr(module, helper, body)
     function: Callable[..., None] = getattr(module, name)
     return function
 

@@ -30,7 +30,7 @@ void find(void* library, F& entry, const char* name, bool required = true) {
 }  // namespace
 
 Driver::Driver(const char* library) {
-  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);  // stays open: kernels use it to the end
+  void* handle = library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);  // stays open: kernels use it to the end
   if (!handle) throw DriverError(kNoDriver, std::string("no CUDA driver: ") + dlerror());
   find(handle, init, "cuInit");
   find(handle, error_string, "cuGetErrorString");
@@ -67,6 +67,12 @@ const Driver& Driver::machine() {
   return driver;
 }
 
+void* Driver::symbol(const char* name) const {
+  void* entry = nullptr;
+  find(library_, entry, name);
+  return entry;
+}
+
 void Driver::fail(int code, std::string_view what) const {
   const char* text = nullptr;
   error_string(code, &text);
@@ -99,19 +105,25 @@ Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts
              .n_attributes = static_cast<uint32_t>(attributes_.size())};
 }
 
+NodeParams Kernel::node_of(const Config& c, void** parameters) const {
+  return {.function = function_,
+          .grid_x = c.grid_x,
+          .grid_y = c.grid_y,
+          .grid_z = c.grid_z,
+          .block_x = c.block_x,
+          .block_y = 1,
+          .block_z = 1,
+          .shared = c.shared,
+          .parameters = parameters,
+          .extra = nullptr,
+          .kernel = nullptr,
+          .context = nullptr};
+}
+
 void Kernel::set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const {
-  const NodeParams params{.function = function_,
-                          .grid_x = static_cast<uint32_t>(grid) * num_ctas_,
-                          .grid_y = 1,
-                          .grid_z = 1,
-                          .block_x = config_.block_x,
-                          .block_y = 1,
-                          .block_z = 1,
-                          .shared = config_.shared,
-                          .parameters = parameters,
-                          .extra = nullptr,
-                          .kernel = nullptr,
-                          .context = nullptr};
+  Config config = config_;
+  config.grid_x = static_cast<uint32_t>(grid) * num_ctas_;
+  const NodeParams params = node_of(config, parameters);
   driver_.check(driver_.set_node(graph, node, &params), symbol_);
 }
 
@@ -124,7 +136,7 @@ void Kernel::prepare_shared(uint32_t bytes) {
   driver_.check(driver_.device_attribute(&most, kMaxSharedOptIn, device), symbol_);
   driver_.check(driver_.function_attribute(&fixed, kStaticShared, function_), symbol_);
   if (static_cast<int64_t>(bytes) + fixed > most)
-    throw std::runtime_error(symbol_ + ": needs " + std::to_string(bytes + fixed) +
+    throw OutOfResources(symbol_ + ": needs " + std::to_string(bytes + fixed) +
                              " bytes of shared memory, the device has " + std::to_string(most));
   driver_.check(driver_.set_function_attribute(function_, kCarveout, 100), symbol_);
   driver_.check(driver_.set_function_attribute(function_, kMaxDynamicShared, most - fixed), symbol_);

@@ -22,6 +22,11 @@ struct DriverError : std::runtime_error {
   int code;
 };
 
+// A kernel wants more of something than the device has.
+struct OutOfResources : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // The driver's handles: pointers to what only it knows.
 struct DriverFunction;
 struct DriverModule;
@@ -103,6 +108,12 @@ class Driver {
     check(set_context(context), "cuCtxSetCurrent");
   }
 
+  // An entry point that few need. Throws DriverError if the driver has none of that name.
+  template <class F>
+  void need(F& entry, const char* name) const {
+    entry = reinterpret_cast<F>(symbol(name));
+  }
+
   int (*init)(unsigned);
   int (*error_string)(int, const char**);
   int (*current_device)(int*);
@@ -130,6 +141,10 @@ class Driver {
   int (*synchronize)();
   int (*allocate)(void**, size_t, Stream);  // these two are null in drivers before 11.2
   int (*free)(void*, Stream);
+
+ private:
+  void* symbol(const char* name) const;
+  void* library_;
 };
 
 // What the compiler's metadata says of a kernel. Scratch: bytes a program
@@ -174,6 +189,8 @@ class Kernel {
     return config;
   }
 
+  // A launch as a graph's node has it.
+  NodeParams node_of(const Config& config, void** parameters) const;
   // The parameters of one launch inside a recorded graph, from its next launch on.
   void set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const;
 

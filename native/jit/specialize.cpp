@@ -12,6 +12,7 @@ namespace {
 constexpr const char* kNames[] = {"",     "u1",   "i8",   "i16",  "i32",     "i64",    "u8",
                                   "u16",  "u32",  "u64",  "fp16", "bf16",    "fp32",   "fp64",
                                   "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"};
+constexpr int64_t kMaxBlock = 1 << 20;  // elements
 constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1};
 const char* name_of(DType t) { return kNames[static_cast<size_t>(t)]; }
 
@@ -23,30 +24,6 @@ std::optional<DType> dtype_named(std::string_view name) {
 bool is_float(DType t) { return t >= DType::fp16 && t <= DType::fp64; }
 bool is_signed(DType t) { return t >= DType::i8 && t <= DType::i64; }
 
-std::vector<std::string_view> split(std::string_view text, char at) {
-  std::vector<std::string_view> parts;
-  for (;;) {
-    const size_t end = text.find(at);
-    parts.push_back(text.substr(0, end));
-    if (end == text.npos) return parts;
-    text.remove_prefix(end + 1);
-  }
-}
-
-std::string quoted(std::string_view s) {
-  constexpr char digits[] = "0123456789ABCDEF";
-  std::string out = "'";
-  for (const unsigned char c : s) {
-    const bool plain = (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
-                       std::string_view("_.-~").find(static_cast<char>(c)) != std::string_view::npos;
-    if (plain)
-      out += static_cast<char>(c);
-    else
-      out += {'%', digits[c >> 4], digits[c & 15]};
-  }
-  return out + "'";
-}
-
 std::string float_text(double v) {
   if (std::isnan(v)) return "nan";
   char text[40];
@@ -55,8 +32,8 @@ std::string float_text(double v) {
   return out.find_first_of(".ein") == out.npos ? out + ".0" : out;
 }
 
-// Leaves and their values, made from the text of a parameter's default.
-struct Values {
+// Leaves and their values, made from text.
+struct Literal {
   std::vector<Leaf> leaves;
   std::vector<uint8_t> states;
   std::vector<uint64_t> words;
@@ -181,10 +158,18 @@ struct Item {
         out.text += "(";
         for (size_t j = k + 1; j < from.next(k); j = from.next(j)) {
           if (j != k + 1) out.text += ",";
+          if (from.leaf(j).kind == Kind::descriptor) refuse("a tensor descriptor in a tuple");
           add(j, Rules());
         }
         out.text += ")";
         return;
+      case Kind::descriptor:
+        if (!annotation.empty()) refuse("a tensor descriptor for a parameter annotated " + annotation);
+        type(from.value(k, true), false);
+        if (from.value(k, true).ends_with("[]>"))
+          refuse("a descriptor's shape, strides and block shape have the same 1 to 5 dimensions, a block's "
+                 "lengths are powers of two, 1048576 elements at most");
+        return slot(k, state::type_of(state), false);
       case Kind::none:
       case Kind::dtype:
       case Kind::string:
@@ -209,6 +194,11 @@ uint16_t half_of(double v) {
   return static_cast<uint16_t>(sign | (((unit + 24) << 10) + steps));
 }
 
+void count_words(Binding& b) {
+  b.n_compared = b.mask.size();
+  while (b.n_compared > 0 && b.mask[b.n_compared - 1] == 0) --b.n_compared;
+}
+
 void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* states, uint64_t* words,
           const std::vector<size_t>& first_word) {
   const Leaf& leaf = leaves[k];
@@ -220,6 +210,7 @@ void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* s
     if (!rules.align) mask &= static_cast<uint8_t>(~state::aligned);
   }
   states[k] = mask;
+  if (leaf.kind == Kind::descriptor) words[first_word[k]] = ~uint64_t{0};  // its type
   for (size_t w = 0; constant && w < leaf.n_words(); ++w) words[first_word[k] + w] = ~uint64_t{0};
   Rules inside;
   inside.constant = constant;
@@ -227,6 +218,51 @@ void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* s
     mark(leaves, j, inside, states, words, first_word);
 }
 }  // namespace
+
+std::vector<std::string_view> split(std::string_view text, char at) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const size_t end = text.find(at);
+    parts.push_back(text.substr(0, end));
+    if (end == text.npos) return parts;
+    text.remove_prefix(end + 1);
+  }
+}
+
+std::string quoted(std::string_view s) {
+  constexpr char digits[] = "0123456789ABCDEF";
+  std::string out = "'";
+  for (const unsigned char c : s) {
+    const bool plain = (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
+                       std::string_view("_.-~").find(static_cast<char>(c)) != std::string_view::npos;
+    if (plain)
+      out += static_cast<char>(c);
+    else
+      out += {'%', digits[c >> 4], digits[c & 15]};
+  }
+  return out + "'";
+}
+
+Settings read_settings(std::string_view text) {
+  Settings found;
+  for (const std::string_view item : split(text, ';')) {
+    const size_t at = item.find('=');
+    if (at != item.npos) found.emplace_back(item.substr(0, at), item.substr(at + 1));
+  }
+  return found;
+}
+
+std::string write_settings(const Settings& settings) {
+  std::string text;
+  for (const auto& [name, value] : settings) text += (text.empty() ? "" : ";") + name + "=" + value;
+  return text;
+}
+
+const std::string* find(const Settings& settings, std::string_view name) {
+  for (const auto& [known, value] : settings)
+    if (known == name) return &value;
+  return nullptr;
+}
 
 Error::Error(const std::string& what, std::string kernel, std::string specialization, int argument,
              std::string traceback)
@@ -238,20 +274,47 @@ Error::Error(const std::string& what, std::string kernel, std::string specializa
       traceback(std::move(traceback)),
       argument(argument) {}
 
+bool Layer::sets(std::string_view name) const {
+  if (!tunes) return std::find(names.begin(), names.end(), name) != names.end();
+  return std::any_of(configs.begin(), configs.end(), [&](const Settings& c) { return find(c, name); });
+}
+
 Signature::Signature(const std::string& function, const std::string& text) : function(function) {
   const auto lines = split(text, '\n');
-  for (const std::string_view option : split(lines[0], ';')) {
-    const size_t at = option.find('=');
-    if (at != option.npos) options.emplace_back(option.substr(0, at), option.substr(at + 1));
-  }
+  const auto names = [](std::string_view list) {
+    std::vector<std::string> found;
+    for (const std::string_view name : split(list, ','))
+      if (!name.empty()) found.emplace_back(name);
+    return found;
+  };
+  options = read_settings(lines[0]);
   for (size_t k = 1; k < lines.size(); ++k) {
     if (lines[k].empty()) continue;
+    const char first = lines[k][0];
+    const std::string_view rest = lines[k].substr(1);
     const auto fields = split(lines[k], '|');
-    if (fields.size() != 4) throw Error("its signature cannot be read", function);
-    const auto has = [&](char flag) { return fields[2].find(flag) != std::string_view::npos; };
-    parameters.push_back({std::string(fields[0]), std::string(fields[1]), std::string(fields[3]),
-                          has('c'), has('k'), has('s'), has('a')});
+    if (first == '#') {
+      identity = rest;
+    } else if (first == '>') {
+      facts.emplace_back(rest);
+    } else if (first == '+' && !layers.empty()) {
+      layers.back().configs.push_back(read_settings(rest));
+    } else if (fields[0] == "@heuristics" && fields.size() == 2) {
+      layers.push_back({false, false, names(fields[1]), {}, {}, {}});
+    } else if (fields[0] == "@autotune" && fields.size() == 5) {
+      layers.push_back({true, fields[4] == "p", names(fields[1]), names(fields[2]), names(fields[3]), {}});
+    } else if (fields.size() == 4) {
+      const auto has = [&](char flag) { return fields[2].find(flag) != std::string_view::npos; };
+      parameters.push_back({std::string(fields[0]), std::string(fields[1]), std::string(fields[3]),
+                            has('c'), has('k'), has('s'), has('a')});
+    } else {
+      throw Error("its signature cannot be read", function);
+    }
   }
+}
+
+bool Signature::is_set(std::string_view parameter) const {
+  return std::any_of(layers.begin(), layers.end(), [&](const Layer& l) { return l.sets(parameter); });
 }
 
 Arguments::Arguments(std::span<const Leaf> leaves, const uint8_t* states, const uint64_t* words,
@@ -266,11 +329,13 @@ Arguments::Arguments(std::span<const Leaf> leaves, const uint8_t* states, const 
   }
 }
 
-std::string Arguments::value(size_t k) const {
+std::string Arguments::value(size_t k, bool pointers) const {
   const uint64_t* word = words_ + first_word_[k];
   if (states_[k] & state::none) return "None";
   switch (leaves_[k].kind) {
-    case Kind::pointer: throw std::invalid_argument("a pointer cannot be a constant");
+    case Kind::pointer:
+      if (!pointers) throw std::invalid_argument("a pointer cannot be a constant");
+      return "*" + std::string(name_of(state::type_of(states_[k])));
     case Kind::integer:
       return state::type_of(states_[k]) == DType::u64 ? std::to_string(*word)
                                                       : std::to_string(static_cast<int64_t>(*word));
@@ -280,10 +345,22 @@ std::string Arguments::value(size_t k) const {
     case Kind::dtype: return name_of(state::type_of(states_[k]));
     case Kind::string: return quoted(strings_[first_string_[k]]);
     case Kind::function: return "@" + std::string(strings_[first_string_[k]]);
+    case Kind::descriptor: {
+      if (!pointers) throw std::invalid_argument("a tensor descriptor cannot be a constant");
+      std::string lengths;
+      int64_t count = 1;
+      for (size_t d = 0; d < (*word & 0xff); ++d) {
+        const int64_t length = int64_t{1} << (*word >> 8 * (d + 1) & 0xff);
+        count *= std::min(length, kMaxBlock + 1);
+        if (count > kMaxBlock) return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[]>";
+        lengths += (d ? "," : "") + std::to_string(length);
+      }
+      return "tensordesc<" + std::string(name_of(state::type_of(states_[k]))) + "[" + lengths + "]>";
+    }
     case Kind::tuple: break;
   }
   std::string out = "(";
-  for (size_t j = k + 1; j < next(k); j = next(j)) out += (j == k + 1 ? "" : ",") + value(j);
+  for (size_t j = k + 1; j < next(k); j = next(j)) out += (j == k + 1 ? "" : ",") + value(j, pointers);
   return out + ")";
 }
 
@@ -313,35 +390,62 @@ Binding bind(const Signature& signature, std::span<const Leaf> leaves) {
     if (b.sources[p] != -1)
       throw Error("two values for argument " + std::to_string(p) + " (" + parameters[p].name + ")",
                   signature.function, "", static_cast<int>(p));
+    if (signature.is_set(parameters[p].name))
+      throw Error("argument " + std::to_string(p) + " (" + parameters[p].name + ") is set by a decorator",
+                  signature.function, "", static_cast<int>(p));
     b.sources[p] = static_cast<int>(k);
     mark(leaves, k, rules_of(parameters[p]), states, b.mask.data() + n_states, first_word);
   }
   for (size_t p = 0; p < parameters.size(); ++p)
-    if (b.sources[p] == -1 && parameters[p].fallback.empty())
+    if (b.sources[p] == -1 && parameters[p].fallback.empty() && !signature.is_set(parameters[p].name))
       throw Error("argument " + std::to_string(p) + " (" + parameters[p].name + ") is missing",
                   signature.function, "", static_cast<int>(p));
-  b.n_compared = b.mask.size();
-  while (b.n_compared > 0 && b.mask[b.n_compared - 1] == 0) --b.n_compared;
+  for (size_t k = 0; k < leaves.size() && !signature.layers.empty(); ++k)
+    states[k] |= state::type | state::none;  // decorators know a tensor's dtype
+  count_words(b);
   return b;
 }
 
-Specialization specialize(const Signature& signature, const Binding& binding, const Arguments& call) {
+void widen(Binding& b, const Signature& signature, std::span<const Leaf> leaves,
+           std::span<const std::string> names) {
+  auto* states = reinterpret_cast<uint8_t*>(b.mask.data());
+  size_t word = detail::n_state_words(leaves.size()), end = 0;
+  for (size_t k = 0, p = 0; k < leaves.size(); word += leaves[k++].n_words()) {
+    if (k >= end) {
+      end = k + 1 + leaves[k].n_inside;
+      p = static_cast<size_t>(std::find(b.sources.begin(), b.sources.end(), static_cast<int>(k)) - b.sources.begin());
+    }
+    if (std::find(names.begin(), names.end(), signature.parameters[p].name) == names.end()) continue;
+    states[k] = 0xff;
+    const bool is_memory = leaves[k].kind == Kind::pointer || leaves[k].kind == Kind::descriptor;
+    for (size_t w = 0; !is_memory && w < leaves[k].n_words(); ++w) b.mask[word + w] = ~uint64_t{0};
+  }
+  count_words(b);
+}
+
+Specialization specialize(const Signature& signature, const Binding& binding, const Arguments& call,
+                          const Settings& chosen) {
   Specialization out;
   for (size_t p = 0; p < signature.parameters.size(); ++p) {
     const Parameter& parameter = signature.parameters[p];
     if (p) out.text += ",";
     const int source = binding.sources[p], index = static_cast<int>(p);
+    const std::string* set = find(chosen, parameter.name);
+    const std::string& fallback = set ? *set : parameter.fallback;
     if (source >= 0) {
       Item{signature, call, index, false, out}.add(static_cast<size_t>(source), rules_of(parameter));
+    } else if (fallback.empty()) {
+      throw Error("argument " + std::to_string(p) + " (" + parameter.name + ") is missing", signature.function,
+                  out.text, index);
     } else if (parameter.constant) {
-      out.text += "=" + parameter.fallback;
+      out.text += "=" + fallback;
     } else {
-      Values values;
-      std::string_view text = parameter.fallback;
+      Literal values;
+      std::string_view text = fallback;
       const bool known = values.read(text);
       const Arguments from(values.leaves, values.states.data(), values.words.data(), {});
       const Item item{signature, from, index, true, out};
-      if (!known) item.refuse("its default " + parameter.fallback + " cannot be passed to a kernel");
+      if (!known) item.refuse("its default " + fallback + " cannot be passed to a kernel");
       const size_t before = out.slots.size();
       item.add(0, rules_of(parameter));
       for (size_t k = before; k < out.slots.size(); ++k) {
@@ -381,13 +485,79 @@ void fix(const Slot& slot, const Signature& signature, uint8_t state, uint64_t* 
   if (slot.to == DType::fp64) *word = std::bit_cast<uint64_t>(v);
 }
 
+std::vector<Recipe> read_recipes(std::string_view text) {
+  std::vector<Recipe> found;
+  for (const std::string_view one : split(text, ';')) {
+    const auto fields = split(one, ',');
+    if (fields.size() != 5) continue;
+    const auto number = [](std::string_view s) {
+      int v = 0;
+      std::from_chars(s.data(), s.data() + s.size(), v);
+      return v;
+    };
+    found.push_back({number(fields[0]), number(fields[1]), number(fields[2]), number(fields[3]) != 0, {}});
+    for (const std::string_view n : split(fields[4], 'x')) found.back().block.push_back(static_cast<uint32_t>(number(n)));
+  }
+  return found;
+}
+
+std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recipe>& recipes,
+                         const Arguments& call) {
+  std::vector<Slot> out;
+  int n = 0;
+  for (const Slot& slot : slots) {
+    if (slot.from != Kind::descriptor) {
+      out.push_back(slot);
+      continue;
+    }
+    const size_t rank = call.descriptor_rank(slot.leaf);
+    const auto put = [&](size_t word, uint8_t nbytes, int map = -1) {
+      Slot part = slot;
+      part.word += static_cast<uint32_t>(word);
+      part.nbytes = nbytes;
+      part.map = map;
+      out.push_back(part);
+    };
+    constexpr size_t shape = 2, strides = shape + Extents::max_rank, padding = strides + Extents::max_rank;
+    const bool is_map = !recipes.empty();
+    if (is_map) {
+      put(0, Recipe::map_nbytes, n);
+    } else {
+      put(1, 8);
+      for (const size_t first : {shape, strides})
+        for (size_t k = 0; k < rank; ++k) put(first + k, 8);
+      put(padding, 1);
+    }
+    for (size_t k = 0; k < rank; ++k)
+      put(shape + k, 4, is_map && recipes[static_cast<size_t>(n)].is_fp4 && k + 1 == rank ? n : -1);
+    for (size_t k = 0; k < rank; ++k) put(strides + k, 8);
+    ++n;
+  }
+  if (!recipes.empty() && static_cast<size_t>(n) != recipes.size())
+    throw std::runtime_error("the compiled kernel has " + std::to_string(recipes.size()) + " tensor descriptors, not " +
+                             std::to_string(n));
+  return out;
+}
+
+const char* Fields::wrong(DType dtype) const {
+  const size_t n = rank();
+  if (base() % 16 != 0) return "its base is not a multiple of 16";
+  for (size_t k = 0; k < n; ++k)
+    if (shape(k) <= 0) return "its shape is not positive";
+  for (size_t k = 0; k + 1 < n; ++k)
+    if (stride(k) * kBytes[static_cast<size_t>(dtype)] % 16 != 0) return "its strides are not multiples of 16 bytes";
+  if (stride(n - 1) != 1) return "its last stride is not 1";
+  const bool is_floating = is_float(dtype) || dtype >= DType::fp8e4nv;
+  return nan() && !is_floating ? "only floating-point elements can be padded with nan" : nullptr;
+}
+
 // Sets of options by their text; they stay for good.
 class OptionSet {
  public:
   std::vector<std::pair<std::string, std::string>> options;
 };
 
-const OptionSet* option_set(std::initializer_list<Option> options) {
+const OptionSet* option_set(std::span<const Option> options) {
   static std::mutex mutex;
   static auto* all = new std::map<std::vector<std::pair<std::string, std::string>>, OptionSet>;
   std::vector<std::pair<std::string, std::string>> pairs;
@@ -397,7 +567,7 @@ const OptionSet* option_set(std::initializer_list<Option> options) {
   return &all->try_emplace(pairs, OptionSet{pairs}).first->second;
 }
 
-std::string options_text(const Signature& signature, const Options& o) {
+Settings options_of(const Signature& signature, const Options& o, const Settings& chosen) {
   std::map<std::string, std::string> set;
   const auto number = [&](const char* name, int16_t value) {
     if (value >= 0) set[name] = std::to_string(value);
@@ -410,13 +580,21 @@ std::string options_text(const Signature& signature, const Options& o) {
   if (o.pdl) set["launch_pdl"] = "True";
   if (o.others)
     for (const auto& [name, value] : o.others->options) set[name] = value;
-  for (const auto& [name, value] : signature.options) {
-    const auto found = set.find(name);
-    if (found != set.end() && found->second == value) set.erase(found);
+  const auto& parameters = signature.parameters;
+  for (const auto& [name, value] : chosen) {
+    if (std::any_of(parameters.begin(), parameters.end(), [&](const Parameter& p) { return p.name == name; })) continue;
+    if (!set.try_emplace(name, value).second)
+      throw Error("option " + name + " is set by a decorator", signature.function);
   }
-  std::string text;
-  for (const auto& [name, value] : set) text += (text.empty() ? "" : ";") + name + "=" + value;
-  return text;
+  return {set.begin(), set.end()};
+}
+
+std::string options_text(const Signature& signature, Settings options) {
+  std::erase_if(options, [&](const auto& option) {
+    const std::string* fallback = find(signature.options, option.first);
+    return fallback && *fallback == option.second;
+  });
+  return write_settings(options);
 }
 
 DType detail::dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes) {
@@ -434,6 +612,20 @@ DType detail::dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes) {
   throw Error("Triton has no type for DLPack's code " + std::to_string(code) + " with " +
                   std::to_string(bits) + " bits and " + std::to_string(lanes) + " lanes",
               "(a tensor argument)");
+}
+
+uint64_t detail::dense_nbytes(int n, const int64_t* shape, const int64_t* strides, size_t itemsize) {
+  uint64_t count = 1;
+  for (int k = 0; k < n; ++k) count *= static_cast<uint64_t>(shape[k]);
+  uint64_t inside = 1;  // elements of the innermost dimensions found so far
+  const auto is_next = [&](int k) { return shape[k] > 1 && static_cast<uint64_t>(strides[k]) == inside; };
+  for (int found = 0; strides && count > inside; found = 0) {
+    for (int k = 0; k < n && !found; ++k)
+      if (is_next(k)) found = k + 1;
+    if (!found) return 0;
+    inside *= static_cast<uint64_t>(shape[found - 1]);
+  }
+  return count * itemsize;
 }
 
 std::string detail::value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,

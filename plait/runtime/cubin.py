@@ -22,10 +22,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -119,7 +120,8 @@ def _size(file: str | Path) -> str:
 class Cubin:
     """A compiled kernel. symbol: its entry point. num_warps: after compilation, which may change it. shared: bytes of
     dynamic shared memory. global_scratch, profile_scratch: bytes a program and alignment of the two pointers that
-    follow the arguments. cooperative, pdl: attributes that a launch must set."""
+    follow the arguments. cooperative, pdl: attributes that a launch must set. descriptors: how a launch makes tensor
+    maps (native/jit/specialize.h)."""
 
     image: bytes
     symbol: str
@@ -130,6 +132,7 @@ class Cubin:
     profile_scratch: tuple[int, int]
     cooperative: bool
     pdl: bool
+    descriptors: str = ""
 
     def to_bytes(self) -> bytes:
         """One line of JSON, then the image."""
@@ -390,17 +393,50 @@ _PACK_VERSION = 2
 
 
 def pack(cubins: Mapping[str, Cubin], texts: Mapping[str, str] | None = None) -> bytes:
-    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it."""
+    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it. A kernel's
+    descriptors are the text of its name."""
     parts = [b"PLAITCUB", struct.pack("<2q", _PACK_VERSION, len(cubins))]
     for name, c in cubins.items():
         words = (name.encode(), c.symbol.encode(), c.image)
         facts = (c.num_warps, c.num_ctas, c.shared, *c.global_scratch, *c.profile_scratch, c.cooperative, c.pdl)
         parts += [_PACK.pack(*map(len, words), *facts), *words]
-    parts.append(struct.pack("<q", len(texts or {})))
-    for name, text in (texts or {}).items():
+    texts = {**(texts or {}), **{name: c.descriptors for name, c in cubins.items() if c.descriptors}}
+    parts.append(struct.pack("<q", len(texts)))
+    for name, text in texts.items():
         pair = (name.encode(), text.encode())
         parts += [struct.pack("<2q", *map(len, pair)), *pair]
     return b"".join(parts)
+
+
+def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
+    """The kernels and texts that pack was given. Raises ValueError for what is no such file, or damaged."""
+    stream = BytesIO(data)
+
+    def words(n: int) -> tuple[int, ...]:
+        found = struct.unpack(f"<{n}q", _exactly(stream, 8 * n))
+        if min(found) < 0:
+            raise EOFError
+        return found
+
+    try:
+        if _exactly(stream, 8) != b"PLAITCUB" or words(1) != (_PACK_VERSION,):
+            raise ValueError("no kernel file of this version")
+        cubins, texts = {}, {}
+        for _ in range(*words(1)):
+            sizes = words(12)
+            name, symbol, image = (_exactly(stream, n) for n in sizes[:3])
+            warps, ctas, shared, *scratch, cooperative, pdl = sizes[3:]
+            cubins[name.decode()] = Cubin(
+                image, symbol.decode(), warps, ctas, shared, (scratch[0], scratch[1]), (scratch[2], scratch[3]),
+                bool(cooperative), bool(pdl),
+            )  # fmt: skip
+        for _ in range(*words(1)):
+            name, text = (_exactly(stream, n) for n in words(2))
+            texts[name.decode()] = text.decode()
+        cubins = {name: replace(c, descriptors=texts.pop(name, "")) for name, c in cubins.items()}
+    except (EOFError, UnicodeDecodeError):
+        raise ValueError("a damaged kernel file") from None
+    return cubins, texts
 
 
 def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:

@@ -1,8 +1,10 @@
-"""Compiles functions of a user's files for C++ (native/jit): `python -m plait.runtime.triton_kernels`.
+"""Compiles functions of a user's files for C++ (native/jit): `python -m plait.runtime.triton_kernels`, or `answer` in a
+process that runs Python itself.
 
-Requests come in over the socket that is standard input, answers go out; native/jit/providers.cpp says how they are
-framed, native/jit/specialize.h how signatures and specializations are written. It uses Triton's own cache. Only
-functions load Triton: who imports this module to read a specialization does not.
+Requests come in over the socket that is standard input, answers go out, and processes are forked that do the same at
+the same time; native/jit/providers.cpp says how requests are framed, native/jit/specialize.h how signatures and
+specializations are written. It uses Triton's own cache. Only functions load Triton: who imports this module to read a
+specialization does not.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import socket
+import string
 import struct
 import sys
 import traceback
@@ -39,6 +43,9 @@ _DTYPES = {f"{k[0]}{n}": f"{'u' if k == 'u' else ''}int{n}" for k in ("i", "u") 
     k: k
     for k in ("fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16")
 } | {"u1": "int1"}  # fmt: skip
+
+
+_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[(\d+(?:,\d+)*)\]>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +83,8 @@ class _Reader:
 
     def word(self) -> str:
         start = self.at
+        if self.text.startswith("tensordesc<", start):
+            self.at = self.text.find(">", start) + 1 or len(self.text)
         while self.at < len(self.text) and self.text[self.at] not in ",()=":
             self.at += 1
         if start == self.at:
@@ -90,10 +99,14 @@ class _Reader:
                 raise ValueError(f"a parenthesis is open in {self.text!r}")
         return tuple(found)
 
-    def value(self) -> Any:
+    def value(self, pointers: bool = False) -> Any:
         if self.take("("):
-            return self.several(self.value)
+            return self.several(lambda: self.value(pointers))
         word = self.word()
+        if pointers and word.startswith("*"):
+            return _Memory(word[1:])
+        if pointers and (found := _DESCRIPTOR.fullmatch(word)):
+            return _Memory(found[1], block_shape=[int(n) for n in found[2].split(",")])
         if word == "?":
             return ...
         if word.startswith("@"):
@@ -110,7 +123,10 @@ class _Reader:
             return Item("constexpr", self.value())
         if self.take("("):
             return Item(self.several(self.item))
-        kind, _, hint = self.word().partition(":")
+        word = self.word()
+        if (found := _DESCRIPTOR.fullmatch(word)) and found[1] in _DTYPES:
+            return Item(word)
+        kind, _, hint = word.partition(":")
         bare = kind.removeprefix("*")
         if (bare.removeprefix("k") if bare != kind else bare) not in _DTYPES or hint not in ("", "D"):
             raise ValueError(f"{kind}{':' if hint else ''}{hint} in {self.text!r} is no type of Triton's")
@@ -161,9 +177,11 @@ def write_item(item: Item) -> str:
 
 
 @lru_cache(None)
-def load(file: str, function: str) -> Any:
-    """The @triton.jit function of that name. Raises TypeError for anything else."""
+def load(file: str, function: str) -> tuple[Any, list[Any]]:
+    """The @triton.jit function of that name, and its decorators, the outermost first. Raises TypeError for anything
+    else."""
     import triton
+    from triton.runtime.autotuner import Autotuner, Heuristics
 
     path = Path(file).resolve()
     root, name = path.parent, path.stem
@@ -181,13 +199,20 @@ def load(file: str, function: str) -> Any:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     found = getattr(module, function)
+    layers: list[Any] = []
+    while type(found) in (Autotuner, Heuristics):
+        layers.append(found)
+        found = found.fn
     if not isinstance(found, triton.runtime.jit.JITFunction):
         raise TypeError(f"{function} of {file} is no plain @triton.jit function: it is a {type(found).__name__}")
-    return found
+    if sum(isinstance(layer, Autotuner) for layer in layers) > 1:
+        raise TypeError(f"{function} of {file} has two @triton.autotune")
+    return found, layers
 
 
-def describe(fn: Any) -> str:
-    """The signature of a function, for C++."""
+def describe(fn: Any, layers: Sequence[Any] = ()) -> str:
+    """The signature of a function with its decorators, for C++."""
+    import triton
     from triton.backends.nvidia.compiler import CUDAOptions
 
     lines = [";".join(f"{k}={getattr(CUDAOptions, k)}" for k in SHAPES)]
@@ -197,7 +222,31 @@ def describe(fn: Any) -> str:
         }  # fmt: skip
         default = _write_default(p.default) if p.has_default else ""
         lines.append(f"{p.name}|{p.annotation_type}|{''.join(k for k, v in flags.items() if v)}|{default}")
+    if layers:
+        lines.append("#" + hashlib.sha256(f"{fn.cache_key} {triton.__version__}".encode()).hexdigest())
+    for layer in layers:
+        lines += _write_layer(layer)
     return "\n".join(lines)
+
+
+def _write_layer(layer: Any) -> list[str]:
+    if hasattr(layer, "values"):
+        return [f"@heuristics|{','.join(layer.values)}"]
+    hooks = {
+        "pre_hook": layer.user_defined_pre_hook,
+        "post_hook": layer.user_defined_post_hook,
+        "configuration with a pre_hook": any(c.pre_hook for c in layer.configs),
+    }
+    if found := [name for name, is_there in hooks.items() if is_there]:
+        raise TypeError(f"its @triton.autotune has a {found[0]}, a Python function that C++ cannot call")
+    lists = map(",".join, (layer.keys, layer.reset_to_zero, layer.restore_value))
+    prunes = layer.early_config_prune or layer.perf_model
+    return [f"@autotune|{'|'.join(lists)}|{'p' if prunes else ''}", *(f"+{write_config(c)}" for c in layer.configs)]
+
+
+def write_config(config: Any) -> str:
+    """A configuration of @triton.autotune."""
+    return ";".join(f"{k}={_write_default(v)}" for k, v in config.all_kwargs().items())
 
 
 def _write_default(value: Any) -> str:
@@ -209,6 +258,112 @@ def _write_default(value: Any) -> str:
         return write_value(DType(short.get(str(value), str(value))) if isinstance(value, tl.dtype) else value)
     except TypeError:
         return "?"
+
+
+class _Memory:
+    """Stands for a tensor where a decorator's function gets one."""
+
+    def __init__(self, dtype: str, **known: Any) -> None:
+        self.triton_dtype = dtype
+        vars(self).update(known)
+
+    @property
+    def dtype(self) -> Any:
+        import torch
+
+        names = {"u1": "bool", "fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2", "fp8e4b8": "float8_e4m3fnuz",
+                 "fp8e5b16": "float8_e5m2fnuz", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
+                 "fp64": "float64"}  # fmt: skip
+        return getattr(torch, names.get(self.triton_dtype) or _DTYPES[self.triton_dtype])
+
+    def element_size(self) -> int:
+        size: int = self.dtype.itemsize
+        return size
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"C++ tells a decorator's function the dtype of a tensor, not its {name}")
+
+
+class _Watched(dict[str, Any]):
+    """A call's arguments, for functions that say what they depend on by reading it. What they add is their own."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(given)
+        self.given, self.own, self.read = tuple(given), set[str](), dict[Any, None]()
+
+    def add(self, name: str, value: Any) -> None:
+        self.own.add(name)
+        super().__setitem__(name, value)
+
+    def note(self, *names: Any) -> None:
+        self.read.update((n, None) for n in names if n not in self.own)
+
+    def __getitem__(self, name: str) -> Any:
+        self.note(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.note(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.note(name)
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self.note(*self.given)
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.note(*self.given)
+        return super().keys()
+
+    def values(self) -> Any:
+        self.note(*self.given)
+        return super().values()
+
+    def items(self) -> Any:
+        self.note(*self.given)
+        return super().items()
+
+
+def evaluate(fn: Any, layers: Sequence[Any], kind: str, arguments: str) -> str:
+    """What a decorator makes of a call: names that it depends on, and on a second line the answer."""
+    layer = layers[int(kind.lstrip(string.ascii_letters))]
+    positional, keywords = _read_arguments(fn, arguments)
+    if kind.startswith("heuristics"):
+        given = _Watched({**positional, **keywords})
+        found = []
+        for name, heuristic in layer.values.items():  # each sees what those before it made
+            given.add(name, value := heuristic(given))
+            found.append(f"{name}={_write_set(name, value)}")
+        return f"{','.join(given.read)}\n{';'.join(found)}"
+    layer.nargs = positional
+    try:
+        configs = layer.prune_configs({**keywords, "grid": None, "warmup": False})
+    finally:
+        layer.nargs = None
+    return f"{','.join(layer.keys)},@types,@gpu\n" + "|".join(map(write_config, configs))
+
+
+def _write_set(name: str, value: Any) -> str:
+    """A value that a heuristic set. Raises TypeError for what C++ cannot say."""
+    if (text := _write_default(value)) == "?":
+        raise TypeError(f"@triton.heuristics makes {name} a {type(value).__name__}, which C++ cannot pass")
+    return text
+
+
+def _read_arguments(fn: Any, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments as C++ writes them: those by position, and those by name, which follow an item `*`."""
+
+    def value(text: str) -> Any:
+        found = _Reader(text).value(pointers=True)
+        return _for_triton(found, fn)
+
+    first, _, second = (f";{text};").partition(";*;")
+    parts = [dict(i.split("=", 1) for i in part.split(";") if i and i[0] != "@") for part in (first, second)]
+    positional, keywords = ({k: value(v) for k, v in part.items()} for part in parts)
+    return positional, keywords
 
 
 def _for_triton(value: Any, fn: Any) -> Any:
@@ -241,7 +396,7 @@ def compile_kernel(fn: Any, capability: int, specialization: str, options: str) 
             constants[path] = fn.params[path[0]].default if item.value is ... else _for_triton(item.value, fn)
         if item.divisible:
             attributes[path] = [["tt.divisibility", 16]]
-        return item.type
+        return item.type.replace(",", ", ")  # a descriptor's
 
     types = {p.name: signature(item, (k,)) for k, (p, item) in enumerate(zip(fn.params, items, strict=True))}
     chosen = read_options(options)
@@ -255,7 +410,16 @@ def compile_kernel(fn: Any, capability: int, specialization: str, options: str) 
     used = made.metadata.tmem_size
     if used is not None and used > MAX_TENSOR_MEMORY:
         raise ValueError(f"it needs {used} columns of tensor memory, there are {MAX_TENSOR_MEMORY}")
-    return Cubin.of(facts_of(made.metadata), made.asm["cubin"])
+    descriptors = ";".join(map(_write_descriptor, made.metadata.tensordesc_meta or ()))
+    return Cubin.of({**facts_of(made.metadata), "descriptors": descriptors}, made.asm["cubin"])
+
+
+def _write_descriptor(meta: dict[str, Any]) -> str:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    block = "x".join(map(str, meta["block_size"]))
+    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return f"{meta['swizzle']},{meta['elem_size']},{element},{int(meta['fp4_padded'])},{block}"
 
 
 @contextmanager
@@ -271,28 +435,78 @@ def _alone(key: str) -> Iterator[None]:
         yield
 
 
-def answer(request: Sequence[str]) -> bytes:
-    """What goes out for a request's lines."""
+def answer(request: bytes) -> bytes:
+    """What goes out for a request."""
     try:
-        kind, file, function, *more = request
-        fn = load(file, function)
+        kind, file, function, *more = request.decode().split("\n")
+        fn, layers = load(file, function)
         if kind == "describe":
-            return b"k" + describe(fn).encode()
+            return b"k" + describe(fn, layers).encode()
+        if kind == "evaluate":
+            return b"k" + evaluate(fn, layers, *more).encode()
         capability, specialization, options = more
         made = compile_kernel(fn, int(capability), specialization, options)
         return b"k" + (made.to_bytes() if kind == "cubin" else pack({"": made}))
     except Exception as error:  # noqa: BLE001  (it is handed to the process that asked, which raises it)
         last = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-        return f"e{last}\n{traceback.format_exc()}".encode()
+        return f"{'r' if _is_refusal(error) else 'e'}{last}\n{traceback.format_exc()}".encode()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """What @triton.autotune takes for a configuration that is no good."""
+    if "triton" not in sys.modules:
+        return False
+    from triton.compiler.errors import CompileTimeAssertionFailure
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return isinstance(error, OutOfResources | PTXASError | CompileTimeAssertionFailure)
+
+
+def _exactly(connection: socket.socket, n: int) -> bytes:
+    """Raises EOFError."""
+    data = bytearray()
+    while len(data) < n:
+        if not (more := connection.recv(min(n - len(data), 1 << 20))):
+            raise EOFError
+        data += more
+    return bytes(data)
+
+
+def serve(connection: socket.socket, children: set[int] | None = None) -> None:
+    """Answers until the other end is closed. children: who was forked; None: nobody may be."""
+    while True:
+        try:
+            request = _exactly(connection, *struct.unpack("<Q", _exactly(connection, 8)))
+        except (EOFError, ConnectionError):
+            return
+        if request == b"fork" and children is not None:
+            _, (handle,), _, _ = socket.recv_fds(connection, 1, 1)
+            with socket.socket(fileno=handle) as theirs:
+                _fork(connection, theirs, children)
+            continue
+        said = answer(request)
+        connection.sendall(struct.pack("<Q", len(said)) + said)
+
+
+def _fork(mine: socket.socket, theirs: socket.socket, children: set[int]) -> None:
+    """A process that has loaded what this one has, and answers over `theirs`."""
+    children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+    if (pid := os.fork()) != 0:
+        children.add(pid)
+        return
+    try:
+        mine.close()  # so that the other end sees when the parent dies
+        serve(theirs)
+    finally:
+        os._exit(0)
 
 
 def main() -> None:
-    """Serves until the other end is closed."""
-    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rwb") as stream:
-        while len(size := stream.read(8)) == 8:
-            said = answer(stream.read(*struct.unpack("<Q", size)).decode().split("\n"))
-            stream.write(struct.pack("<Q", len(said)) + said)
-            stream.flush()
+    """Serves over the socket that is standard input."""
+    with socket.socket(fileno=os.dup(0)) as connection:
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)
+        serve(connection, set())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 `python -m plait.tools.pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
 function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints them. `@FILE` stands
-for a file of them, a line each. Triton runs in processes of its own.
+for a file of them, a line each. "FUNCTION @heuristics0 n=100" is a question that a decorator's Python function is
+asked now, because C++ cannot; with " -> " and an answer behind it, as for @tuned, it is stored as it is. Triton runs in
+processes of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,22 +30,18 @@ from plait.runtime.triton_kernels import read_options, read_specialization, writ
 MAX_PROCESSES = 8
 
 
-class _Compiler:
-    """A process that compiles, as C++ has it too."""
+class _Line:
+    """A conversation with a process that compiles, as C++ has it too (native/jit/providers.cpp)."""
 
-    def __init__(self) -> None:
-        mine, theirs = socket.socketpair()
-        with theirs, mine:
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
-            command = [sys.executable, "-m", "plait.runtime.triton_kernels"]
-            self.process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
-            self.stream = mine.makefile("rwb")
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.stream = connection, connection.makefile("rb")
+
+    def send(self, request: bytes) -> None:
+        self.socket.sendall(struct.pack("<Q", len(request)) + request)
 
     def ask(self, *lines: str) -> bytes:
         """An answer. Raises UserError if it is no."""
-        request = "\n".join(lines).encode()
-        self.stream.write(struct.pack("<Q", len(request)) + request)
-        self.stream.flush()
+        self.send("\n".join(lines).encode())
         size = self.stream.read(8)
         said: bytes = self.stream.read(*struct.unpack("<Q", size)) if len(size) == 8 else b"eits process ended"
         if said[:1] == b"k":
@@ -51,9 +49,32 @@ class _Compiler:
         why, _, trace = said[1:].decode().partition("\n")
         raise UserError(f"{' '.join(lines[2:])}: {why}", hint=trace)
 
+    def fork(self) -> _Line:
+        """Another process that has loaded what this one has."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self.send(b"fork")
+            socket.send_fds(self.socket, [b"\0"], [theirs.fileno()])
+        return _Line(mine)
+
     def close(self) -> None:
         self.stream.close()
-        self.process.wait()
+        self.socket.close()
+
+
+@contextmanager
+def _compiler() -> Iterator[_Line]:
+    mine, theirs = socket.socketpair()
+    with theirs:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
+        command = [sys.executable, "-m", "plait.runtime.triton_kernels"]
+        process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
+    line = _Line(mine)
+    try:
+        yield line
+    finally:
+        line.close()
+        process.wait()
 
 
 def triton_pack(
@@ -61,17 +82,21 @@ def triton_pack(
 ) -> None:
     """Compiles functions of a Python file and writes them to `path`.
 
-    signatures: each a function's name, its specialization and perhaps options, with spaces between them.
-    capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or what Triton refuses.
+    signatures: each a function's name, its specialization and perhaps options, with spaces between them; or a name and
+    a fact about its decorators. capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or
+    what Triton refuses.
     """
     file = str(Path(file).resolve())
-    wanted = [_read(s) for s in dict.fromkeys(signatures)]
+    facts = [s for s in dict.fromkeys(signatures) if _is_fact(s)]
+    wanted = [_read(s) for s in dict.fromkeys(signatures) if not _is_fact(s)]
     n = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(wanted) * len(capabilities)))
-    with ExitStack() as stack, ThreadPoolExecutor(n) as threads:
-        compilers = [_Compiler() for _ in range(n)]
-        for compiler in compilers:
-            stack.callback(compiler.close)
-        texts = {f: compilers[0].ask("describe", file, f).decode() for f in {f: None for f, _, _ in wanted}}
+    with _compiler() as first, ThreadPoolExecutor(n) as threads, ExitStack() as stack:
+        functions = dict.fromkeys([*(f for f, _, _ in wanted), *(fact.split()[0] for fact in facts)])
+        texts = {f: first.ask("describe", file, f).decode() for f in functions}
+        for fact in facts:
+            function, _, what = fact.strip().partition(" @")
+            texts[function] += f"\n>{what if ' -> ' in what else _answer(first, file, function, what)}"
+        compilers = [stack.enter_context(closing(first.fork())) for _ in range(n)]
         jobs = list(product(wanted, capabilities))
         shares = [jobs[k::n] for k in range(n)]
         done = threads.map(partial(_compile, file, texts), compilers, shares)
@@ -81,6 +106,21 @@ def triton_pack(
     whole = path.with_name(f".{path.name}.{os.getpid()}")  # nobody sees half a file
     whole.write_bytes(data)
     whole.replace(path)
+
+
+def _is_fact(signature: str) -> bool:
+    return re.match(r"\s*\w+ @", signature) is not None
+
+
+def _answer(compiler: _Line, file: str, function: str, question: str) -> str:
+    """A fact: what a decorator's function says now. Raises UserError."""
+    kind, _, arguments = question.partition(" ")
+    if kind.startswith("tuned"):
+        raise UserError(f"{function} @{question}: ' -> ' and a configuration are missing")
+    names, _, result = compiler.ask("evaluate", file, function, kind, arguments).decode().partition("\n")
+    told = dict(item.split("=", 1) for item in arguments.split(";") if "=" in item)
+    conditions = ";".join(f"{name}={told.get(name, '-')}" for name in names.split(",") if name)
+    return f"{kind} {conditions} -> {result}"
 
 
 def _read(signature: str) -> tuple[str, str, str]:
@@ -99,7 +139,7 @@ def _read(signature: str) -> tuple[str, str, str]:
 
 
 def _compile(
-    file: str, texts: dict[str, str], compiler: _Compiler, jobs: Sequence[tuple[tuple[str, str, str], int]]
+    file: str, texts: dict[str, str], compiler: _Line, jobs: Sequence[tuple[tuple[str, str, str], int]]
 ) -> dict[str, Cubin]:
     """Kernels by the names under which C++ looks for them."""
     found = {}
@@ -119,13 +159,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("file", help="the Python file with the functions")
     parser.add_argument("--signatures", nargs="+", required=True, metavar="SIGNATURE")
+    parser.add_argument(
+        "--tune-table", metavar="FILE", help="a tuned program's list of signatures: what was decided is taken from it"
+    )
     parser.add_argument("--arch", nargs="+", type=int, default=[90], help="compute capabilities (90)")
     parser.add_argument("-o", "--output", help="the pack (the file's name with .pack)")
     given = parser.parse_args(arguments)
     output = given.output or Path(given.file).with_suffix(".pack")
     try:
-        triton_pack(output, given.file, given.signatures, given.arch)
-    except UserError as error:
+        table = Path(given.tune_table).read_text().splitlines() if given.tune_table else []
+        triton_pack(output, given.file, [*given.signatures, *filter(_is_fact, table)], given.arch)
+    except (UserError, OSError) as error:
         sys.exit(f"plait: {error}")
 
 

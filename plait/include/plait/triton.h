@@ -18,8 +18,12 @@
 //                         table, are looked at without a lock. Sites, records and functions are never freed.
 //   record <- provider    A key that is new becomes text, `*fp32:D,i32,=1024`: the types and attributes
 //                         that Triton itself would find. A Provider makes a cubin and its facts of that.
+//   decorators            What @triton.heuristics and @triton.autotune add to a call is found before, when
+//                         the key is new: Python functions are asked of the provider, configurations timed.
+//                         All values that such an answer depends on are part of the key from then on.
 //
-// A host tensor descriptor will be a kind of leaf with 16 words.
+// A tensor descriptor has a word for its type and one for each of its fields; of what the compiler made of
+// it, a tensor map or the fields themselves, the launch hands over what the kernel takes.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +35,10 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <mutex>
+#include <new>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -44,6 +51,9 @@
 #include "plait/errors.h"
 
 struct CUstream_st;
+struct CUgraph_st;
+struct CUgraphNode_st;
+struct CUgraphExec_st;
 
 namespace plait::triton {
 
@@ -55,6 +65,11 @@ struct PLAIT_API Error : std::runtime_error {
         int argument = -1, std::string traceback = "");
   std::string kernel, specialization, traceback;
   int argument;
+};
+
+// The compiler or the device has not the room for a kernel; with other options it may have.
+struct PLAIT_API Refused : Error {
+  using Error::Error;
 };
 
 enum class DType : uint8_t {
@@ -73,10 +88,36 @@ template <std::integral T>
 inline constexpr DType dtype_of<T> = static_cast<DType>(
     static_cast<int>(std::is_signed_v<T> ? DType::i8 : DType::u8) + std::countr_zero(sizeof(T)));
 
-// Device memory whose element type is known at run time only.
+// Device memory whose element type is known at run time only. nbytes: its length, which @triton.autotune
+// wants of tensors that it resets or restores; 0: unknown.
 struct Pointer {
   const void* data;
   DType dtype;
+  uint64_t nbytes = 0;
+};
+
+// Up to five numbers; more of them are an error of the call.
+struct Extents {
+  static constexpr size_t max_rank = 5;
+  Extents(std::initializer_list<int64_t> v) : Extents(v.begin(), v.size()) {}
+  template <std::ranges::contiguous_range R>
+  Extents(const R& v) : Extents(std::ranges::data(v), std::ranges::size(v)) {}
+  template <std::integral T>
+  Extents(const T* v, size_t n) : rank(static_cast<uint8_t>(std::min<size_t>(n, 0xff))) {
+    for (size_t k = 0; k < std::min(n, max_rank); ++k) at[k] = static_cast<int64_t>(v[k]);
+  }
+  std::array<int64_t, max_rank> at{};
+  uint8_t rank;
+};
+
+enum class Padding : uint8_t { zero, nan };
+
+// What Python calls triton.tools.tensor_descriptor.TensorDescriptor. Strides count elements.
+struct TensorDescriptor {
+  const void* base;
+  DType dtype;
+  Extents shape, strides, block_shape;
+  Padding padding = Padding::zero;
 };
 
 // Another @triton.jit function, by the name that it has in the kernel's file: always a constant.
@@ -90,16 +131,29 @@ struct Constant {
   T value;
 };
 
-enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple };
+// An argument of Kernel::prepare that stands for all values that make another kernel: 1, multiples of 16,
+// others; aligned memory, other memory.
+template <class T>
+struct Varying {
+  const T& value;
+};
+
+enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple, descriptor };
 
 // What is known of an argument when its call is compiled.
 struct Leaf {
   Kind kind;
   bool constant = false;       // made by constexpr_
+  bool varies = false;         // made by vary
   uint16_t n_inside = 0;       // of a tuple: leaves that follow and belong to it
   const char* name = nullptr;  // of a keyword argument
   constexpr uint16_t n_words() const {
-    return kind == Kind::tuple ? 0 : kind == Kind::floating ? 2 : 1;  // a floating one: as fp32, as fp64
+    switch (kind) {
+      case Kind::tuple: return 0;
+      case Kind::floating: return 2;  // as fp32, as fp64
+      case Kind::descriptor: return 3 + 2 * Extents::max_rank;  // type, base, shape, strides, padding
+      default: return 1;
+    }
   }
   constexpr bool has_text() const { return kind == Kind::string || kind == Kind::function; }
 };
@@ -122,7 +176,8 @@ struct Writer {
   }
 };
 
-// How a type is passed: its leaves, and `write`. Specialize it for types of your own.
+// How a type is passed: its leaves, `write`, and perhaps `nbytes` as Pointer has it. Specialize it for
+// types of your own.
 template <class T>
 struct Traits {
   static_assert(sizeof(T) == 0, "plait::triton cannot pass this type to a kernel: specialize Traits for it");
@@ -158,6 +213,8 @@ concept DlTensor = requires(const T& t) {
   t.dtype.lanes;
 };
 PLAIT_API DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);
+// Bytes of a tensor; 0 if there are others between its elements.
+PLAIT_API uint64_t dense_nbytes(int n, const int64_t* shape, const int64_t* strides, size_t itemsize);
 }  // namespace detail
 
 template <std::integral T>
@@ -200,6 +257,7 @@ struct Traits<T*> : detail::One<Kind::pointer> {
 template <>
 struct Traits<Pointer> : detail::One<Kind::pointer> {
   static void write(Writer& w, Pointer p) { detail::put_pointer(w, p.data, p.dtype); }
+  static uint64_t nbytes(Pointer p) { return p.nbytes; }
 };
 
 template <detail::DlTensor T>
@@ -208,11 +266,58 @@ struct Traits<T> : detail::One<Kind::pointer> {
     detail::put_pointer(w, static_cast<const char*>(t.data) + t.byte_offset,
                         detail::dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes));
   }
+  static uint64_t nbytes(const T& t)
+    requires requires { detail::dense_nbytes(t.ndim, t.shape, t.strides, 1); }
+  {
+    return detail::dense_nbytes(t.ndim, t.shape, t.strides, t.dtype.bits / 8);
+  }
 };
 template <detail::DlTensor T>
 struct Traits<T*> : Traits<std::remove_const_t<T>> {
-  static void write(Writer& w, const T* t) { Traits<std::remove_const_t<T>>::write(w, *t); }
+  using Pointed = Traits<std::remove_const_t<T>>;
+  static void write(Writer& w, const T* t) { Pointed::write(w, *t); }
+  static uint64_t nbytes(const T* t)
+    requires requires { Pointed::nbytes(*t); }
+  {
+    return Pointed::nbytes(*t);
+  }
 };
+
+template <>
+struct Traits<TensorDescriptor> : detail::One<Kind::descriptor> {
+  // Its type: rank and block shape, a byte each. Of what is no descriptor, 0.
+  static uint64_t type_of(const TensorDescriptor& d) {
+    const size_t rank = d.block_shape.rank;
+    if (rank > Extents::max_rank || d.shape.rank != rank || d.strides.rank != rank) return 0;
+    uint64_t type = rank;
+    for (size_t k = 0; k < rank; ++k) {
+      const auto length = static_cast<uint64_t>(d.block_shape.at[k]);
+      if (!std::has_single_bit(length)) return 0;
+      type |= static_cast<uint64_t>(std::countr_zero(length)) << 8 * (k + 1);
+    }
+    return type;
+  }
+  static void write(Writer& w, const TensorDescriptor& d) {
+    w.put(state::of(d.dtype), type_of(d));
+    *w.words++ = detail::address(d.base);
+    for (const Extents* e : {&d.shape, &d.strides})
+      for (const int64_t v : e->at) *w.words++ = static_cast<uint64_t>(v);
+    *w.words++ = d.padding == Padding::nan;
+  }
+};
+
+template <detail::DlTensor T>
+TensorDescriptor descriptor(const T& t, Extents block_shape, Padding padding = Padding::zero) {
+  const auto n = static_cast<size_t>(t.ndim);
+  Extents shape(t.shape, n), strides(shape);
+  if (t.strides)
+    strides = Extents(t.strides, n);
+  else
+    for (size_t k = std::min(n, Extents::max_rank), step = 1; k-- > 0; step *= static_cast<size_t>(shape.at[k]))
+      strides.at[k] = static_cast<int64_t>(step);
+  return {static_cast<const char*>(t.data) + t.byte_offset,
+          detail::dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes), shape, strides, block_shape, padding};
+}
 
 template <>
 struct Traits<std::nullopt_t> : detail::One<Kind::none> {
@@ -232,6 +337,11 @@ struct Traits<std::optional<T>> {
     w.put(state::none, 0);
     for (uint16_t k = 1; k < leaves[0].n_words(); ++k) *w.words++ = 0;
     if constexpr (leaves[0].has_text()) *w.strings++ = {};
+  }
+  static uint64_t nbytes(const std::optional<T>& v)
+    requires requires { Traits<T>::nbytes(*v); }
+  {
+    return v ? Traits<T>::nbytes(*v) : 0;
   }
 };
 
@@ -266,7 +376,7 @@ template <class... T>
 struct Traits<std::tuple<T...>> {
   static constexpr auto leaves = [] {
     constexpr auto inside = detail::concatenate(TraitsOf<T>::leaves...);
-    return detail::concatenate(std::array{Leaf{Kind::tuple, false, inside.size()}}, inside);
+    return detail::concatenate(std::array{Leaf{.kind = Kind::tuple, .n_inside = inside.size()}}, inside);
   }();
   static void write(Writer& w, const std::tuple<T...>& t) {
     *w.states++ = 0;
@@ -284,6 +394,16 @@ struct Traits<Constant<T>> {
     return all;
   }();
   static void write(Writer& w, const Constant<T>& c) { Traits<T>::write(w, c.value); }
+};
+
+template <class T>
+struct Traits<Varying<T>> {
+  static constexpr auto leaves = [] {
+    auto all = TraitsOf<T>::leaves;
+    for (Leaf& leaf : all) leaf.varies = true;
+    return all;
+  }();
+  static void write(Writer& w, const Varying<T>& v) { TraitsOf<T>::write(w, v.value); }
 };
 
 namespace detail {
@@ -314,6 +434,11 @@ struct Traits<detail::Named<N, T>> {
     return all;
   }();
   static void write(Writer& w, const detail::Named<N, T>& n) { Traits<T>::write(w, n.value); }
+  static uint64_t nbytes(const detail::Named<N, T>& n)
+    requires requires { Traits<T>::nbytes(n.value); }
+  {
+    return Traits<T>::nbytes(n.value);
+  }
 };
 
 // Options of the compiler that Options does not name, such as {{"enable_fp_fusion", false}}. Equal sets
@@ -324,7 +449,10 @@ struct Option {
   Option(std::string_view name, const T& value);
   std::string name, value;
 };
-PLAIT_API const OptionSet* option_set(std::initializer_list<Option> options);
+PLAIT_API const OptionSet* option_set(std::span<const Option> options);
+inline const OptionSet* option_set(std::initializer_list<Option> options) {
+  return option_set(std::span(options.begin(), options.size()));
+}
 
 // -1: as Triton has it.
 struct Options {
@@ -340,9 +468,44 @@ struct Grid {
   int64_t x, y, z;
 };
 
+namespace detail {
+struct Record;
+struct Call;
+}  // namespace detail
+
+// What a grid may depend on: the kernel's parameters, those that decorators set too.
+class Meta {
+ public:
+  Meta(const detail::Record& record, const detail::Call& call) : record_(record), call_(call) {}
+  // An integer or bool among the parameters. Throws Error for anything else.
+  PLAIT_API int64_t operator[](std::string_view name) const;
+
+ private:
+  const detail::Record& record_;
+  const detail::Call& call_;
+};
+
+// A grid as a function, such as [&](const Meta& meta) { return cdiv(n, meta["BLOCK"]); }.
+template <class F>
+concept GridRule = std::is_invocable_r_v<Grid, const F&, const Meta&>;
+struct Rule {
+  static constexpr size_t n_captured = 64;
+  Grid (*call)(const void*, const Meta&) = nullptr;
+  alignas(8) std::byte captured[n_captured];
+};
+
 struct Launch {
   Launch(Grid grid, Stream stream = nullptr, Options options = {})
       : grid(grid), stream(stream), options(options) {}
+  template <GridRule F>
+  Launch(F f, Stream stream = nullptr, Options options = {}) : grid(1), stream(stream), options(options) {
+    static_assert(std::is_trivially_copyable_v<F> && sizeof(F) <= Rule::n_captured && alignof(F) <= 8,
+                  "a grid's function may capture 64 bytes of plain data: capture the rest by one reference");
+    rule.call = [](const void* captured, const Meta& meta) -> Grid {
+      return (*static_cast<const F*>(captured))(meta);
+    };
+    new (rule.captured) F(f);
+  }
   template <std::integral X, std::integral Y>
   Launch(X x, Y y) : grid(x, y) {}
   template <std::integral X, std::integral Y, std::integral Z>
@@ -350,7 +513,10 @@ struct Launch {
   Grid grid;
   Stream stream = nullptr;
   Options options;
+  Rule rule;  // instead of the grid, if there is one
 };
+
+constexpr int64_t cdiv(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // A compiled kernel and what its launch must respect, as Triton's metadata has it.
 struct Binary {
@@ -358,6 +524,7 @@ struct Binary {
   uint32_t num_warps = 4, num_ctas = 1, shared = 0;
   int64_t global_scratch = 0, global_alignment = 1, profile_scratch = 0, profile_alignment = 1;
   bool cooperative = false, pdl = false;
+  std::string descriptors;  // what the kernel takes for them, as native/jit/specialize.h says
 };
 
 struct Request {
@@ -365,10 +532,23 @@ struct Request {
   int capability;  // such as 90
 };
 
+// What a decorator's Python function is asked. kind: `heuristics` or `pruned`, and the decorator's number.
+// arguments: names with values or types, `x=*fp32;n=100`; after an item `*`, those given by name.
+struct Question {
+  std::string file, function, kind, arguments;
+};
+
 // Where kernels come from. Its functions may be called by several threads.
 class PLAIT_API Provider {
  public:
   virtual ~Provider() = default;
+  // Names that the answer depends on, with commas; a newline; and the answer, as native/jit/specialize.h
+  // has facts. Asked only where there are decorators.
+  virtual std::string evaluate(const Question& question);
+  // How many kernels it compiles at once.
+  virtual unsigned concurrency() const { return 1; }
+  // Locks what is locked while it is asked. One that takes other locks itself says here how to wait.
+  virtual std::unique_lock<std::mutex> hold(std::mutex& mutex) const { return std::unique_lock(mutex); }
   // The function's parameters, a line each; native/jit/specialize.h says how.
   virtual std::string describe(const std::string& file, const std::string& function) = 0;
   virtual Binary compile(const Request& request) = 0;
@@ -377,6 +557,9 @@ class PLAIT_API Provider {
 PLAIT_API std::shared_ptr<Provider> open_pack(const std::string& path);
 // A Python process, started when first asked, that has plait and Triton on its path.
 PLAIT_API std::shared_ptr<Provider> worker(const std::string& python = "python3");
+
+// The Python that runs in this process, which must find plait and Triton.
+PLAIT_API std::shared_ptr<Provider> embedded();
 
 // What is told of a launch; see set_hooks.
 struct Launched {
@@ -402,6 +585,16 @@ struct Scratch {
 };
 PLAIT_API void set_scratch(const Scratch* scratch);
 
+// What happens to a call of an @triton.autotune function whose key was not met before. tune: its
+// configurations are timed. first: it gets the first one.
+enum class Miss : uint8_t { tune, first, error };
+// folder: where choices are kept; null: $PLAIT_CACHE_DIR/tuned or ~/.cache/plait/tuned; "": nowhere.
+struct Tuning {
+  Miss on_miss = Miss::tune;
+  const char* folder = nullptr;
+};
+PLAIT_API void set_tuning(const Tuning* tuning);  // what it points to must stay; null: as by default
+
 namespace detail {
 class Function;
 struct Site;
@@ -423,7 +616,14 @@ struct Call {
   std::span<const Leaf> leaves;
   std::span<uint64_t> words;
   std::span<const std::string_view> strings;
+  std::span<const uint64_t> nbytes = {};  // of each argument
 };
+
+template <class T>
+uint64_t nbytes_of(const T& v) {
+  if constexpr (requires { TraitsOf<T>::nbytes(v); }) return TraitsOf<T>::nbytes(v);
+  return 0;
+}
 
 template <class... A>
 struct Frame {
@@ -447,13 +647,29 @@ struct Frame {
     return {function, launch, leaves, words, strings};
   }
 
+  // Leaves and words before those of argument n.
+  static consteval std::pair<size_t, size_t> before(size_t n) {
+    constexpr std::array<size_t, sizeof...(A)> n_leaves{TraitsOf<A>::leaves.size()...};
+    std::pair<size_t, size_t> at;
+    for (size_t k = 0; k < n; ++k)
+      for (size_t j = 0; j < n_leaves[k]; ++j) at.second += leaves[at.first++].n_words();
+    return at;
+  }
+
   std::array<uint64_t, first_value + n_values> words;
   std::array<std::string_view, n_strings> strings;
 };
 
-PLAIT_API void launch(Sites& sites, const Call& call);
+// These two return false and null if they must know how long the arguments are.
+PLAIT_API bool launch(Sites& sites, const Call& call);
 PLAIT_API Plan* bind(Sites& sites, const Call& call);
 PLAIT_API void launch(const Plan& plan, Stream stream);
+PLAIT_API void change(Plan& plan, size_t leaf, std::span<const uint8_t> states, size_t word,
+                      std::span<const uint64_t> words);
+PLAIT_API CUgraphNode_st* add_node(const Plan& plan, CUgraph_st* graph,
+                                   std::span<CUgraphNode_st* const> dependencies);
+PLAIT_API void update_node(const Plan& plan, CUgraphExec_st* graph, CUgraphNode_st* node);
+PLAIT_API size_t prepare(Sites& sites, const Call& call);
 PLAIT_API void destroy(Plan* plan);
 PLAIT_API std::string value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
                                  std::span<const std::string_view> strings);
@@ -472,8 +688,41 @@ class Bound {
   explicit Bound(detail::Plan* plan) : plan_(plan, detail::destroy) {}
   void operator()(Stream stream) const { detail::launch(*plan_, stream); }
 
- private:
+  // A node of a graph that launches it.
+  CUgraphNode_st* add_to(CUgraph_st* graph, std::span<CUgraphNode_st* const> dependencies = {}) const {
+    return detail::add_node(*plan_, graph, dependencies);
+  }
+  // Makes such a node, or one that capturing it made, launch it as it is now.
+  void update(CUgraphExec_st* graph, CUgraphNode_st* node) const { detail::update_node(*plan_, graph, node); }
+
+ protected:
   std::unique_ptr<detail::Plan, void (*)(detail::Plan*)> plan_;
+};
+
+// The same, and its arguments may be changed.
+template <class... A>
+class BoundTo : public Bound {
+ public:
+  using Bound::Bound;
+
+  // Gives argument I another value; no thread may launch it meanwhile. A value that another kernel is
+  // compiled for is looked up, and that one compiled if need be. A grid's function is asked again.
+  template <size_t I, class T>
+  void set(const T& value) {
+    using Given = std::tuple_element_t<I, std::tuple<TraitsOf<A>...>>;
+    constexpr auto& leaves = TraitsOf<T>::leaves;
+    constexpr bool fits = std::equal(leaves.begin(), leaves.end(), Given::leaves.begin(), Given::leaves.end(),
+                                     [](const Leaf& a, const Leaf& b) {
+                                       return a.kind == b.kind && a.constant == b.constant && !a.has_text();
+                                     });
+    static_assert(fits, "a bound argument may only be set to a value of its own kind, and to no string: bind again");
+    constexpr std::pair<size_t, size_t> at = detail::Frame<A...>::before(I), n = detail::Frame<T>::before(1);
+    std::array<uint8_t, n.first> states;
+    std::array<uint64_t, n.second> words;
+    Writer w{states.data(), words.data(), nullptr};
+    TraitsOf<T>::write(w, value);
+    detail::change(*plan_, at.first, states, at.second, words);
+  }
 };
 
 // A Triton function: a name that may be copied and used by any thread.
@@ -486,7 +735,12 @@ class Kernel {
     void operator()(const A&... arguments) const {
       static constinit detail::Sites sites;
       detail::Frame<A...> frame(arguments...);
-      detail::launch(sites, frame.call(function, launch));
+      detail::Call call = frame.call(function, launch);
+      if (detail::launch(sites, call)) [[likely]]
+        return;
+      const std::array<uint64_t, sizeof...(A)> nbytes{detail::nbytes_of(arguments)...};
+      call.nbytes = nbytes;
+      detail::launch(sites, call);
     }
     const detail::Function* function;
     Launch launch;
@@ -494,10 +748,23 @@ class Kernel {
   Launcher operator[](const Launch& launch) const { return {function_, launch}; }
 
   template <class... A>
-  Bound bind(const Launch& launch, const A&... arguments) const {
+  BoundTo<A...> bind(const Launch& launch, const A&... arguments) const {
     static constinit detail::Sites sites;
     detail::Frame<A...> frame(arguments...);
-    return Bound(detail::bind(sites, frame.call(function_, launch)));
+    detail::Call call = frame.call(function_, launch);
+    detail::Plan* plan = detail::bind(sites, call);
+    const std::array<uint64_t, sizeof...(A)> nbytes{plan ? 0 : detail::nbytes_of(arguments)...};
+    call.nbytes = nbytes;
+    return BoundTo<A...>(plan ? plan : detail::bind(sites, call));
+  }
+
+  // Compiles and loads what such a call launches, for all kinds of values of the arguments that plait::vary
+  // marks. Says how many kernels that are.
+  template <class... A>
+  size_t prepare(const Launch& launch, const A&... arguments) const {
+    static constinit detail::Sites sites;
+    detail::Frame<A...> frame(arguments...);
+    return detail::prepare(sites, frame.call(function_, launch));
   }
 
  private:
@@ -511,8 +778,17 @@ PLAIT_API Kernel from_pack(std::shared_ptr<Provider> pack, const std::string& fu
 PLAIT_API Kernel from_pack(const std::string& path, const std::string& function);  // a path is opened once
 
 // What is compiled or was found in packs so far, a signature each as `python -m plait.tools.pack` takes it:
-// a warmed program's list makes the pack that it needs.
+// a warmed program's list makes the pack that it needs; what decorators decided is in it, too.
 PLAIT_API std::vector<std::string> signatures();
+
+// What calls of this process met. hits: counted from count_hits(true) on. misses: calls whose key was new to
+// their place in the program. last_miss: the kernel and its specialization, and that of the call before it.
+struct Stats {
+  uint64_t hits, misses, compiled, loaded, tuned;
+  std::string last_miss;
+};
+PLAIT_API Stats stats();
+PLAIT_API void count_hits(bool on);
 
 }  // namespace plait::triton
 
@@ -525,4 +801,8 @@ triton::Constant<T> constexpr_value(T value) {
 }
 template <triton::detail::Name N>
 inline constexpr triton::detail::Keyword<N> arg{};
+template <class T>
+triton::Varying<T> vary(const T& value) {
+  return {value};
+}
 }  // namespace plait

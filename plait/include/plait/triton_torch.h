@@ -43,7 +43,14 @@ struct Traits<at::Tensor> : detail::One<Kind::pointer> {
     if (!t.defined()) return w.put(state::none, 0);
     detail::put_pointer(w, t.data_ptr(), dtype_of_torch(t.scalar_type()));
   }
+  static uint64_t nbytes(const at::Tensor& t) {
+    return t.defined() && t.is_non_overlapping_and_dense() ? t.nbytes() : 0;
+  }
 };
+
+inline TensorDescriptor descriptor(const at::Tensor& t, Extents block_shape, Padding padding = Padding::zero) {
+  return {t.data_ptr(), dtype_of_torch(t.scalar_type()), t.sizes(), t.strides(), block_shape, padding};
+}
 
 template <>
 struct Traits<c10::ScalarType> : Traits<DType> {

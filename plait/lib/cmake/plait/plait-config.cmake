@@ -23,7 +23,8 @@ endmacro()
 
 _plait_library(core plait_core)
 if(NOT plait_FIND_COMPONENTS STREQUAL "core" AND EXISTS "${_plait}/lib/libplait.so")
-  # Beside Python's plait lies its torch.
+  # Beside Python's plait lies its torch; a prefix of its own says which one it was built with.
+  include("${CMAKE_CURRENT_LIST_DIR}/plait-built-with.cmake" OPTIONAL)
   if(NOT PLAIT_TORCH_DIR AND EXISTS "${_plait}/../torch/lib/libtorch_cpu.so")
     get_filename_component(PLAIT_TORCH_DIR "${_plait}/../torch" ABSOLUTE)
   endif()

@@ -34,7 +34,20 @@ int cuStreamIsCapturing(void* s, int* c) { *c = 0; return 0; }
 NOTHING = """cuInit cuGetErrorString cuCtxGetDevice cuDevicePrimaryCtxRetain cuCtxSetCurrent cuModuleUnload
 cuFuncGetAttribute cuFuncSetAttribute cuLaunchKernelEx cuStreamGetCaptureInfo_v2 cuGraphExecKernelNodeSetParams_v2
 cuGraphMemcpyNodeGetParams cuGraphExecMemcpyNodeSetParams cuGraphLaunch cuMemcpyDtoDAsync_v2 cuEventCreate cuEventRecord
-cuStreamWaitEvent cuCtxSynchronize"""
+cuStreamWaitEvent cuCtxSynchronize cuEventSynchronize cuEventElapsedTime cuEventDestroy_v2 cuMemsetD8Async
+cuDeviceGetName cuDriverGetVersion cuTensorMapEncodeTiled"""
+MORE = """
+
+@triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["n"])
+@triton.jit
+def tuned(x, y, n, BLOCK: tl.constexpr):
+    pass
+
+
+@triton.jit
+def described(x, y):
+    y.store([0, 0], x.load([0, 0]))
+"""
 
 
 def types(n: int) -> list[str]:
@@ -46,19 +59,24 @@ def types(n: int) -> list[str]:
 def source() -> str:
     """Kernels that do nothing with their arguments."""
     functions = (f"\n\n@triton.jit\ndef args{n}({', '.join(f'a{k}' for k in range(n))}):\n    pass\n" for n in COUNTS)
-    return "import triton\n" + "".join(functions)
+    return "import triton\nimport triton.language as tl\n" + "".join(functions) + MORE
 
 
-def python_ns(folder: Path) -> dict[int, tuple[float, float]]:
+def python_ns(folder: Path) -> dict[str, tuple[float, float]]:
     """Median and 99th percentile of launches through Triton's Python launcher."""
     import torch
+    import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     module = load_module("kernels", source(), folder)
+    memory = torch.zeros(8, 8, device="cuda")
+    calls = {str(n): (f"args{n}", [memory if t.startswith("*") else 100 for t in types(n)]) for n in COUNTS}
+    calls["3, tuned"] = "tuned", [memory, memory, 101]
+    calls["2 descriptors"] = "described", [TensorDescriptor.from_tensor(memory, [8, 8])] * 2
     found = {}
-    for n in COUNTS:
-        bound = getattr(module, f"args{n}")[(1,)]
-        memory = torch.zeros(4, device="cuda")
-        args = [memory if t.startswith("*") else 100 for t in types(n)]
+    for label, (name, args) in calls.items():
+        grid = (lambda meta: (triton.cdiv(101, meta["BLOCK"]),)) if name == "tuned" else (1,)
+        bound = getattr(module, name)[grid]
         samples = []
         for k in range(1000):
             start = time.perf_counter_ns()
@@ -68,7 +86,7 @@ def python_ns(folder: Path) -> dict[int, tuple[float, float]]:
             if k % 8 == 0:
                 torch.cuda.synchronize()
         samples.sort()
-        found[n] = samples[len(samples) // 2], samples[len(samples) * 99 // 100]
+        found[label] = samples[len(samples) // 2], samples[len(samples) * 99 // 100]
     return found
 
 
@@ -85,6 +103,7 @@ def main() -> None:
         folder = Path(name)
         (folder / "kernels.py").write_text(source())
         signatures = [f"args{n} {','.join(types(n))}" for n in COUNTS]
+        signatures += ["tuned *fp32:D,*fp32:D,i32,=64", "described tensordesc<fp32[8,8]>,tensordesc<fp32[8,8]>"]
         triton_pack(folder / "kernels.pack", folder / "kernels.py", signatures, [capability])
         env = dict(os.environ)
         if not gpu:
@@ -111,11 +130,12 @@ def main() -> None:
     for r in rows:
         cells = [f"{r['bare p50']:.0f} ns", f"{r['bare p99']:.0f}"]
         for way in ("ad hoc", "bound", "from C"):
-            cells += [f"{r[f'{way} p50'] - r['bare p50']:.0f} ns", f"{r[f'{way} p99'] - r['bare p99']:.0f}"]
+            more = [r[f"{way} {q}"] - r[f"bare {q}"] for q in ("p50", "p99") if f"{way} p50" in r]
+            cells += [f"{more[0]:.0f} ns", f"{more[1]:.0f}"] if more else ["", ""]
         cells.append(f"{r['first ms']:.1f} ms")
         if gpu:
             cells += [f"{ns / 1000:.1f} us" for ns in python[r["arguments"]]]
-        table.append([str(r["arguments"]), *cells])
+        table.append([r["arguments"], *cells])
     print(render((*header, *(("Python p50", "p99") if gpu else ())), table))
 
 

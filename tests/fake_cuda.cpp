@@ -194,6 +194,18 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** gr
   *n = 1;
   return 0;
 }
+int cuGraphAddKernelNode_v2(void** node, void* graph, void* const* dependencies, size_t n,
+                            const plait::cuda::NodeParams* p) {
+  note("add to %zu behind %zu %zu: %s grid %u %u %u block %u first %lld\n", reinterpret_cast<size_t>(graph), n,
+       n ? reinterpret_cast<size_t>(dependencies[0]) : 0, of(p->function).symbol.c_str(), p->grid_x, p->grid_y,
+       p->grid_z, p->block_x, static_cast<long long>(*static_cast<int64_t*>(p->parameters[0])));
+  *node = reinterpret_cast<void*>(77);
+  return 0;
+}
+int cuGraphKernelNodeSetAttribute(void* node, int id, const uint32_t* value) {
+  note("node %zu has attribute %d %u\n", reinterpret_cast<size_t>(node), id, value[0]);
+  return 0;
+}
 int cuGraphExecKernelNodeSetParams_v2(void* graph, void* node, const plait::cuda::NodeParams* p) {
   note("node %zu of %zu: %s grid %u %u %u block %u %u %u shared %u extra %d kernel %d context %d first %lld\n",
        reinterpret_cast<size_t>(node), reinterpret_cast<size_t>(graph), of(p->function).symbol.c_str(),

@@ -1,5 +1,7 @@
 // tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever libcuda is
 // found. Prints what it asks of the provider and what goes wrong; the driver writes down the rest.
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -266,6 +268,64 @@ void launches() {
   expect_error([&] { from_pack(fake, "wrong")[{1}](2); });
 }
 
+// Arguments of bound launches that change, nodes of graphs, kernels that are prepared.
+void bound() {
+  const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
+      {"k", "num_warps=4\nx|||\nt|||\nn|||\nh|fp16||\nB||c|"}, {"scratch", "\nx|||"}, {"big", "\nx|||"},
+      {"p", "\nx|||\ny|||\nn|||\nm||s|\nB||c|"}, {"h", "\nn|||\nB||c|\n@heuristics|B"}});
+  const Kernel k = from_pack(fake, "k");
+  auto b = k.bind({[](const Meta& m) { return m["n"] - m["B"]; }}, at<float>(16), std::tuple{5, at<float>(32)},
+                  arg<"n"> = 7, arg<"B"> = constexpr_value(2), arg<"h"> = 0.5);
+  b(stream(1));
+  b.set<0>(at<const float>(64));
+  b.set<4>(3.0);  // the fifth that was given, whose words are converted
+  b(stream(2));
+  b.set<1>(std::tuple{6, at<float>(48)});
+  b(stream(3));
+  b.set<0>(at<int>(8));  // another type, and not aligned
+  b(stream(4));
+  b.set<2>(16LL);
+  b.set<3>(constexpr_value(16));
+  b(stream(5));  // the grid is empty now
+  b.set<3>(constexpr_value(4));
+  b(stream(6));
+  auto nothing = k.bind({0}, nullptr, nullptr, 1, 1.5, 1);
+  nothing.set<2>(5);
+  nothing(stream(7));
+  expect_error([&] { nothing.add_to(nullptr); });
+
+  const auto graph = reinterpret_cast<CUgraph_st*>(9);
+  const auto exec = reinterpret_cast<CUgraphExec_st*>(11);
+  CUgraphNode_st* before[] = {reinterpret_cast<CUgraphNode_st*>(5)};
+  fake->facts.num_ctas = 2;
+  fake->facts.cooperative = true;
+  auto big = from_pack(fake, "big").bind({3}, 32);
+  CUgraphNode_st* node = big.add_to(graph, before);
+  big.set<0>(48);
+  big.update(exec, node);
+  fake->facts = {};
+  fake->facts.global_scratch = 8;
+  expect_error([&] { from_pack(fake, "scratch").bind({3}, 32).add_to(graph); });
+  fake->facts = {};
+
+  count_hits(true);
+  const Stats first = stats();
+  const Kernel p = from_pack(fake, "p");
+  using plait::vary;
+  std::printf("%zu kernels\n", p.prepare({1}, vary(at<float>(16)), at<float>(16), vary(100), vary(100), 64));
+  p[{1}](at<float>(4), at<float>(16), 1, 1, 64);
+  p[{1}](at<float>(4), at<float>(16), 2, 16, 64);
+  p[{1, stream(17)}](at<float>(4), at<float>(16), 3, 16, 64);  // is being captured
+  const Stats last = stats();
+  std::printf("%zu hits %zu misses %zu compiled %zu loaded: %s\n", last.hits - first.hits, last.misses - first.misses,
+              last.compiled - first.compiled, last.loaded - first.loaded, last.last_miss.c_str());
+  expect_error([&] { p.prepare({1}, std::tuple{vary(1), vary(1), vary(1), vary(1), vary(1), vary(1)}, 1, 1, 1, 1); });
+  fake->answer = [](const Question&) { return "n\nB=5"; };
+  const Kernel h = from_pack(fake, "h");
+  h[{1}](5);
+  expect_error([&] { h.prepare({1}, vary(5)); });
+}
+
 // @triton.autotune and @triton.heuristics: who is asked what, what is timed, what is part of a key.
 void decorated() {
   const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{
@@ -466,6 +526,31 @@ void descriptors(char** argv) {
   expect_error([&] { copy[{1}](plait::constexpr_value(x), out, at<int64_t>(64)); });
 }
 
+// Kernels from the Python of this process, which is argv[0]'s library; by a thread that has its lock and by
+// threads that want it. Then from a process, two at once: each waits for the other.
+void python(char** argv) {
+  expect_error([&] { jit(argv[1], "add_kernel", embedded())[{1}](1); });
+  void* library = dlopen(argv[0], RTLD_NOW | RTLD_GLOBAL);
+  reinterpret_cast<void (*)(int)>(dlsym(library, "Py_InitializeEx"))(0);
+  const auto add = [&](int n) {
+    jit(argv[1], "add_kernel", embedded())[{2, stream(5)}](at<float>(16), at<float>(32), at<float>(48), n);
+  };
+  std::vector<std::thread> all;
+  for (int t = 0; t < 4; ++t) all.emplace_back(add, t % 2 + 1);
+  reinterpret_cast<void* (*)()>(dlsym(library, "PyEval_SaveThread"))();
+  const int had = reinterpret_cast<int (*)()>(dlsym(library, "PyGILState_Ensure"))();
+  add(2);
+  expect_error([&] { jit(argv[1], "wrong", embedded())[{1}](at<float>(16)); });
+  expect_error([&] { jit("/nowhere.py", "wrong", embedded())[{1}](at<float>(16)); });
+  reinterpret_cast<void (*)(int)>(dlsym(library, "PyGILState_Release"))(had);
+  for (std::thread& t : all) t.join();
+
+  all.clear();
+  for (const char* name : {"meets_a", "meets_b"})
+    all.emplace_back([&, name] { jit(argv[1], name, worker(argv[2]))[{1, stream(6)}](at<int>(16)); });
+  for (std::thread& t : all) t.join();
+}
+
 // What decorators of a user's file choose: argv is python, the file, and a pack or "-". Prints a line a call.
 void chosen(char** argv) {
   static std::string last;
@@ -479,7 +564,7 @@ void chosen(char** argv) {
   const bool packed = std::string_view(argv[2]) != "-";
   for (const char* name : {"tuned", "outer", "warps", "pruned", "modelled", "kept"}) {
     const Kernel kernel = packed ? from_pack(argv[2], name) : jit(argv[1], name, worker(argv[0]));
-    for (const int n : {1, 16, 100, 128, 1000, 2048, 100, 16}) {
+    for (const int n : {1, 128, 1000, 2048, 128, 1}) {
       const auto grid = [&](const Meta& meta) { return cdiv(meta["n"], meta["BLOCK"]); };
       const Pointer a{x, DType::fp32, sizeof x}, b{out, DType::fp32, sizeof out};
       if (n == 128)
@@ -502,11 +587,13 @@ int main(int, char** argv) {
   const std::string_view what = argv[1];
   if (what == "kinds") kinds();
   if (what == "launches") launches();
+  if (what == "bound") bound();
   if (what == "decorated") decorated();
   if (what == "contexts") contexts();
   if (what == "hits") hits();
   if (what == "threads") threads();
   if (what == "real") real(argv + 2);
+  if (what == "python") python(argv + 2);
   if (what == "descriptors") descriptors(argv + 2);
   if (what == "chosen") chosen(argv + 2);
 }

@@ -52,6 +52,24 @@ def described(x, out, n: tl.constexpr):
     block = tl.make_tensor_descriptor(x, shape=[n, n], strides=[n, 1], block_shape=[16, n]).load([16 * p, 0])
     i, j = 16 * p + tl.arange(0, 16), tl.arange(0, n)
     tl.store(out + i[:, None] * n + j[None, :], 2 * block)
+
+
+@triton.jit
+def doubled(x, out, BLOCK: tl.constexpr):
+    tl.static_assert(x.dtype == out.dtype)
+    i, j = tl.program_id(0) * x.block_shape[0], tl.program_id(1) * x.block_shape[1]
+    out.store([i, j], x.load([i, j]) * 2)
+
+
+@triton.autotune([triton.Config({"BLOCK": b}, num_warps=w) for b in (64, 1024) for w in (1, 8)], key=["n"],
+                 reset_to_zero=["count"], restore_value=["x"])
+@triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})
+@triton.jit
+def tuned(x, count, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keep = i < n
+    tl.store(x + i, (tl.load(x + i) if EVEN else tl.load(x + i, keep)) + 1, keep)
+    tl.atomic_add(count + i, 1, keep)
 """
 
 
@@ -123,6 +141,40 @@ def test_scratch_memory(library: Any) -> None:
     call(library.described, x, out, stream)
     stream.synchronize()
     assert torch.equal(out, 2 * x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int32])
+def test_tensor_descriptors(library: Any, dtype: torch.dtype) -> None:
+    """Rows of a wider tensor, and blocks that reach beyond the ends."""
+    wide = torch.arange(100 * 80, device="cuda").view(100, 80).remainder(1000).to(dtype)
+    out = torch.full((100, 80), 7, dtype=dtype, device="cuda")
+    call(library.doubled, wide, out, 100, 72, 80, {torch.int32: 1, torch.float16: 2, torch.float32: 3}[dtype])
+    assert torch.equal(out[:, :72], 2 * wide[:, :72]) and torch.equal(out[:, 72:], torch.full_like(out[:, 72:], 7))
+
+
+@pytest.mark.parametrize("n", [1000, 4096])
+def test_tuning(library: Any, n: int) -> None:
+    """Tensors that a kernel changes are as if only the chosen one had run, once."""
+    x, count = torch.randn(n, device="cuda"), torch.full((n,), 5, dtype=torch.int32, device="cuda")
+    want = x + 1
+    with pytest.raises(RuntimeError, match="being captured"):
+        in_graph(lambda: call(library.tuned, x, count, n, torch.cuda.current_stream()))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    call(library.tuned, x, count, n, stream)
+    stream.synchronize()
+    assert torch.equal(x, want) and count.eq(1).all()
+    launch = lambda: call(library.tuned, x, count, n, torch.cuda.current_stream())
+    in_graph(launch).replay()
+    assert torch.equal(x, want + 1) and count.eq(2).all()
+
+
+def test_bound_launches_change(library: Any) -> None:
+    """As it is launched, and as a node of a graph that is updated."""
+    x, y, out = three(2000)
+    other = torch.zeros_like(out)
+    call(library.nodes, x, y, out, other[1:], 1999)
+    assert torch.equal(out[:1999], (x + y)[:1999]) and torch.equal(other[1:], (x + x)[:1999])
 
 
 def in_graph(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -105,19 +105,25 @@ Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts
              .n_attributes = static_cast<uint32_t>(attributes_.size())};
 }
 
+NodeParams Kernel::node_of(const Config& c, void** parameters) const {
+  return {.function = function_,
+          .grid_x = c.grid_x,
+          .grid_y = c.grid_y,
+          .grid_z = c.grid_z,
+          .block_x = c.block_x,
+          .block_y = 1,
+          .block_z = 1,
+          .shared = c.shared,
+          .parameters = parameters,
+          .extra = nullptr,
+          .kernel = nullptr,
+          .context = nullptr};
+}
+
 void Kernel::set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const {
-  const NodeParams params{.function = function_,
-                          .grid_x = static_cast<uint32_t>(grid) * num_ctas_,
-                          .grid_y = 1,
-                          .grid_z = 1,
-                          .block_x = config_.block_x,
-                          .block_y = 1,
-                          .block_z = 1,
-                          .shared = config_.shared,
-                          .parameters = parameters,
-                          .extra = nullptr,
-                          .kernel = nullptr,
-                          .context = nullptr};
+  Config config = config_;
+  config.grid_x = static_cast<uint32_t>(grid) * num_ctas_;
+  const NodeParams params = node_of(config, parameters);
   driver_.check(driver_.set_node(graph, node, &params), symbol_);
 }
 

@@ -189,6 +189,8 @@ class Kernel {
     return config;
   }
 
+  // A launch as a graph's node has it.
+  NodeParams node_of(const Config& config, void** parameters) const;
   // The parameters of one launch inside a recorded graph, from its next launch on.
   void set_node(GraphExec graph, GraphNode node, uint64_t grid, void** parameters) const;
 

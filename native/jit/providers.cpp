@@ -5,20 +5,24 @@
 // `compile`, file, function, capability, specialization, options (or `cubin`, for Python, with the same);
 // or `evaluate`, file, function, kind, arguments. An answer's first byte is `k`, and then a signature, a
 // pack with the one kernel, or what Provider::evaluate says follows; or it is `e`, or `r` if other options
-// may do, and what went wrong follows: a line, and Python's traceback.
+// may do, and what went wrong follows: a line, and Python's traceback. The frame `fork`, which has no
+// answer, is followed by a byte with a socket: a new process answers on that, which has loaded what the
+// first one has. The first one describes and evaluates, those compile, as many at once as there are cores.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <condition_variable>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "core/cubins.h"
 #include "core/plan.h"
-#include "jit/specialize.h"
+#include "jit/questions.h"
 
 extern char** environ;
 
@@ -57,78 +61,25 @@ class Pack : public Provider {
   const Cubins cubins_;
 };
 
-class Worker : public Provider {
+// One end of a conversation with a process.
+class Line {
  public:
-  explicit Worker(std::string python) : python_(std::move(python)) {}
-  ~Worker() override { stop(); }
-
-  std::string describe(const std::string& file, const std::string& function) override {
-    return ask("describe\n" + file + "\n" + function, function, "");
+  explicit Line(int socket) : socket_(socket) {}
+  Line(Line&& other) noexcept : socket_(std::exchange(other.socket_, -1)) {}
+  Line& operator=(Line&& other) noexcept {
+    std::swap(socket_, other.socket_);
+    return *this;
   }
-
-  std::string evaluate(const Question& q) override {
-    return ask("evaluate\n" + q.file + "\n" + q.function + "\n" + q.kind + "\n" + q.arguments, q.function, "");
-  }
-
-  Binary compile(const Request& r) override {
-    const std::string answer =
-        ask("compile\n" + r.file + "\n" + r.function + "\n" + std::to_string(r.capability) + "\n" +
-                r.specialization + "\n" + r.options,
-            r.function, r.specialization);
-    const Cubins made(answer, "(the answer of " + python_ + ")");
-    return binary_of(made, "", *made.find(""));
-  }
-
- private:
-  std::string ask(const std::string& request, const std::string& kernel, const std::string& specialization) {
-    const std::scoped_lock lock(mutex_);
-    std::string answer;
-    if (socket_ < 0) start(kernel);
-    if (!send_frame(request) || !receive_frame(answer) || answer.empty()) {
-      stop();
-      throw Error("the process that compiles kernels ended (" + python_ +
-                      " -m plait.runtime.triton_kernels; its standard error says why)",
-                  kernel, specialization);
-    }
-    if (answer[0] == 'k') return answer.substr(1);
-    const size_t line = answer.find('\n');
-    const std::string what = answer.substr(1, line - 1), trace = line == answer.npos ? "" : answer.substr(line + 1);
-    if (answer[0] == 'r') throw Refused(what, kernel, specialization, -1, trace);
-    throw Error(what, kernel, specialization, -1, trace);
-  }
-
-  void start(const std::string& kernel) {
-    int ends[2];
-    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
-      throw Error(std::string("no socket for the process that compiles: ") + std::strerror(errno), kernel);
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, ends[1], 0);
-    std::string words[] = {python_, "-m", "plait.runtime.triton_kernels"};
-    char* const arguments[] = {words[0].data(), words[1].data(), words[2].data(), nullptr};
-    const int error = posix_spawnp(&pid_, arguments[0], &actions, nullptr, arguments, environ);
-    posix_spawn_file_actions_destroy(&actions);
-    close(ends[1]);
-    socket_ = ends[0];
-    if (error == 0) return;
-    pid_ = 0;
-    stop();
-    throw Error("cannot run " + python_ + ": " + std::strerror(error), kernel);
-  }
-
-  void stop() {
+  ~Line() {
     if (socket_ >= 0) close(socket_);  // it ends when it sees this
-    if (pid_ > 0) waitpid(pid_, nullptr, 0);
-    socket_ = -1;
-    pid_ = 0;
   }
 
-  bool send_frame(const std::string& text) const {
+  bool send(const std::string& text) const {
     const uint64_t size = text.size();
     std::string frame(reinterpret_cast<const char*>(&size), sizeof size);
     frame += text;
     for (size_t at = 0; at < frame.size();) {
-      const ssize_t n = send(socket_, frame.data() + at, frame.size() - at, MSG_NOSIGNAL);
+      const ssize_t n = ::send(socket_, frame.data() + at, frame.size() - at, MSG_NOSIGNAL);
       if (n < 0 && errno == EINTR) continue;
       if (n <= 0) return false;
       at += static_cast<size_t>(n);
@@ -136,6 +87,29 @@ class Worker : public Provider {
     return true;
   }
 
+  bool receive(std::string& text) const {
+    uint64_t size = 0;
+    if (!receive(reinterpret_cast<char*>(&size), sizeof size)) return false;
+    text.resize(size);
+    return receive(text.data(), size);
+  }
+
+  bool send_socket(int handle) const {
+    char byte = 0;
+    iovec data{&byte, 1};
+    alignas(cmsghdr) char room[CMSG_SPACE(sizeof handle)] = {};
+    msghdr message{};
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = room;
+    message.msg_controllen = sizeof room;
+    cmsghdr* head = CMSG_FIRSTHDR(&message);
+    *head = {CMSG_LEN(sizeof handle), SOL_SOCKET, SCM_RIGHTS};
+    std::memcpy(CMSG_DATA(head), &handle, sizeof handle);
+    return sendmsg(socket_, &message, MSG_NOSIGNAL) == 1;
+  }
+
+ private:
   bool receive(char* to, size_t size) const {
     for (size_t at = 0; at < size;) {
       const ssize_t n = recv(socket_, to + at, size - at, 0);
@@ -146,19 +120,160 @@ class Worker : public Provider {
     return true;
   }
 
-  bool receive_frame(std::string& text) const {
-    uint64_t size = 0;
-    if (!receive(reinterpret_cast<char*>(&size), sizeof size)) return false;
-    text.resize(size);
-    return receive(text.data(), size);
+  int socket_;
+};
+
+class Worker : public Provider {
+ public:
+  explicit Worker(std::string python) : python_(std::move(python)) {}
+  ~Worker() override { stop(); }
+
+  std::string describe(const std::string& file, const std::string& function) override {
+    return ask_first(to_describe(file, function), function);
+  }
+  std::string evaluate(const Question& q) override { return ask_first(to_evaluate(q), q.function); }
+
+  unsigned concurrency() const override { return std::clamp(std::thread::hardware_concurrency(), 2u, kMostProcesses); }
+
+  Binary compile(const Request& r) override {
+    Line line = take(r.function);
+    try {
+      const std::string answer = ask(line, to_compile(r), r.function, r.specialization);
+      give_back(std::move(line));
+      return compiled(answer);
+    } catch (const Ended&) {
+      give_back(std::nullopt);
+      throw;
+    } catch (const Error&) {
+      give_back(std::move(line));
+      throw;
+    }
+  }
+
+ private:
+  struct Ended : Error {
+    using Error::Error;
+  };
+  static constexpr unsigned kMostProcesses = 16;
+
+  std::string ask(const Line& line, const std::string& request, const std::string& kernel,
+                  const std::string& specialization) const {
+    std::string answer;
+    if (!line.send(request) || !line.receive(answer) || answer.empty())
+      throw Ended("the process that compiles kernels ended (" + python_ +
+                      " -m plait.runtime.triton_kernels; its standard error says why)",
+                  kernel, specialization);
+    return said(answer, kernel, specialization);
+  }
+
+  std::string ask_first(const std::string& request, const std::string& kernel) {
+    const std::scoped_lock lock(mutex_);
+    try {
+      return ask(first(kernel), request, kernel, "");
+    } catch (const Ended&) {
+      stop();
+      throw;
+    }
+  }
+
+  // A process that is not busy, at most `concurrency()` of them.
+  Line take(const std::string& kernel) {
+    std::unique_lock lock(idle_mutex_);
+    one_is_idle_.wait(lock, [&] { return !idle_.empty() || n_processes_ < concurrency(); });
+    if (!idle_.empty()) {
+      Line line = std::move(idle_.back());
+      idle_.pop_back();
+      return line;
+    }
+    ++n_processes_;
+    lock.unlock();
+    try {
+      auto [mine, theirs] = sockets(kernel);
+      const std::scoped_lock asking(mutex_);
+      first(kernel);
+      const bool sent = first_->send("fork") && first_->send_socket(theirs);
+      close(theirs);
+      if (!sent) stop();  // whoever asks the new process finds that it ended
+      return Line(mine);
+    } catch (...) {
+      give_back(std::nullopt);
+      throw;
+    }
+  }
+
+  void give_back(std::optional<Line> line) {
+    const std::scoped_lock lock(idle_mutex_);
+    if (line)
+      idle_.push_back(std::move(*line));
+    else
+      --n_processes_;
+    one_is_idle_.notify_one();
+  }
+
+  static std::pair<int, int> sockets(const std::string& kernel) {
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+      throw Error(std::string("no socket for the process that compiles: ") + std::strerror(errno), kernel);
+    return {ends[0], ends[1]};
+  }
+
+  const Line& first(const std::string& kernel) {
+    if (first_) return *first_;
+    const auto [mine, theirs] = sockets(kernel);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, theirs, 0);
+    std::string words[] = {python_, "-m", "plait.runtime.triton_kernels"};
+    char* const arguments[] = {words[0].data(), words[1].data(), words[2].data(), nullptr};
+    const int error = posix_spawnp(&pid_, arguments[0], &actions, nullptr, arguments, environ);
+    posix_spawn_file_actions_destroy(&actions);
+    close(theirs);
+    first_.emplace(mine);
+    if (error == 0) return *first_;
+    pid_ = 0;
+    stop();
+    throw Error("cannot run " + python_ + ": " + std::strerror(error), kernel);
+  }
+
+  void stop() {
+    first_.reset();
+    if (pid_ > 0) waitpid(pid_, nullptr, 0);
+    pid_ = 0;
   }
 
   const std::string python_;
-  std::mutex mutex_;  // one request at a time
-  int socket_ = -1;
+  std::mutex mutex_;  // of the first process
+  std::optional<Line> first_;
   pid_t pid_ = 0;
+  std::mutex idle_mutex_;
+  std::condition_variable one_is_idle_;
+  std::vector<Line> idle_;
+  unsigned n_processes_ = 0;
 };
 }  // namespace
+
+std::string said(const std::string& answer, const std::string& kernel, const std::string& specialization) {
+  if (answer[0] == 'k') return answer.substr(1);
+  const size_t line = answer.find('\n');
+  const std::string what = answer.substr(1, line - 1), trace = line == answer.npos ? "" : answer.substr(line + 1);
+  if (answer[0] == 'r') throw Refused(what, kernel, specialization, -1, trace);
+  throw Error(what, kernel, specialization, -1, trace);
+}
+
+std::string to_describe(const std::string& file, const std::string& function) {
+  return "describe\n" + file + "\n" + function;
+}
+std::string to_evaluate(const Question& q) {
+  return "evaluate\n" + q.file + "\n" + q.function + "\n" + q.kind + "\n" + q.arguments;
+}
+std::string to_compile(const Request& r) {
+  return "compile\n" + r.file + "\n" + r.function + "\n" + std::to_string(r.capability) + "\n" + r.specialization +
+         "\n" + r.options;
+}
+Binary compiled(const std::string& pack) {
+  const Cubins made(pack, "(what Python compiled)");
+  return binary_of(made, "", *made.find(""));
+}
 
 std::shared_ptr<Provider> open_pack(const std::string& path) {
   try {

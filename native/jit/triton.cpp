@@ -18,6 +18,17 @@ constexpr uint64_t kMix = 0x9e3779b97f4a7c15;
 std::atomic<const Hooks*> hooks{};
 std::atomic<const Tuning*> tuning{};
 
+struct Counts {
+  std::atomic<uint64_t> hits, misses, compiled, loaded, tuned;
+  std::mutex mutex;
+  std::string last_miss;
+};
+constinit std::atomic<bool> counting{};
+Counts& counts() {
+  static auto* made = new Counts{};
+  return *made;
+}
+
 // The device's answers to a launch that mean: not with these options.
 constexpr int kInvalidValue = 1, kLaunchOutOfResources = 701, kInvalidClusterSize = 912;
 
@@ -79,7 +90,9 @@ struct Flight {
   const Binary& compile(Provider& provider, const Request& request) {
     if (refused) std::rethrow_exception(refused);
     try {
-      if (!binary) binary = provider.compile(request);
+      if (binary) return *binary;
+      binary = provider.compile(request);
+      ++counts().compiled;
     } catch (const Refused&) {
       refused = std::current_exception();
       throw;
@@ -357,10 +370,16 @@ struct Site {
 
   const Record* find(const Call& call) {
     const Record* record = last.load(std::memory_order_acquire);
-    if (record && record->is_of(call)) [[likely]]
+    if (record && record->is_of(call)) [[likely]] {
+      if (counting.load(std::memory_order_relaxed)) [[unlikely]]
+        ++counts().hits;
       return record;
+    }
     record = search(call);
-    if (!record) record = make(call);
+    if (!record)
+      record = make(call);
+    else if (counting.load(std::memory_order_relaxed))
+      ++counts().hits;
     last.store(record, std::memory_order_release);
     return record;
   }
@@ -381,6 +400,7 @@ struct Site {
   const cuda::Kernel* load(const Asked& asked, Record& record, bool timed) const;
   const std::vector<uint64_t>& mask_of(std::span<const Leaf> leaves);
   void publish(Record* record, const Call& call);
+  void note_miss(const Record& record) const;
 
   std::mutex mutex_;
   std::atomic<Table*> table_{};
@@ -431,10 +451,20 @@ const Record* Site::make(const Call& call) {
     chosen = decide(asked, 0, {});
   }
   std::unique_ptr<Record> record = prepare(asked, chosen);
+  note_miss(*record);
   const std::scoped_lock lock(mutex_);
   if (const Record* found = search(call)) return found;  // another thread was faster
   publish(record.get(), call);
   return record.release();
+}
+
+void Site::note_miss(const Record& record) const {
+  const Record* before = last.load(std::memory_order_acquire);
+  Counts& c = counts();
+  ++c.misses;
+  const std::scoped_lock lock(c.mutex);
+  c.last_miss = function->name + " " + record.specialization.text + ", " +
+                (before ? "before it " + before->specialization.text : "the first call of its kind");
 }
 
 std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen, bool timed) const {
@@ -480,7 +510,10 @@ const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) c
   record.recipes = read_recipes(binary.descriptors);
   if (!record.recipes.empty()) driver.need(record.encode, "cuTensorMapEncodeTiled");
   record.specialization.slots = expand(record.specialization.slots, record.recipes, asked.arguments);
-  if (!loaded) loaded = std::make_unique<Loaded>(driver, binary, record.specialization.slots);
+  if (!loaded) {
+    loaded = std::make_unique<Loaded>(driver, binary, record.specialization.slots);
+    ++counts().loaded;
+  }
   if (!timed)
     flight.signature = function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
   return &loaded->kernel;
@@ -559,6 +592,7 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
     const std::vector<double> ms = time(asked, l, candidates);
     best = write_settings(configs[static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin())]);
     file.write(*best);
+    ++counts().tuned;
   }
   function->facts.add(kind, names, told, *best);
   return read_settings(*best);
@@ -710,32 +744,47 @@ bool launch(Sites& sites, const Call& call) {
 }
 
 struct Plan {
-  const Record* record;  // null: the grid is empty
+  Plan(Sites& sites, const Call& call)
+      : sites(sites), launch(call.launch), texts(call.strings.begin(), call.strings.end()),
+        strings(texts.begin(), texts.end()), given(call.words.begin(), call.words.end()), grid(launch.grid),
+        call{call.function, launch, call.leaves, given, strings, call.nbytes} {}
+
+  // Finds the kernel of the words that are given; false: it must be known how long the arguments are.
+  bool resolve() {
+    if (!launch.rule.call && is_empty(grid)) return true;
+    if (!record || !record->is_of(call)) record = find(sites, call);
+    call.nbytes = {};
+    if (!record) return false;
+    grid = record->grid_of(call);
+    if (is_empty(grid)) return true;
+    words = given;
+    config = record->config_of(grid);
+    parameters.resize(record->offsets.size() + 2);
+    maps.resize(record->recipes.size());
+    record->address(words.data(), parameters.data(), maps.data());
+    return true;
+  }
+
+  Sites& sites;
+  const Launch launch;
+  const std::vector<std::string> texts;
+  const std::vector<std::string_view> strings;
+  std::vector<uint64_t> given, words;  // as the call has them, and as the kernel takes them
+  const Record* record = nullptr;      // null: the grid is empty
   Grid grid;
-  cuda::Config config;
-  std::vector<uint64_t> words;
+  cuda::Config config{};
   std::vector<void*> parameters;
   std::vector<TensorMap> maps;
+  Call call;
 };
 
 Plan* bind(Sites& sites, const Call& call) {
-  auto plan = std::make_unique<Plan>(Plan{nullptr, call.launch.grid, {}, {}, {}, {}});
-  if (is_empty(plan->grid)) return plan.release();
-  const Record* record = find(sites, call);
-  if (!record) return nullptr;
-  const Grid grid = plan->grid = record->grid_of(call);
-  if (is_empty(grid)) return plan.release();
-  plan->record = record;
-  plan->config = plan->record->config_of(grid);
-  plan->words.assign(call.words.begin(), call.words.end());
-  plan->parameters.resize(plan->record->offsets.size() + 2);
-  plan->maps.resize(record->recipes.size());
-  plan->record->address(plan->words.data(), plan->parameters.data(), plan->maps.data());
-  return plan.release();
+  auto plan = std::make_unique<Plan>(sites, call);
+  return plan->resolve() ? plan.release() : nullptr;
 }
 
 void launch(const Plan& plan, Stream stream) {
-  if (!plan.record) return;
+  if (is_empty(plan.grid)) return;
   const size_t n = plan.parameters.size();
   auto** parameters = static_cast<void**>(alloca(n * sizeof(void*)));
   std::memcpy(parameters, plan.parameters.data(), n * sizeof(void*));
@@ -743,10 +792,121 @@ void launch(const Plan& plan, Stream stream) {
   plan.record->launch(plan.grid, config, stream, parameters);
 }
 
+void change(Plan& plan, size_t leaf, std::span<const uint8_t> states, size_t word, std::span<const uint64_t> words) {
+  const size_t first = n_head_words + n_state_words(plan.call.leaves.size());
+  std::copy(states.begin(), states.end(), reinterpret_cast<uint8_t*>(plan.given.data() + n_head_words) + leaf);
+  std::copy(words.begin(), words.end(), plan.given.begin() + static_cast<std::ptrdiff_t>(first + word));
+  if (!plan.resolve())
+    throw Error("a value that was set has no tuned configuration yet, and resets or restores tensors: launch it once",
+                plan.call.function->name);
+}
+
+namespace {
+// What a graph's node launches: it has no memory of its own for scratch.
+cuda::NodeParams node_of(const Plan& plan, void** parameters) {
+  const cuda::KernelFacts* facts = is_empty(plan.grid) ? nullptr : &plan.record->kernel->facts();
+  if (!facts || facts->global_scratch != 0 || facts->profile_scratch != 0)
+    throw Error(facts ? "a kernel with scratch memory is no node of its own: capture its launch"
+                      : "a launch with an empty grid is no node of a graph",
+                plan.call.function->name);
+  static void* none = nullptr;
+  std::copy(plan.parameters.begin(), plan.parameters.end() - 2, parameters);
+  std::fill_n(parameters + plan.parameters.size() - 2, 2, &none);
+  return plan.record->kernel->node_of(plan.config, parameters);
+}
+}  // namespace
+
+CUgraphNode_st* add_node(const Plan& plan, CUgraph_st* graph, std::span<CUgraphNode_st* const> dependencies) {
+  auto** parameters = static_cast<void**>(alloca(plan.parameters.size() * sizeof(void*)));
+  const cuda::NodeParams params = node_of(plan, parameters);
+  int (*add)(CUgraphNode_st**, CUgraph_st*, CUgraphNode_st* const*, size_t, const cuda::NodeParams*);
+  int (*set)(CUgraphNode_st*, int, const void*);
+  CUgraphNode_st* node = nullptr;
+  told(plan.call.function->name, plan.record->specialization.text, [&] {
+    const cuda::Driver& driver = *plan.record->driver;
+    driver.need(add, "cuGraphAddKernelNode_v2");
+    driver.need(set, "cuGraphKernelNodeSetAttribute");
+    driver.check(add(&node, graph, dependencies.data(), dependencies.size(), &params), "cuGraphAddKernelNode");
+    for (uint32_t k = 0; k < plan.config.n_attributes; ++k)
+      driver.check(set(node, plan.config.attributes[k].id, &plan.config.attributes[k].value),
+                   "cuGraphKernelNodeSetAttribute");
+  });
+  return node;
+}
+
+void update_node(const Plan& plan, CUgraphExec_st* graph, CUgraphNode_st* node) {
+  auto** parameters = static_cast<void**>(alloca(plan.parameters.size() * sizeof(void*)));
+  const cuda::NodeParams params = node_of(plan, parameters);
+  told(plan.call.function->name, plan.record->specialization.text, [&] {
+    plan.record->driver->check(plan.record->driver->set_node(reinterpret_cast<cuda::GraphExec>(graph),
+                                                             reinterpret_cast<cuda::GraphNode>(node), &params),
+                               "cuGraphExecKernelNodeSetParams");
+  });
+}
+
+size_t prepare(Sites& sites, const Call& call) {
+  struct Choice {
+    size_t leaf, word;
+    uint8_t state;
+  };
+  constexpr uint8_t kinds = state::one | state::aligned;
+  constexpr size_t most = 256;
+  auto* states = reinterpret_cast<uint8_t*>(call.words.data() + n_head_words);
+  std::vector<Choice> varying;
+  const Site* site = told(call.function->name, "", [&] { return &site_of(sites, call); });
+  const std::vector<std::string> names = call.function->deciding_names();
+  std::string parameter;
+  for (size_t k = 0, word = n_head_words + n_state_words(call.leaves.size()); k < call.leaves.size(); ++k) {
+    const Leaf& leaf = call.leaves[k];
+    const auto source = std::find(site->binding.sources.begin(), site->binding.sources.end(), static_cast<int>(k));
+    if (source != site->binding.sources.end())  // else it is in a tuple
+      parameter = site->signature.parameters[static_cast<size_t>(source - site->binding.sources.begin())].name;
+    if (leaf.varies && leaf.kind == Kind::integer && std::find(names.begin(), names.end(), parameter) != names.end())
+      throw Error("a decorator decides by " + parameter + ": it cannot vary", call.function->name);
+    if (leaf.varies && (leaf.kind == Kind::integer || leaf.kind == Kind::pointer) && !(states[k] & state::none))
+      varying.push_back({k, word, states[k]});
+    word += leaf.n_words();
+  }
+  size_t n = 1;
+  for (const Choice& c : varying) n *= call.leaves[c.leaf].kind == Kind::integer ? 3 : 2;
+  if (n > most)
+    throw Error("they would be " + std::to_string(n) + " kernels, " + std::to_string(most) + " at most are prepared",
+                call.function->name);
+  std::vector<uint64_t> given(call.words.begin(), call.words.end());
+  std::vector<const Record*> found;
+  for (size_t k = 0; k < n; ++k) {
+    std::copy(given.begin(), given.end(), call.words.begin());
+    size_t which = k;
+    for (const Choice& c : varying) {
+      const bool is_integer = call.leaves[c.leaf].kind == Kind::integer;
+      const size_t kind = which % (is_integer ? 3 : 2);
+      which /= is_integer ? 3 : 2;
+      states[c.leaf] = static_cast<uint8_t>((c.state & ~kinds) | (kind == 1 ? state::aligned : kind == 2 ? state::one : 0));
+      if (is_integer) call.words[c.word] = kind == 1 ? 16 : kind == 2 ? 1 : 2;
+    }
+    const Record* record = find(sites, call);
+    if (!record)
+      throw Error("it is not tuned yet, and resets or restores tensors: launch it once", call.function->name);
+    found.push_back(record);
+  }
+  const auto by_kernel = [](const Record* a, const Record* b) { return a->kernel < b->kernel; };
+  std::sort(found.begin(), found.end(), by_kernel);
+  return 1 + static_cast<size_t>(std::count_if(found.begin() + 1, found.end(), [&, last = found[0]](const Record* r) mutable {
+           return std::exchange(last, r)->kernel != r->kernel;
+         }));
+}
+
 void destroy(Plan* plan) { delete plan; }
 }  // namespace detail
 
 void set_hooks(const Hooks* given) { hooks.store(given, std::memory_order_release); }
+Stats stats() {
+  Counts& c = counts();
+  const std::scoped_lock lock(c.mutex);
+  return {c.hits, c.misses, c.compiled, c.loaded, c.tuned, c.last_miss};
+}
+void count_hits(bool on) { counting.store(on); }
+
 void set_tuning(const Tuning* given) { tuning.store(given, std::memory_order_release); }
 
 std::string Provider::evaluate(const Question& q) {

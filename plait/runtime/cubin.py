@@ -393,8 +393,8 @@ _PACK_VERSION = 2
 
 
 def pack(cubins: Mapping[str, Cubin], texts: Mapping[str, str] | None = None) -> bytes:
-    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it. A kernel's name has
-    its descriptors as a text."""
+    """Kernels by name, and texts by name, as one file; native/core/cubins.cpp says how and reads it. A kernel's
+    descriptors are the text of its name."""
     parts = [b"PLAITCUB", struct.pack("<2q", _PACK_VERSION, len(cubins))]
     for name, c in cubins.items():
         words = (name.encode(), c.symbol.encode(), c.image)

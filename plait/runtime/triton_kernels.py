@@ -1,8 +1,10 @@
-"""Compiles functions of a user's files for C++ (native/jit): `python -m plait.runtime.triton_kernels`.
+"""Compiles functions of a user's files for C++ (native/jit): `python -m plait.runtime.triton_kernels`, or `answer` in a
+process that runs Python itself.
 
-Requests come in over the socket that is standard input, answers go out; native/jit/providers.cpp says how they are
-framed, native/jit/specialize.h how signatures and specializations are written. It uses Triton's own cache. Only
-functions load Triton: who imports this module to read a specialization does not.
+Requests come in over the socket that is standard input, answers go out, and processes are forked that do the same at
+the same time; native/jit/providers.cpp says how requests are framed, native/jit/specialize.h how signatures and
+specializations are written. It uses Triton's own cache. Only functions load Triton: who imports this module to read a
+specialization does not.
 """
 
 from __future__ import annotations
@@ -433,10 +435,10 @@ def _alone(key: str) -> Iterator[None]:
         yield
 
 
-def answer(request: Sequence[str]) -> bytes:
-    """What goes out for a request's lines."""
+def answer(request: bytes) -> bytes:
+    """What goes out for a request."""
     try:
-        kind, file, function, *more = request
+        kind, file, function, *more = request.decode().split("\n")
         fn, layers = load(file, function)
         if kind == "describe":
             return b"k" + describe(fn, layers).encode()
@@ -460,13 +462,51 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, OutOfResources | PTXASError | CompileTimeAssertionFailure)
 
 
+def _exactly(connection: socket.socket, n: int) -> bytes:
+    """Raises EOFError."""
+    data = bytearray()
+    while len(data) < n:
+        if not (more := connection.recv(min(n - len(data), 1 << 20))):
+            raise EOFError
+        data += more
+    return bytes(data)
+
+
+def serve(connection: socket.socket, children: set[int] | None = None) -> None:
+    """Answers until the other end is closed. children: who was forked; None: nobody may be."""
+    while True:
+        try:
+            request = _exactly(connection, *struct.unpack("<Q", _exactly(connection, 8)))
+        except (EOFError, ConnectionError):
+            return
+        if request == b"fork" and children is not None:
+            _, (handle,), _, _ = socket.recv_fds(connection, 1, 1)
+            with socket.socket(fileno=handle) as theirs:
+                _fork(connection, theirs, children)
+            continue
+        said = answer(request)
+        connection.sendall(struct.pack("<Q", len(said)) + said)
+
+
+def _fork(mine: socket.socket, theirs: socket.socket, children: set[int]) -> None:
+    """A process that has loaded what this one has, and answers over `theirs`."""
+    children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+    if (pid := os.fork()) != 0:
+        children.add(pid)
+        return
+    try:
+        mine.close()  # so that the other end sees when the parent dies
+        serve(theirs)
+    finally:
+        os._exit(0)
+
+
 def main() -> None:
-    """Serves until the other end is closed."""
-    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rwb") as stream:
-        while len(size := stream.read(8)) == 8:
-            said = answer(stream.read(*struct.unpack("<Q", size)).decode().split("\n"))
-            stream.write(struct.pack("<Q", len(said)) + said)
-            stream.flush()
+    """Serves over the socket that is standard input."""
+    with socket.socket(fileno=os.dup(0)) as connection:
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)
+        serve(connection, set())
 
 
 if __name__ == "__main__":

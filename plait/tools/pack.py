@@ -16,9 +16,9 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,22 +30,18 @@ from plait.runtime.triton_kernels import read_options, read_specialization, writ
 MAX_PROCESSES = 8
 
 
-class _Compiler:
-    """A process that compiles, as C++ has it too."""
+class _Line:
+    """A conversation with a process that compiles, as C++ has it too (native/jit/providers.cpp)."""
 
-    def __init__(self) -> None:
-        mine, theirs = socket.socketpair()
-        with theirs, mine:
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
-            command = [sys.executable, "-m", "plait.runtime.triton_kernels"]
-            self.process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
-            self.stream = mine.makefile("rwb")
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.stream = connection, connection.makefile("rb")
+
+    def send(self, request: bytes) -> None:
+        self.socket.sendall(struct.pack("<Q", len(request)) + request)
 
     def ask(self, *lines: str) -> bytes:
         """An answer. Raises UserError if it is no."""
-        request = "\n".join(lines).encode()
-        self.stream.write(struct.pack("<Q", len(request)) + request)
-        self.stream.flush()
+        self.send("\n".join(lines).encode())
         size = self.stream.read(8)
         said: bytes = self.stream.read(*struct.unpack("<Q", size)) if len(size) == 8 else b"eits process ended"
         if said[:1] == b"k":
@@ -53,9 +49,32 @@ class _Compiler:
         why, _, trace = said[1:].decode().partition("\n")
         raise UserError(f"{' '.join(lines[2:])}: {why}", hint=trace)
 
+    def fork(self) -> _Line:
+        """Another process that has loaded what this one has."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self.send(b"fork")
+            socket.send_fds(self.socket, [b"\0"], [theirs.fileno()])
+        return _Line(mine)
+
     def close(self) -> None:
         self.stream.close()
-        self.process.wait()
+        self.socket.close()
+
+
+@contextmanager
+def _compiler() -> Iterator[_Line]:
+    mine, theirs = socket.socketpair()
+    with theirs:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
+        command = [sys.executable, "-m", "plait.runtime.triton_kernels"]
+        process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
+    line = _Line(mine)
+    try:
+        yield line
+    finally:
+        line.close()
+        process.wait()
 
 
 def triton_pack(
@@ -71,15 +90,13 @@ def triton_pack(
     facts = [s for s in dict.fromkeys(signatures) if _is_fact(s)]
     wanted = [_read(s) for s in dict.fromkeys(signatures) if not _is_fact(s)]
     n = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(wanted) * len(capabilities)))
-    with ExitStack() as stack, ThreadPoolExecutor(n) as threads:
-        compilers = [_Compiler() for _ in range(n)]
-        for compiler in compilers:
-            stack.callback(compiler.close)
+    with _compiler() as first, ThreadPoolExecutor(n) as threads, ExitStack() as stack:
         functions = dict.fromkeys([*(f for f, _, _ in wanted), *(fact.split()[0] for fact in facts)])
-        texts = {f: compilers[0].ask("describe", file, f).decode() for f in functions}
+        texts = {f: first.ask("describe", file, f).decode() for f in functions}
         for fact in facts:
             function, _, what = fact.strip().partition(" @")
-            texts[function] += f"\n>{what if ' -> ' in what else _answer(compilers[0], file, function, what)}"
+            texts[function] += f"\n>{what if ' -> ' in what else _answer(first, file, function, what)}"
+        compilers = [stack.enter_context(closing(first.fork())) for _ in range(n)]
         jobs = list(product(wanted, capabilities))
         shares = [jobs[k::n] for k in range(n)]
         done = threads.map(partial(_compile, file, texts), compilers, shares)
@@ -95,7 +112,7 @@ def _is_fact(signature: str) -> bool:
     return re.match(r"\s*\w+ @", signature) is not None
 
 
-def _answer(compiler: _Compiler, file: str, function: str, question: str) -> str:
+def _answer(compiler: _Line, file: str, function: str, question: str) -> str:
     """A fact: what a decorator's function says now. Raises UserError."""
     kind, _, arguments = question.partition(" ")
     if kind.startswith("tuned"):
@@ -122,7 +139,7 @@ def _read(signature: str) -> tuple[str, str, str]:
 
 
 def _compile(
-    file: str, texts: dict[str, str], compiler: _Compiler, jobs: Sequence[tuple[tuple[str, str, str], int]]
+    file: str, texts: dict[str, str], compiler: _Line, jobs: Sequence[tuple[tuple[str, str, str], int]]
 ) -> dict[str, Cubin]:
     """Kernels by the names under which C++ looks for them."""
     found = {}

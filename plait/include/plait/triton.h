@@ -51,6 +51,9 @@
 #include "plait/errors.h"
 
 struct CUstream_st;
+struct CUgraph_st;
+struct CUgraphNode_st;
+struct CUgraphExec_st;
 
 namespace plait::triton {
 
@@ -128,12 +131,20 @@ struct Constant {
   T value;
 };
 
+// An argument of Kernel::prepare that stands for all values that make another kernel: 1, multiples of 16,
+// others; aligned memory, other memory.
+template <class T>
+struct Varying {
+  const T& value;
+};
+
 enum class Kind : uint8_t { pointer, integer, floating, boolean, none, dtype, string, function, tuple, descriptor };
 
 // What is known of an argument when its call is compiled.
 struct Leaf {
   Kind kind;
   bool constant = false;       // made by constexpr_
+  bool varies = false;         // made by vary
   uint16_t n_inside = 0;       // of a tuple: leaves that follow and belong to it
   const char* name = nullptr;  // of a keyword argument
   constexpr uint16_t n_words() const {
@@ -365,7 +376,7 @@ template <class... T>
 struct Traits<std::tuple<T...>> {
   static constexpr auto leaves = [] {
     constexpr auto inside = detail::concatenate(TraitsOf<T>::leaves...);
-    return detail::concatenate(std::array{Leaf{Kind::tuple, false, inside.size()}}, inside);
+    return detail::concatenate(std::array{Leaf{.kind = Kind::tuple, .n_inside = inside.size()}}, inside);
   }();
   static void write(Writer& w, const std::tuple<T...>& t) {
     *w.states++ = 0;
@@ -383,6 +394,16 @@ struct Traits<Constant<T>> {
     return all;
   }();
   static void write(Writer& w, const Constant<T>& c) { Traits<T>::write(w, c.value); }
+};
+
+template <class T>
+struct Traits<Varying<T>> {
+  static constexpr auto leaves = [] {
+    auto all = TraitsOf<T>::leaves;
+    for (Leaf& leaf : all) leaf.varies = true;
+    return all;
+  }();
+  static void write(Writer& w, const Varying<T>& v) { TraitsOf<T>::write(w, v.value); }
 };
 
 namespace detail {
@@ -537,6 +558,9 @@ PLAIT_API std::shared_ptr<Provider> open_pack(const std::string& path);
 // A Python process, started when first asked, that has plait and Triton on its path.
 PLAIT_API std::shared_ptr<Provider> worker(const std::string& python = "python3");
 
+// The Python that runs in this process, which must find plait and Triton.
+PLAIT_API std::shared_ptr<Provider> embedded();
+
 // What is told of a launch; see set_hooks.
 struct Launched {
   std::string_view kernel, symbol, specialization;
@@ -623,6 +647,15 @@ struct Frame {
     return {function, launch, leaves, words, strings};
   }
 
+  // Leaves and words before those of argument n.
+  static consteval std::pair<size_t, size_t> before(size_t n) {
+    constexpr std::array<size_t, sizeof...(A)> n_leaves{TraitsOf<A>::leaves.size()...};
+    std::pair<size_t, size_t> at;
+    for (size_t k = 0; k < n; ++k)
+      for (size_t j = 0; j < n_leaves[k]; ++j) at.second += leaves[at.first++].n_words();
+    return at;
+  }
+
   std::array<uint64_t, first_value + n_values> words;
   std::array<std::string_view, n_strings> strings;
 };
@@ -631,6 +664,12 @@ struct Frame {
 PLAIT_API bool launch(Sites& sites, const Call& call);
 PLAIT_API Plan* bind(Sites& sites, const Call& call);
 PLAIT_API void launch(const Plan& plan, Stream stream);
+PLAIT_API void change(Plan& plan, size_t leaf, std::span<const uint8_t> states, size_t word,
+                      std::span<const uint64_t> words);
+PLAIT_API CUgraphNode_st* add_node(const Plan& plan, CUgraph_st* graph,
+                                   std::span<CUgraphNode_st* const> dependencies);
+PLAIT_API void update_node(const Plan& plan, CUgraphExec_st* graph, CUgraphNode_st* node);
+PLAIT_API size_t prepare(Sites& sites, const Call& call);
 PLAIT_API void destroy(Plan* plan);
 PLAIT_API std::string value_text(std::span<const Leaf> leaves, std::span<const uint64_t> words,
                                  std::span<const std::string_view> strings);
@@ -649,8 +688,41 @@ class Bound {
   explicit Bound(detail::Plan* plan) : plan_(plan, detail::destroy) {}
   void operator()(Stream stream) const { detail::launch(*plan_, stream); }
 
- private:
+  // A node of a graph that launches it.
+  CUgraphNode_st* add_to(CUgraph_st* graph, std::span<CUgraphNode_st* const> dependencies = {}) const {
+    return detail::add_node(*plan_, graph, dependencies);
+  }
+  // Makes such a node, or one that capturing it made, launch it as it is now.
+  void update(CUgraphExec_st* graph, CUgraphNode_st* node) const { detail::update_node(*plan_, graph, node); }
+
+ protected:
   std::unique_ptr<detail::Plan, void (*)(detail::Plan*)> plan_;
+};
+
+// The same, and its arguments may be changed.
+template <class... A>
+class BoundTo : public Bound {
+ public:
+  using Bound::Bound;
+
+  // Gives argument I another value; no thread may launch it meanwhile. A value that another kernel is
+  // compiled for is looked up, and that one compiled if need be. A grid's function is asked again.
+  template <size_t I, class T>
+  void set(const T& value) {
+    using Given = std::tuple_element_t<I, std::tuple<TraitsOf<A>...>>;
+    constexpr auto& leaves = TraitsOf<T>::leaves;
+    constexpr bool fits = std::equal(leaves.begin(), leaves.end(), Given::leaves.begin(), Given::leaves.end(),
+                                     [](const Leaf& a, const Leaf& b) {
+                                       return a.kind == b.kind && a.constant == b.constant && !a.has_text();
+                                     });
+    static_assert(fits, "a bound argument may only be set to a value of its own kind, and to no string: bind again");
+    constexpr std::pair<size_t, size_t> at = detail::Frame<A...>::before(I), n = detail::Frame<T>::before(1);
+    std::array<uint8_t, n.first> states;
+    std::array<uint64_t, n.second> words;
+    Writer w{states.data(), words.data(), nullptr};
+    TraitsOf<T>::write(w, value);
+    detail::change(*plan_, at.first, states, at.second, words);
+  }
 };
 
 // A Triton function: a name that may be copied and used by any thread.
@@ -676,14 +748,23 @@ class Kernel {
   Launcher operator[](const Launch& launch) const { return {function_, launch}; }
 
   template <class... A>
-  Bound bind(const Launch& launch, const A&... arguments) const {
+  BoundTo<A...> bind(const Launch& launch, const A&... arguments) const {
     static constinit detail::Sites sites;
     detail::Frame<A...> frame(arguments...);
     detail::Call call = frame.call(function_, launch);
     detail::Plan* plan = detail::bind(sites, call);
     const std::array<uint64_t, sizeof...(A)> nbytes{plan ? 0 : detail::nbytes_of(arguments)...};
     call.nbytes = nbytes;
-    return Bound(plan ? plan : detail::bind(sites, call));
+    return BoundTo<A...>(plan ? plan : detail::bind(sites, call));
+  }
+
+  // Compiles and loads what such a call launches, for all kinds of values of the arguments that plait::vary
+  // marks. Says how many kernels that are.
+  template <class... A>
+  size_t prepare(const Launch& launch, const A&... arguments) const {
+    static constinit detail::Sites sites;
+    detail::Frame<A...> frame(arguments...);
+    return detail::prepare(sites, frame.call(function_, launch));
   }
 
  private:
@@ -700,6 +781,15 @@ PLAIT_API Kernel from_pack(const std::string& path, const std::string& function)
 // a warmed program's list makes the pack that it needs; what decorators decided is in it, too.
 PLAIT_API std::vector<std::string> signatures();
 
+// What calls of this process met. hits: counted from count_hits(true) on. misses: calls whose key was new to
+// their place in the program. last_miss: the kernel and its specialization, and that of the call before it.
+struct Stats {
+  uint64_t hits, misses, compiled, loaded, tuned;
+  std::string last_miss;
+};
+PLAIT_API Stats stats();
+PLAIT_API void count_hits(bool on);
+
 }  // namespace plait::triton
 
 namespace plait {
@@ -711,4 +801,8 @@ triton::Constant<T> constexpr_value(T value) {
 }
 template <triton::detail::Name N>
 inline constexpr triton::detail::Keyword<N> arg{};
+template <class T>
+triton::Varying<T> vary(const T& value) {
+  return {value};
+}
 }  // namespace plait

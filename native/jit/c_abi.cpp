@@ -141,8 +141,9 @@ struct Shape {
         need(a.n < (ends.empty() ? arguments.size() : ends.back()) - k, "a tuple has more elements than follow it");
         leaf.n_inside = static_cast<uint16_t>(a.n);
         ends.push_back(k + 1 + a.n);
+        tuples.push_back(k);
       }
-      heads.push_back({head_of(a) & kHead, leaf.kind == Kind::tuple ? ~uint64_t{0} : 0, leaf.n_inside});
+      heads.push_back(head_of(a) & kHead);
       n_values += leaf.n_words();
       n_strings += leaf.has_text();
       leaves.push_back(leaf);
@@ -154,17 +155,16 @@ struct Shape {
     uint64_t different = 0;
     for (size_t k = 0; k < heads.size(); ++k) {
       const plait_triton_argument& a = arguments[k];
-      different |= ((head_of(a) & kHead) ^ heads[k].value) | ((a.n & heads[k].n_mask) ^ heads[k].n);
+      different |= (head_of(a) & kHead) ^ heads[k];
       if (a.name != leaves[k].name && !(a.name && leaves[k].name && std::strcmp(a.name, leaves[k].name) == 0))
         return false;
     }
+    for (const size_t k : tuples) different |= arguments[k].n ^ leaves[k].n_inside;
     return different == 0;
   }
 
-  struct Head {
-    uint64_t value, n_mask, n;
-  };
-  std::vector<Head> heads;
+  std::vector<uint64_t> heads;
+  std::vector<size_t> tuples;
   std::deque<std::string> names;
   std::vector<Leaf> leaves;
   size_t n_values = 0, n_strings = 0;

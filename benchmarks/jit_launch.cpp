@@ -2,9 +2,9 @@
 // driver's own call with everything prepared. Usage: jit_launch PACK
 //
 // Kernels with 0, 3, 19 and 58 arguments, two thirds of them pointers; one that @triton.autotune chose and
-// whose grid depends on it, and one with two tensor descriptors, both beside the bare launch of 3 arguments. All
-// ways take turns; a sample is the mean of 16 launches. Prints a JSON line for each kernel: median and 99th
-// percentile in ns.
+// whose grid depends on it, and one with two tensor descriptors, both beside the bare launch of 3 arguments. The
+// ways take turns; a sample is the mean of 16 launches. Prints a JSON line for each kernel: median and
+// 99th percentile in ns.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -38,10 +38,10 @@ struct Samples {
 
 alignas(64) float memory[64];
 
-// The driver's own launch of a kernel of the pack, and ours; perhaps the one from C.
-template <class AdHoc, class Bind, class... FromC>
+// The driver's own launch of a kernel of the pack, and ours. from_c: nullptr, or a launch through the C interface.
+template <class AdHoc, class Bind, class FromC>
 void race(const char* path, const std::string& label, const std::string& bare_entry, size_t n, AdHoc ad_hoc, Bind bind,
-          FromC... from_c) {
+          FromC from_c) {
   const plait::cuda::Driver& driver = plait::cuda::Driver::machine();
   driver.need_context(0);
   const auto start = Clock::now();
@@ -62,12 +62,12 @@ void race(const char* path, const std::string& label, const std::string& bare_en
   const plait::cuda::Config config = bare->config_of(1);
 
   std::vector<Samples> all{{"bare", {}}, {"ad hoc", {}}, {"bound", {}}};
-  if (sizeof...(from_c)) all.push_back({"from C", {}});
+  if constexpr (!std::is_null_pointer_v<FromC>) all.push_back({"from C", {}});
   for (int k = 0; k < kSamples; ++k) {
     all[0].ns.push_back(sample([&] { bare->launch(config, parameters.data()); }));
     all[1].ns.push_back(sample(ad_hoc));
     all[2].ns.push_back(sample([&] { bound(nullptr); }));
-    (all[3].ns.push_back(sample(from_c)), ...);
+    if constexpr (!std::is_null_pointer_v<FromC>) all[3].ns.push_back(sample(from_c));
     if (k % 8 == 0) driver.check(driver.synchronize(), "launches");
   }
   std::printf("{\"arguments\": \"%s\", \"first ms\": %.2f", label.c_str(), first_ms);
@@ -102,10 +102,11 @@ void measure_more(const char* path) {
   const int n = 101;
   const auto grid = [n](const Meta& meta) { return cdiv(n, meta["BLOCK"]); };
   race(path, "3, tuned", three, 3, [&] { tuned[{grid, nullptr}](memory + 0, memory + 0, n); },
-       [&] { return tuned.bind({grid}, memory + 0, memory + 0, n); });
+       [&] { return tuned.bind({grid}, memory + 0, memory + 0, n); }, nullptr);
   const Kernel described = from_pack(path, "described");
   const TensorDescriptor d{memory, DType::fp32, {8, 8}, {8, 1}, {8, 8}};
-  race(path, "2 descriptors", three, 3, [&] { described[{1, nullptr}](d, d); }, [&] { return described.bind({1}, d, d); });
+  race(path, "2 descriptors", three, 3, [&] { described[{1, nullptr}](d, d); }, [&] { return described.bind({1}, d, d); },
+       nullptr);
 }
 }  // namespace
 

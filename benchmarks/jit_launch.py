@@ -130,8 +130,8 @@ def main() -> None:
     for r in rows:
         cells = [f"{r['bare p50']:.0f} ns", f"{r['bare p99']:.0f}"]
         for way in ("ad hoc", "bound", "from C"):
-            more = [r[f"{way} {q}"] - r[f"bare {q}"] for q in ("p50", "p99") if f"{way} p50" in r]
-            cells += [f"{more[0]:.0f} ns", f"{more[1]:.0f}"] if more else ["", ""]
+            timed = f"{way} p50" in r
+            cells += [f"{r[f'{way} {p}'] - r[f'bare {p}']:.0f} ns" if timed else "" for p in ("p50", "p99")]
         cells.append(f"{r['first ms']:.1f} ms")
         if gpu:
             cells += [f"{ns / 1000:.1f} us" for ns in python[r["arguments"]]]

@@ -140,8 +140,8 @@ int cuFuncGetParamInfo(void* function, size_t index, size_t* offset, size_t* siz
 }
 int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void** extra) {
   if (of(function).context != current) return 400;
-  if (const HostKernel kernel = host_kernel(of(function).symbol)) kernel(&c->grid_x, parameters);
   if (c->block_x > 1024) return 701;
+  if (const HostKernel kernel = host_kernel(of(function).symbol)) kernel(&c->grid_x, parameters);
   now_us += 1 + std::abs(static_cast<int>(c->block_x) - 256) + 10 * std::abs(static_cast<int>(c->grid_x) - 8);
   if (!std::getenv("FAKE_CUDA_LOG")) return 0;
   char text[256];

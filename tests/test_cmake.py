@@ -102,7 +102,7 @@ def test_a_prefix_says_what_it_lacks(prefix: Path, tmp_path: Path, wanted: str, 
 def test_a_folder_of_a_project(tmp_path: Path) -> None:
     """Configured only: what is built is the same. A torch that is not there is said to be missing."""
     how = f'set(PLAIT_TORCH ON)\nadd_subdirectory("{ROOT}" plait)'
-    rest = "add_library(user INTERFACE)\ntarget_link_libraries(user INTERFACE plait::core plait::torch)"
+    rest = "add_library(user INTERFACE)\ntarget_link_libraries(user INTERFACE plait::core plait::torch plait::ops)"
     (tmp_path / "CMakeLists.txt").write_text(OUTER.format(how=how, rest=rest))
     command = ("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", *NO_PYTHON)
     torch = Path(sys.modules["torch"].__file__ or "").parent

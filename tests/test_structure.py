@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "plait"
 ORDER = (
-    "errors", "config", "log", "compat", "runtime", "ir", "graph", "lower", "schedule", "kernel", "wrapper", "compile",
-    "capture", "tools",
+    "errors", "config", "log", "compat", "runtime", "ops", "ir", "graph", "lower", "schedule", "kernel", "wrapper",
+    "compile", "capture", "tools",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -90,10 +90,17 @@ def test_code_lines() -> None:
     assert code_lines("// why\nint x;\n", python=False) == 1
 
 
+# What launches Triton kernels from C++, and the operators made of it: a library beside the compiler.
+LIBRARY = ("native/jit", "native/ops", "plait/ops", "plait/include/plait/triton", "plait/runtime/triton_kernels")
+
+
 def test_the_compiler_is_small() -> None:
     suffixes = {".py", ".cpp", ".h"}
     files = [p for d in ("plait", "native") for p in sorted((ROOT / d).rglob("*")) if p.suffix in suffixes]
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in files) <= 36_000
+    beside = [p for p in files if str(p.relative_to(ROOT)).startswith(LIBRARY)]
+    lines = {p: code_lines(p.read_text(), p.suffix == ".py") for p in files}
+    assert sum(lines[p] for p in beside) <= 6_500
+    assert sum(lines.values()) - sum(lines[p] for p in beside) <= 35_500
 
 
 def test_inductor_is_never_named() -> None:

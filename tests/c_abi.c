@@ -95,6 +95,14 @@ static void bound(void) {
   told(plait_triton_bound_launch(resolved, stream(3)));
   told(plait_triton_set_hooks(NULL));
   told(plait_triton_bound_launch(resolved, stream(4)));
+  const plait_triton_argument other = at(64), number = plait_triton_integer(2);
+  told(plait_triton_bound_set(resolved, 0, &other));
+  told(plait_triton_bound_set(resolved, 0, &number));
+  told(plait_triton_bound_set(resolved, 1, &other));
+  told(plait_triton_bound_launch(resolved, stream(4)));
+  struct CUgraphNode_st* node = (struct CUgraphNode_st*)3;
+  told(plait_triton_bound_add_to(resolved, (struct CUgraph_st*)9, &node, 1, &node));
+  told(plait_triton_bound_update(resolved, (struct CUgraphExec_st*)11, node));
   plait_triton_bound_free(resolved);
   plait_triton_bound_free(NULL);
   {
@@ -110,6 +118,10 @@ static void bound(void) {
   told(plait_triton_signatures(text, 4, &needed));
   printf("%s %zu\n", text, needed);
   told(plait_triton_signatures(NULL, 0, &needed));
+  const plait_triton_argument any = plait_triton_varying(x);
+  told(plait_triton_prepare(get("two"), &config, &any, 1));
+  told(plait_triton_signatures(text, sizeof text, &needed));
+  printf("%s", text);
 }
 
 static void errors(void) {
@@ -138,7 +150,7 @@ static void errors(void) {
   a[0].kind = 99;
   told(plait_triton_launch(one, &config, a, 1));
   a[0] = at(16);
-  a[0].reserved[4] = 1;
+  a[0].reserved[3] = 1;
   told(plait_triton_launch(one, &config, a, 1));
   a[0] = plait_triton_tuple(3);
   told(plait_triton_launch(one, &config, a, 3));

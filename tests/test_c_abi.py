@@ -26,6 +26,7 @@ KERNELS = {
     ),
     "one": ("num_warps=4\nx|||", {"*fp32:D|": "3 0", "i32|": "3 0 4"}),
     "scratch": ("num_warps=4\nx|||", {"*fp32:D|": "3 0"}),
+    "two": ("num_warps=4\nx|||", {"*fp32:D|": "3 0", "*fp32|": "3 0"}),
     "tuned": (
         "num_warps=4\nx|||\nn|||\nBLOCK||c|\n#s\n@autotune|n|x||\n+BLOCK=64\n+BLOCK=128;num_warps=8",
         {"*fp32:D,i32:D,=64|": "4 0 8 4", "*fp32:D,i32:D,=128|num_warps=8": "4 0 8 4"},
@@ -41,6 +42,12 @@ fine
 fine
 fine
 fine
+2 a bound argument may only be set to a value of its own kind, and to no text or tuple: bind again [] [] -1
+2 there is no argument of that index [] [] -1
+fine
+fine
+fine
+fine
 allocate 700 by 128 on 0
 fine
 fine
@@ -51,6 +58,12 @@ scratch *fp32:D
 fine
 one 29
 fine
+fine
+fine
+one *fp32:D
+scratch *fp32:D
+two *fp32:D
+two *fp32
 """
 TUNED = """\
 fine
@@ -153,6 +166,8 @@ def test_bound_launches_hooks_and_scratch_memory(folder: Path) -> None:
     head = "grid 7 1 1 block 128 1 1 shared 0 stream"
     assert done == [
         f"launch one {head} 3 extra 0 first 32 20 0 0", f"launch one {head} 4 extra 0 first 32 20 0 0",
+        f"launch one {head} 4 extra 0 first 64 40 0 0", "add to 9 behind 1 3: one grid 7 1 1 block 128 first 64",
+        f"node 77 of 11: one {head[:-7]} extra 0 kernel 0 context 0 first 64",
         f"launch scratch {head} 0 extra 0 first 32 20 800 0",
     ]  # fmt: skip
 
@@ -198,8 +213,8 @@ IN_PYTHON = """\
 import ctypes, sys
 
 class Argument(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_uint8) for n in ("kind", "dtype", "constant")] + [
-        ("reserved", ctypes.c_uint8 * 5), ("name", ctypes.c_char_p), ("value", ctypes.c_uint64), ("n", ctypes.c_uint64)]
+    _fields_ = [(n, ctypes.c_uint8) for n in ("kind", "dtype", "constant", "varies")] + [
+        ("reserved", ctypes.c_uint8 * 4), ("name", ctypes.c_char_p), ("value", ctypes.c_uint64), ("n", ctypes.c_uint64)]
 
 class Config(ctypes.Structure):
     _fields_ = [("size", ctypes.c_uint32), ("cooperative", ctypes.c_uint8), ("pdl", ctypes.c_uint8),

@@ -51,7 +51,7 @@ NO_PYTHON = ("-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON", "-DPLAIT_PYTHON=/nowhere/
 
 def run(*command: object, **env: str) -> str:
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, env={**os.environ, "PATH": TOOLS, **env}, timeout=300
+        [*map(str, command)], capture_output=True, text=True, env={**os.environ, "PATH": TOOLS, **env}, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -102,7 +102,7 @@ def test_a_prefix_says_what_it_lacks(prefix: Path, tmp_path: Path, wanted: str, 
 def test_a_folder_of_a_project(tmp_path: Path) -> None:
     """Configured only: what is built is the same. A torch that is not there is said to be missing."""
     how = f'set(PLAIT_TORCH ON)\nadd_subdirectory("{ROOT}" plait)'
-    rest = "add_library(user INTERFACE)\ntarget_link_libraries(user INTERFACE plait::core plait::torch)"
+    rest = "add_library(user INTERFACE)\ntarget_link_libraries(user INTERFACE plait::core plait::torch plait::ops)"
     (tmp_path / "CMakeLists.txt").write_text(OUTER.format(how=how, rest=rest))
     command = ("cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", *NO_PYTHON)
     torch = Path(sys.modules["torch"].__file__ or "").parent
@@ -115,19 +115,32 @@ def test_a_folder_of_a_project(tmp_path: Path) -> None:
     assert done.returncode != 0 and "no torch in '/nowhere'" in done.stderr, done.stderr
 
 
+USER_OF_PACKAGES = """\
+#include <plait/package.h>
+#include <cstdio>
+int main() {
+  try {
+    plait::Package::load("nowhere");
+  } catch (const plait::PackageError& e) {
+    std::puts(e.what());
+  }
+}
+"""
+
+
 @pytest.mark.slow
 def test_packages_inside_a_project(tmp_path: Path) -> None:
-    """plait::torch, built by a project of others with the torch that it has found."""
+    """plait::torch, built by another project with the torch that it has found, and found where that installed it."""
     torch = Path(sys.modules["torch"].__file__ or "").parent
-    how = f'set(TORCH_INSTALL_PREFIX "{torch}")\nset(PLAIT_TORCH ON)\n{FETCHED}'
-    rest = "add_executable(user user.cpp)\ntarget_link_libraries(user PRIVATE plait::torch)"
-    (tmp_path / "user.cpp").write_text(
-        "#include <plait/package.h>\n#include <cstdio>\nint main() {\n  try {\n"
-        '    plait::Package::load("nowhere");\n  } catch (const plait::PackageError& e) {\n'
-        "    std::puts(e.what());\n  }\n}\n"
-    )
-    build = cmake(tmp_path, OUTER.format(how=how, rest=rest), *NO_PYTHON, "-DCMAKE_CXX_FLAGS=-O0")
-    assert "nowhere" in run(build / "user")
+    how = f'set(TORCH_INSTALL_PREFIX "{torch}")\nset(PLAIT_TORCH ON)\nset(PLAIT_INSTALL ON)\n{FETCHED}'
+    user = 'add_executable(user "${CMAKE_SOURCE_DIR}/../user.cpp")\ntarget_link_libraries(user PRIVATE plait::torch)'
+    (tmp_path / "user.cpp").write_text(USER_OF_PACKAGES)
+    built = cmake(tmp_path / "outer", OUTER.format(how=how, rest=user), *NO_PYTHON, "-DCMAKE_CXX_FLAGS=-O0")
+    run("cmake", "--install", built, "--prefix", tmp_path / "prefix")
+    find = f"cmake_minimum_required(VERSION 3.20)\nproject(user LANGUAGES CXX)\nfind_package(plait REQUIRED)\n{user}\n"
+    found = cmake(tmp_path / "user", find, *NO_PYTHON, f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}")
+    for folder in (built, found):
+        assert "nowhere: cannot be opened" in run(folder / "user")
 
 
 @pytest.fixture(scope="module")

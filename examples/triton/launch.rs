@@ -14,7 +14,8 @@ struct Argument {
     kind: u8,
     dtype: u8,
     constant: u8,
-    reserved: [u8; 5],
+    varies: u8,
+    reserved: [u8; 4],
     name: *const c_char,
     value: u64,
     n: u64,
@@ -64,7 +65,7 @@ fn check(status: i32) {
 }
 
 fn argument(kind: u8, dtype: u8, value: u64) -> Argument {
-    Argument { kind, dtype, constant: 0, reserved: [0; 5], name: null(), value, n: 0 }
+    Argument { kind, dtype, constant: 0, varies: 0, reserved: [0; 4], name: null(), value, n: 0 }
 }
 
 /// The entry point of the CUDA driver with this name.

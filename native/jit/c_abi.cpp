@@ -133,16 +133,17 @@ struct Shape {
     for (size_t k = 0; k < arguments.size(); ++k) {
       while (!ends.empty() && ends.back() == k) ends.pop_back();
       const plait_triton_argument& a = arguments[k];
-      Leaf leaf{kind_of(a.kind), a.constant != 0 || a.kind == PLAIT_TRITON_FUNCTION};
-      need(a.constant <= 1 && (head_of(a) >> 24) == 0, "an argument has a field that means nothing");
+      Leaf leaf{kind_of(a.kind), a.constant != 0 || a.kind == PLAIT_TRITON_FUNCTION, a.varies != 0};
+      need(a.constant <= 1 && a.varies <= 1 && (head_of(a) >> 32) == 0, "an argument has a field that means nothing");
       need(a.name == nullptr || ends.empty(), "an argument inside a tuple has a name");
       if (a.name) leaf.name = names.emplace_back(a.name).c_str();
       if (leaf.kind == Kind::tuple) {
         need(a.n < (ends.empty() ? arguments.size() : ends.back()) - k, "a tuple has more elements than follow it");
         leaf.n_inside = static_cast<uint16_t>(a.n);
         ends.push_back(k + 1 + a.n);
+        tuples.push_back(k);
       }
-      heads.push_back({head_of(a) & kHead, leaf.kind == Kind::tuple ? ~uint64_t{0} : 0, leaf.n_inside});
+      heads.push_back(head_of(a) & kHead);
       n_values += leaf.n_words();
       n_strings += leaf.has_text();
       leaves.push_back(leaf);
@@ -154,17 +155,16 @@ struct Shape {
     uint64_t different = 0;
     for (size_t k = 0; k < heads.size(); ++k) {
       const plait_triton_argument& a = arguments[k];
-      different |= ((head_of(a) & kHead) ^ heads[k].value) | ((a.n & heads[k].n_mask) ^ heads[k].n);
+      different |= (head_of(a) & kHead) ^ heads[k];
       if (a.name != leaves[k].name && !(a.name && leaves[k].name && std::strcmp(a.name, leaves[k].name) == 0))
         return false;
     }
+    for (const size_t k : tuples) different |= arguments[k].n ^ leaves[k].n_inside;
     return different == 0;
   }
 
-  struct Head {
-    uint64_t value, n_mask, n;
-  };
-  std::vector<Head> heads;
+  std::vector<uint64_t> heads;
+  std::vector<size_t> tuples;
   std::deque<std::string> names;
   std::vector<Leaf> leaves;
   size_t n_values = 0, n_strings = 0;
@@ -209,8 +209,24 @@ struct plait_triton_kernel {
   std::mutex mutex;
 };
 
-struct plait_triton_bound {
-  Bound bound;
+struct plait_triton_bound : Bound {
+  plait_triton_bound(detail::Plan* plan, const Shape& shape) : Bound(plan), shape(shape) {}
+
+  void set(size_t index, const plait_triton_argument& value) {
+    need(index < shape.leaves.size(), "there is no argument of that index");
+    const Leaf& leaf = shape.leaves[index];
+    need(kind_of(value.kind) == leaf.kind && leaf.kind != Kind::tuple && !leaf.has_text(),
+         "a bound argument may only be set to a value of its own kind, and to no text or tuple: bind again");
+    size_t word = 0;
+    for (size_t k = 0; k < index; ++k) word += shape.leaves[k].n_words();
+    uint8_t state = 0;
+    std::array<uint64_t, 16> words;
+    Writer w{&state, words.data(), nullptr};
+    write(w, value);
+    detail::change(*plan_, index, {&state, 1}, word, {words.data(), leaf.n_words()});
+  }
+
+  const Shape& shape;
 };
 
 namespace {
@@ -262,13 +278,13 @@ void with_call(plait_triton_kernel* kernel, const plait_triton_config* config, c
                             ? Launch(GridOf{config->grid_of, config->user, kernel}, config->stream, options)
                             : Launch({config->grid[0], config->grid[1], config->grid[2]}, config->stream, options);
   detail::Call call{kernel->function, launch, shape.leaves, {words, n_words}, {strings, shape.n_strings}};
-  if (f(shape.sites, call)) [[likely]]
+  if (f(shape, call)) [[likely]]
     return;
   std::vector<uint64_t> nbytes;
   for (size_t k = 0; k < n; k += 1 + shape.leaves[k].n_inside)
     nbytes.push_back(arguments[k].kind == PLAIT_TRITON_POINTER ? arguments[k].n : 0);
   call.nbytes = nbytes;
-  f(shape.sites, call);
+  f(shape, call);
 }
 
 template <class T>
@@ -302,7 +318,8 @@ const plait_triton_error* plait_triton_last_error() { return last; }
 
 plait_triton_status plait_triton_jit(const char* file, const char* function, const char* python,
                                      plait_triton_kernel** kernel) {
-  return guarded([&] { *there(kernel) = c_kernel(jit(there(file), there(function), worker(python ? python : "python3")), function); });
+  return guarded([&] { *there(kernel) = c_kernel(jit(there(file), there(function), !python ? worker() : *python ? worker(python) : embedded()),
+                                function); });
 }
 
 plait_triton_status plait_triton_from_pack(const char* path, const char* function, plait_triton_kernel** kernel) {
@@ -338,7 +355,17 @@ plait_triton_status plait_triton_launch(plait_triton_kernel* kernel, const plait
                                         const plait_triton_argument* arguments, size_t n) {
   return guarded([&] {
     with_call(kernel, config, arguments, n,
-              [](detail::Sites& sites, const detail::Call& call) { return detail::launch(sites, call); });
+              [](Shape& shape, const detail::Call& call) { return detail::launch(shape.sites, call); });
+  });
+}
+
+plait_triton_status plait_triton_prepare(plait_triton_kernel* kernel, const plait_triton_config* config,
+                                         const plait_triton_argument* arguments, size_t n) {
+  return guarded([&] {
+    with_call(kernel, config, arguments, n, [](Shape& shape, const detail::Call& call) {
+      detail::prepare(shape.sites, call);
+      return true;
+    });
   });
 }
 
@@ -346,16 +373,31 @@ plait_triton_status plait_triton_bind(plait_triton_kernel* kernel, const plait_t
                                       const plait_triton_argument* arguments, size_t n, plait_triton_bound** bound) {
   return guarded([&] {
     there(bound);
-    with_call(kernel, config, arguments, n, [&](detail::Sites& sites, const detail::Call& call) {
-      detail::Plan* plan = detail::bind(sites, call);
-      if (plan) *bound = new plait_triton_bound{Bound(plan)};
+    with_call(kernel, config, arguments, n, [&](Shape& shape, const detail::Call& call) {
+      detail::Plan* plan = detail::bind(shape.sites, call);
+      if (plan) *bound = new plait_triton_bound(plan, shape);
       return plan != nullptr;
     });
   });
 }
 
 plait_triton_status plait_triton_bound_launch(const plait_triton_bound* bound, plait_triton_stream stream) {
-  return guarded([&] { there(bound)->bound(stream); });
+  return guarded([&] { (*there(bound))(stream); });
+}
+
+plait_triton_status plait_triton_bound_set(plait_triton_bound* bound, size_t index,
+                                           const plait_triton_argument* value) {
+  return guarded([&] { there(bound)->set(index, *there(value)); });
+}
+
+plait_triton_status plait_triton_bound_add_to(const plait_triton_bound* bound, CUgraph_st* graph,
+                                              CUgraphNode_st* const* behind, size_t n_behind, CUgraphNode_st** node) {
+  return guarded([&] { *there(node) = there(bound)->add_to(graph, {behind, n_behind}); });
+}
+
+plait_triton_status plait_triton_bound_update(const plait_triton_bound* bound, CUgraphExec_st* graph,
+                                              CUgraphNode_st* node) {
+  return guarded([&] { there(bound)->update(graph, node); });
 }
 
 void plait_triton_bound_free(plait_triton_bound* bound) { delete bound; }

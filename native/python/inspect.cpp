@@ -1,6 +1,6 @@
 // native/python/inspect.cpp: what is in a package, as texts for people; nothing of it is loaded.
 #include "core/package.h"
-#include "python/program_object.h"
+#include "python/object.h"
 
 namespace plait {
 namespace {
@@ -12,18 +12,21 @@ std::string joined(const std::vector<std::string>& sizes) {
   return "(" + out + ")";
 }
 
-// Of a tensor that a call takes. bounds: those of the symbols in it are added.
+// A size or an integer. bounds: those of its symbol are added.
+std::string dim_text(const Dim& d, const Signature& signature, Pairs& bounds) {
+  if (d.kind == Dim::Kind::fixed) return std::to_string(d.value);
+  if (d.kind == Dim::Kind::any) return "any";
+  const std::string& name = signature.symbols[static_cast<size_t>(d.value)];
+  const bool endless = d.hi == std::numeric_limits<int64_t>::max();
+  bounds.emplace_back(name, std::to_string(d.lo) + (endless ? " or more" : " to " + std::to_string(d.hi)));
+  return name;
+}
+
+// Of what a call takes.
 std::string input_text(const InputSpec& input, const Signature& signature, Pairs& bounds) {
+  if (input.kind == InputSpec::Kind::integer) return "int " + dim_text(input.integer, signature, bounds);
   std::vector<std::string> sizes;
-  for (const Dim& d : input.sizes) {
-    if (d.kind != Dim::Kind::symbol) {
-      sizes.push_back(d.kind == Dim::Kind::fixed ? std::to_string(d.value) : "any");
-      continue;
-    }
-    const std::string& name = sizes.emplace_back(signature.symbols[static_cast<size_t>(d.value)]);
-    const bool endless = d.hi == std::numeric_limits<int64_t>::max();
-    bounds.emplace_back(name, std::to_string(d.lo) + (endless ? " or more" : " to " + std::to_string(d.hi)));
-  }
+  for (const Dim& d : input.sizes) sizes.push_back(dim_text(d, signature, bounds));
   return input.dtype + " " + joined(sizes) + " on " + input.device;
 }
 
@@ -57,7 +60,7 @@ PyObject* module_inspect_package(PyObject*, PyObject* args) {
     Manifest::Texts conditions;
     Pairs inputs, bounds, weights, machines;
     for (const InputSpec& input : m.signature.inputs)
-      if (input.kind == InputSpec::Kind::tensor)
+      if (input.kind == InputSpec::Kind::tensor || input.kind == InputSpec::Kind::integer)
         inputs.emplace_back(m.signature.names[static_cast<size_t>(input.arg)],
                             input_text(input, m.signature, bounds));
     for (const Condition& c : m.signature.conditions) conditions.push_back(c.text);

@@ -54,7 +54,8 @@ PLAIT_TRITON_C const plait_triton_error* plait_triton_last_error(void);
 /* A function of a Python file or of a pack. The same function is the same kernel; it is never freed. Nothing is
  * compiled before the first launch. */
 typedef struct plait_triton_kernel plait_triton_kernel;
-/* python: the Python that compiles what is missing, in a process of its own; NULL is "python3". */
+/* python: the Python that compiles what is missing, in a process of its own; NULL is "python3", "" the Python that runs
+ * in this process. */
 PLAIT_TRITON_C plait_triton_status plait_triton_jit(const char* file, const char* function, const char* python,
                                                     plait_triton_kernel** kernel);
 PLAIT_TRITON_C plait_triton_status plait_triton_from_pack(const char* path, const char* function,
@@ -96,7 +97,8 @@ typedef struct plait_triton_argument {
   uint8_t kind; /* plait_triton_kind */
   uint8_t dtype;
   uint8_t constant;    /* 1: a tl.constexpr, whatever the signature says of its parameter */
-  uint8_t reserved[5]; /* 0 */
+  uint8_t varies;      /* 1: for plait_triton_prepare */
+  uint8_t reserved[4]; /* 0 */
   const char* name;    /* of a keyword argument, or NULL */
   union {
     const void* pointer;
@@ -140,6 +142,12 @@ PLAIT_TRITON_C plait_triton_status plait_triton_launch(plait_triton_kernel* kern
                                                        const plait_triton_config* config,
                                                        const plait_triton_argument* arguments, size_t n);
 
+/* Compiles and loads what such a launch needs. An argument that varies stands for all values that make another kernel:
+ * 1, multiples of 16 and others; aligned memory and other memory. */
+PLAIT_TRITON_C plait_triton_status plait_triton_prepare(plait_triton_kernel* kernel,
+                                                        const plait_triton_config* config,
+                                                        const plait_triton_argument* arguments, size_t n);
+
 /* A launch that is resolved: kernel, arguments and grid are fixed. It belongs to the context that was current. */
 typedef struct plait_triton_bound plait_triton_bound;
 PLAIT_TRITON_C plait_triton_status plait_triton_bind(plait_triton_kernel* kernel,
@@ -148,6 +156,20 @@ PLAIT_TRITON_C plait_triton_status plait_triton_bind(plait_triton_kernel* kernel
                                                      plait_triton_bound** bound);
 PLAIT_TRITON_C plait_triton_status plait_triton_bound_launch(const plait_triton_bound* bound,
                                                              plait_triton_stream stream);
+/* Gives arguments[index] another value of its kind, but no text or tuple; no thread may launch it meanwhile. */
+PLAIT_TRITON_C plait_triton_status plait_triton_bound_set(plait_triton_bound* bound, size_t index,
+                                                          const plait_triton_argument* value);
+/* A node of a graph that launches it, behind the nodes that are given; and such a node, or one that capturing it made,
+ * as it is now. */
+struct CUgraph_st;
+struct CUgraphNode_st;
+struct CUgraphExec_st;
+PLAIT_TRITON_C plait_triton_status plait_triton_bound_add_to(const plait_triton_bound* bound, struct CUgraph_st* graph,
+                                                             struct CUgraphNode_st* const* behind, size_t n_behind,
+                                                             struct CUgraphNode_st** node);
+PLAIT_TRITON_C plait_triton_status plait_triton_bound_update(const plait_triton_bound* bound,
+                                                             struct CUgraphExec_st* graph,
+                                                             struct CUgraphNode_st* node);
 PLAIT_TRITON_C void plait_triton_bound_free(plait_triton_bound* bound); /* NULL is nothing */
 
 /* Scratch memory of kernels that want some, ordered as the stream is; NULL: the driver's cuMemAllocAsync again.
@@ -264,6 +286,10 @@ static inline plait_triton_argument plait_triton_described(const plait_triton_de
 }
 static inline plait_triton_argument plait_triton_constant(plait_triton_argument argument) {
   argument.constant = 1;
+  return argument;
+}
+static inline plait_triton_argument plait_triton_varying(plait_triton_argument argument) {
+  argument.varies = 1;
   return argument;
 }
 static inline plait_triton_argument plait_triton_named(const char* name, plait_triton_argument argument) {

@@ -3,13 +3,14 @@
 //
 // Kernels with 0, 3, 19 and 58 arguments, two thirds of them pointers; one that @triton.autotune chose and
 // whose grid depends on it, and one with two tensor descriptors, both beside the bare launch of 3 arguments. The
-// three ways take turns; a sample is the mean of 16 launches. Prints a JSON line for each kernel: median and
+// ways take turns; a sample is the mean of 16 launches. Prints a JSON line for each kernel: median and
 // 99th percentile in ns.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 
 #include <plait/triton.h>
+#include <plait/triton_c.h>
 
 #include "core/cubins.h"
 
@@ -37,9 +38,10 @@ struct Samples {
 
 alignas(64) float memory[64];
 
-// The driver's own launch of a kernel of the pack, and two of ours.
-template <class AdHoc, class Bind>
-void race(const char* path, const std::string& label, const std::string& bare_entry, size_t n, AdHoc ad_hoc, Bind bind) {
+// The driver's own launch of a kernel of the pack, and ours. from_c: nullptr, or a launch through the C interface.
+template <class AdHoc, class Bind, class FromC>
+void race(const char* path, const std::string& label, const std::string& bare_entry, size_t n, AdHoc ad_hoc, Bind bind,
+          FromC from_c) {
   const plait::cuda::Driver& driver = plait::cuda::Driver::machine();
   driver.need_context(0);
   const auto start = Clock::now();
@@ -59,11 +61,13 @@ void race(const char* path, const std::string& label, const std::string& bare_en
   for (uint64_t& word : words) parameters.push_back(&word);
   const plait::cuda::Config config = bare->config_of(1);
 
-  Samples all[] = {{"bare", {}}, {"ad hoc", {}}, {"bound", {}}};
+  std::vector<Samples> all{{"bare", {}}, {"ad hoc", {}}, {"bound", {}}};
+  if constexpr (!std::is_null_pointer_v<FromC>) all.push_back({"from C", {}});
   for (int k = 0; k < kSamples; ++k) {
     all[0].ns.push_back(sample([&] { bare->launch(config, parameters.data()); }));
     all[1].ns.push_back(sample(ad_hoc));
     all[2].ns.push_back(sample([&] { bound(nullptr); }));
+    if constexpr (!std::is_null_pointer_v<FromC>) all[3].ns.push_back(sample(from_c));
     if (k % 8 == 0) driver.check(driver.synchronize(), "launches");
   }
   std::printf("{\"arguments\": \"%s\", \"first ms\": %.2f", label.c_str(), first_ms);
@@ -78,9 +82,16 @@ void measure(const char* path, std::index_sequence<P...>, std::index_sequence<I.
   const Kernel kernel = from_pack(path, "args" + std::to_string(n));
   std::string entry = "args" + std::to_string(n) + "|";
   for (size_t k = 0; k < n; ++k) entry += std::string(k ? "," : "") + (k < sizeof...(P) ? "*fp32:D" : "i32");
+  plait_triton_kernel* c_kernel = nullptr;
+  if (plait_triton_from_pack(path, ("args" + std::to_string(n)).c_str(), &c_kernel) != PLAIT_TRITON_OK) std::abort();
+  const std::array<plait_triton_argument, n> arguments{
+      (static_cast<void>(P), plait_triton_pointer(memory, PLAIT_TRITON_FP32))...,
+      plait_triton_integer(static_cast<int64_t>(101 + 2 * I))...};
+  const plait_triton_config at = plait_triton_grid(1, 1, 1, nullptr);
   race(path, std::to_string(n), entry, n,
        [&] { kernel[{1, nullptr}]((static_cast<void>(P), memory + 0)..., static_cast<int>(101 + 2 * I)...); },
-       [&] { return kernel.bind({1}, (static_cast<void>(P), memory + 0)..., static_cast<int>(101 + 2 * I)...); });
+       [&] { return kernel.bind({1}, (static_cast<void>(P), memory + 0)..., static_cast<int>(101 + 2 * I)...); },
+       [&] { plait_triton_launch(c_kernel, &at, arguments.data(), n); });
 }
 
 void measure_more(const char* path) {
@@ -91,10 +102,11 @@ void measure_more(const char* path) {
   const int n = 101;
   const auto grid = [n](const Meta& meta) { return cdiv(n, meta["BLOCK"]); };
   race(path, "3, tuned", three, 3, [&] { tuned[{grid, nullptr}](memory + 0, memory + 0, n); },
-       [&] { return tuned.bind({grid}, memory + 0, memory + 0, n); });
+       [&] { return tuned.bind({grid}, memory + 0, memory + 0, n); }, nullptr);
   const Kernel described = from_pack(path, "described");
   const TensorDescriptor d{memory, DType::fp32, {8, 8}, {8, 1}, {8, 8}};
-  race(path, "2 descriptors", three, 3, [&] { described[{1, nullptr}](d, d); }, [&] { return described.bind({1}, d, d); });
+  race(path, "2 descriptors", three, 3, [&] { described[{1, nullptr}](d, d); }, [&] { return described.bind({1}, d, d); },
+       nullptr);
 }
 }  // namespace
 

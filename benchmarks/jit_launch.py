@@ -1,5 +1,5 @@
-"""CPU time of a launch of Triton kernels from C++, above the bare driver call: ad hoc, bound, and on a GPU Triton's own
-launch from Python.
+"""CPU time of a launch of Triton kernels from C++, above the bare driver call: ad hoc, bound, ad hoc from C, and on a
+GPU Triton's own launch from Python.
 
 Usage: jit_launch.py [--gpu]. Without --gpu the driver is a stub whose calls do nothing, so that all that is measured is
 the launcher. Triton must be on the path.
@@ -122,12 +122,16 @@ def main() -> None:
         done = subprocess.run([folder / "timer", folder / "kernels.pack"], env=env, check=True, stdout=subprocess.PIPE)
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         python = python_ns(folder) if gpu else {}
-    header = ["arguments", "bare p50", "p99", "ad hoc: more", "p99", "bound: more", "p99", "first launch"]
+    header = ["arguments", "bare p50", "p99"]
+    for way in ("ad hoc", "bound", "from C"):
+        header += [f"{way}: more", "p99"]
+    header.append("first launch")
     table = []
     for r in rows:
         cells = [f"{r['bare p50']:.0f} ns", f"{r['bare p99']:.0f}"]
-        for way in ("ad hoc", "bound"):
-            cells += [f"{r[f'{way} p50'] - r['bare p50']:.0f} ns", f"{r[f'{way} p99'] - r['bare p99']:.0f}"]
+        for way in ("ad hoc", "bound", "from C"):
+            timed = f"{way} p50" in r
+            cells += [f"{r[f'{way} {p}'] - r[f'bare {p}']:.0f} ns" if timed else "" for p in ("p50", "p99")]
         cells.append(f"{r['first ms']:.1f} ms")
         if gpu:
             cells += [f"{ns / 1000:.1f} us" for ns in python[r["arguments"]]]

@@ -1,19 +1,37 @@
-"""`python -m plait --cmake-dir`: the folder for CMAKE_PREFIX_PATH with which C++ programs find plait."""
+"""The command line: `plait COMMAND`, also `python -m plait COMMAND`.
+
+A command is a module of plait.tools with a `main` that takes its arguments; it is imported when it is called.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import plait
 
+COMMANDS = {
+    "info": "what is in a package, or in a pack of kernels",
+    "pack": "compile Triton functions ahead, for C++ programs without Python",
+}
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m plait")
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    listed = "\n".join(f"  {name:6} {meaning}" for name, meaning in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="plait", formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"commands:\n{listed}\n\n`plait COMMAND --help` says more.",
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=plait.__version__)
-    parser.add_argument("--cmake-dir", action="store_true", required=True, help="what find_package(plait) needs")
-    parser.parse_args()
-    print(Path(__file__).parent / "lib" / "cmake")
+    cmake = Path(__file__).parent / "lib" / "cmake"
+    cmake_help = "print the folder for CMAKE_PREFIX_PATH with which C++ programs find plait"
+    parser.add_argument("--cmake-dir", action="version", version=str(cmake), help=cmake_help)
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
+    given = parser.parse_args(arguments)
+    importlib.import_module(f"plait.tools.{given.command}").main(given.arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -110,12 +110,16 @@ def kept_whole() -> tuple[Any, ...]:
     )
 
 
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+"""Of operators that are not ATen's: who registers an operator puts its decomposition here."""
+
+
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Core ATen decompositions, less those of `kept_whole`.
+    """Core ATen decompositions, less those of `kept_whole`, and `DECOMPOSITIONS`.
 
     The public table adds 520 composite operators, which tracing decomposes anyway, and takes 80 ms to build.
     """
-    table = dict(torch._decomp._core_aten_decompositions_post_autograd())
+    table = dict(torch._decomp._core_aten_decompositions_post_autograd()) | DECOMPOSITIONS
     for op in kept_whole():
         table.pop(op, None)
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
@@ -235,6 +239,11 @@ def static_input_indices(meta: Any) -> tuple[int, ...]:
 def donated_input_indices(meta: Any) -> tuple[int, ...]:
     """Positions of backward inputs that nobody reads after the call."""
     return tuple(getattr(meta, "bw_donated_idxs", None) or ())
+
+
+def is_tangent(placeholder: Any) -> bool:
+    """Whether an input of a backward graph is the gradient of a result."""
+    return str(placeholder.target).startswith("tangents")
 
 
 def bumped_input_indices(meta: Any) -> tuple[int, ...]:
@@ -439,12 +448,17 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
 # ---------------------------------------------------------------------------------------------- export
 @dataclass(frozen=True)
 class Check:
-    """A condition on sizes. text: in which tensor arguments are args[0], args[1] and so on. holds: for these arguments.
+    """A condition on sizes and ints. text: in which these arguments are args[0], args[1] and so on. holds: for these.
     tokens: the same as a package has it (wrapper/package.py); nothing if it is beyond that."""
 
     text: str
     holds: Callable[..., bool]
     tokens: tuple[str, ...]
+
+
+Bounds = tuple[int | None, int | None]
+Place = tuple[int, int | None]
+"""An argument and its dimension; None: the argument is an int."""
 
 
 @dataclass(frozen=True)
@@ -454,7 +468,7 @@ class SizeFacts:
     bounds: symbol -> inclusive range, None for no limit. checks: conditions that sizes must meet besides.
     """
 
-    bounds: dict[str, tuple[int, int | None]]
+    bounds: dict[str, Bounds]
     checks: tuple[Check, ...]
 
 
@@ -500,7 +514,7 @@ class ExportEnv:
         with self.mode:
             return x.to(self.device)
 
-    def size_facts(self, fakes: Sequence[torch.Tensor], graph: GraphModule) -> SizeFacts:
+    def size_facts(self, fakes: Sequence[torch.Tensor | torch.SymInt], graph: GraphModule) -> SizeFacts:
         """What the trace assumed. Raises UserError if that contradicts dynamic_shapes."""
         shape_env = self.mode.shape_env
         if self.dynamic_shapes:
@@ -510,15 +524,21 @@ class ExportEnv:
                 )
             except (ConstraintViolationError, TorchUserError) as error:
                 raise UserError(f"dynamic_shapes contradicts the program: {error}") from error
-        where: dict[Any, tuple[int, int]] = {}
+        where: dict[Any, Place] = {}
         for arg, dim, expr in _symbolic_sizes(fakes):
             if expr.is_symbol:
                 where.setdefault(expr, (arg, dim))
-        bounds: dict[Any, tuple[int, int | None]] = {}
-        for symbol in where:
+            if expr.is_number:
+                raise UserError(
+                    f"dynamic_shapes contradicts the program: it needs {expr} for an int that may vary",
+                    hint="leave the int out of dynamic_shapes",
+                )
+        bounds: dict[Any, Bounds] = {}
+        for symbol, (_, dim) in where.items():
             span = shape_env.bound_sympy(symbol)
+            low = int(span.lower) if span.lower > -(2**62) else None
             # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
-            low = int(span.lower) if span.lower > 2 else 0
+            low = 0 if low is not None and low <= 2 and dim is not None else low
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
         conditions = [_condition(e, where) for e in _open_guards(shape_env, bounds)]
         checks = [*self._root_checks, *_derived_sizes(fakes, where), *conditions]
@@ -585,9 +605,12 @@ def _without_roots(
     return shapes, [_condition(e, where) for e in conditions]
 
 
-def _open_guards(shape_env: Any, bounds: dict[Any, tuple[int, int | None]]) -> list[Any]:
+def _open_guards(shape_env: Any, bounds: dict[Any, Bounds]) -> list[Any]:
     """Conditions that the trace recorded and that equal symbols and the checked ranges do not imply."""
-    ranges = {s: ValueRanges(low, int_oo if high is None else high) for s, (low, high) in bounds.items()}
+    ranges = {
+        s: ValueRanges(-int_oo if low is None else low, int_oo if high is None else high)
+        for s, (low, high) in bounds.items()
+    }
     found = []
     for guard in shape_env.guards:
         expr = shape_env.replace(guard.expr)
@@ -596,7 +619,7 @@ def _open_guards(shape_env: Any, bounds: dict[Any, tuple[int, int | None]]) -> l
     return found
 
 
-def _derived_sizes(fakes: Sequence[torch.Tensor], where: dict[Any, tuple[int, int]]) -> list[Check]:
+def _derived_sizes(fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]) -> list[Check]:
     found = []
     for arg, dim, expr in _symbolic_sizes(fakes):
         if not expr.is_symbol:
@@ -606,26 +629,31 @@ def _derived_sizes(fakes: Sequence[torch.Tensor], where: dict[Any, tuple[int, in
     return found
 
 
-def _symbolic_sizes(fakes: Sequence[torch.Tensor]) -> list[tuple[int, int, Any]]:
-    """(argument, dimension, expression) of every size that is no number."""
+def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> list[tuple[int, int | None, Any]]:
+    """(argument, dimension, expression) of every int (dimension None) and size that is no number."""
     found = []
     for arg, fake in enumerate(fakes):
-        sizes: tuple[Any, ...] = tuple(fake.shape)
-        for dim, size in enumerate(sizes):
+        sizes: dict[int | None, Any] = {None: fake} if isinstance(fake, torch.SymInt) else dict(enumerate(fake.shape))
+        for dim, size in sizes.items():
             if isinstance(size, torch.SymInt):
                 found.append((arg, dim, size.node.expr))
     return found
 
 
-def _condition(expr: Any, where: dict[Any, tuple[int, int]]) -> Check:
-    """A sympy condition as text and as a Python function of the tensor arguments."""
+def _condition(expr: Any, where: Mapping[Any, Place]) -> Check:
+    """A sympy condition as text and as a Python function of the arguments."""
     missing = [s for s in expr.free_symbols if s not in where]
     if missing:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
-    sizes = {s: sympy.Symbol("args[{}].shape[{}]".format(*where[s]), **s.assumptions0) for s in expr.free_symbols}
+    sizes = {s: sympy.Symbol(_place_text(*where[s]), **s.assumptions0) for s in expr.free_symbols}
     source = PythonPrinter().doprint(expr.xreplace(sizes))
     holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
-    return Check(source, holds, _postfix(expr, {s: "size {} {}".format(*where[s]) for s in expr.free_symbols}) or ())
+    names = {s: f"size {a} {-1 if d is None else d}" for s, (a, d) in where.items() if s in expr.free_symbols}
+    return Check(source, holds, _postfix(expr, names) or ())
+
+
+def _place_text(arg: int, dim: int | None) -> str:
+    return f"args[{arg}]" if dim is None else f"args[{arg}].shape[{dim}]"
 
 
 _TOKENS = {
@@ -706,7 +734,7 @@ def _exporting() -> Iterator[None]:
 
 
 def export_graph(
-    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor]
+    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor], who: str
 ) -> tuple[GraphModule, tuple[int, ...]]:
     """Traces flat(*inputs) functionally and without autograd.
 
@@ -718,11 +746,11 @@ def export_graph(
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
             raise
-        what = "plait.compile of a function that changes a tensor which is neither argument nor parameter nor buffer"
+        what = f"{who} of a function that changes a tensor which is neither argument nor parameter nor buffer"
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
     assert isinstance(graph, GraphModule)
     if signature.input_tokens:
-        raise Unsupported("plait.compile of a program with effect tokens (printing, torchbind)")
+        raise Unsupported(f"{who} of a program with effect tokens (printing, torchbind)")
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
     return graph, mutated

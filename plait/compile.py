@@ -15,6 +15,7 @@ from itertools import product
 
 import torch
 
+from plait import compat
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.clean import clean_graph
@@ -96,14 +97,25 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
 @dataclass(frozen=True)
 class Portable:
     """A graph compiled for a machine that need not be this one. machine: its vector instructions, its GPU or both, such
-    as "avx2+sm_90". kernels: by kind of device. constants: the table that wrapper numbers. Wrappers that are equal are
-    one object."""
+    as "avx2+sm_90". kernels: by kind of device. constants, callables: the tables that wrapper numbers. Wrappers that
+    are equal are one object."""
 
     machine: str
     wrapper: WrapperProgram
     kernels: Mapping[str, Built]
     constants: Sequence[torch.Tensor]
     constant_devices: tuple[str, ...]
+    callables: Sequence[object] = ()
+
+
+def compile_calls(captured: Captured, cfg: Config) -> Portable:
+    """Compiles one graph as eager runs it: a call of ATen for every operator, nothing rewritten."""
+    cfg = replace(cfg, kernels=False)
+    log = _log(captured, cfg)
+    lowered = log("lower", lower_graph, captured, cfg)
+    plan = log("schedule", schedule, lowered.program, cfg, log)
+    wrapper = _wrap(captured, lowered, plan, cfg, log)
+    return Portable("", wrapper, {}, lowered.constants, _constant_devices(lowered), lowered.callables)
 
 
 def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs: Sequence[str]) -> list[Portable]:
@@ -129,11 +141,15 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
         built = log("build kernels", lambda: [b.result() for b in building])
     show.show_plan(log, wrappers[0][0])
     show.show_wrapper(log, wrappers[0][1], {kind: str(b.path) for kind, b in built[0].items()}, lowered.constants)
-    devices = tuple(lowered.program.buffers[name].device for name in lowered.program.constants)
+    devices = _constant_devices(lowered)
     return [
-        Portable("+".join(machine), wrapper, kernels, lowered.constants, devices)
+        Portable("+".join(machine), wrapper, kernels, lowered.constants, devices, lowered.callables)
         for machine, (_, wrapper), kernels in zip(machines, wrappers, built, strict=True)
     ]
+
+
+def _constant_devices(lowered: Lowered) -> tuple[str, ...]:
+    return tuple(lowered.program.buffers[name].device for name in lowered.program.constants)
 
 
 def _log(captured: Captured, cfg: Config) -> PassLog:
@@ -160,8 +176,17 @@ def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: Pa
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
     if cfg.cuda_graphs:  # last: other passes know nothing of partitions
         nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}
-        wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results, nbytes)
+        wrapper = log("partition", partition, wrapper, lowered.constants, captured.n_results, nbytes, _spent(captured))
     return wrapper
+
+
+def _spent(captured: Captured) -> set[str]:
+    """Inputs of a backward program that nobody needs after it: what was saved for it, and gradients."""
+    if captured.kind != "backward":
+        return set()
+    given = captured.graph.graph.find_nodes(op="placeholder")
+    tangents = [k for k, n in enumerate(given) if compat.is_tangent(n)]
+    return {f"arg{k}" for k in (*captured.donated_inputs, *tangents)}
 
 
 def _verify_loops(lowered: Lowered) -> None:

@@ -3,9 +3,11 @@
 // Loaded before plait's extension it is libcuda.so.1: kernels run at once or, while something is
 // recorded, become nodes of a graph. With torch's headers it also gives torch memory and a few
 // operators for CUDA tensors. An image is text: "symbol parameters static".
-// Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i].
+// Kernels: "k" (x, y, n): y[i] = 2 x[i] + 1. "both" (x, y, z, n): z[i] = x[i] + y[i]. All others are
+// handed to the function that fake_on_launch names.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -47,6 +49,8 @@ struct Pool {
 Pool shared{}, own{};  // of all recordings, and of the one that is made
 Pool* active = nullptr;
 bool refuses_copies = false;
+using OnLaunch = void (*)(const char* symbol, uint32_t x, uint32_t y, uint32_t z, const uint64_t* words);
+OnLaunch on_launch = nullptr;
 
 void run(const Node& n) {
   if (n.call) return n.call();
@@ -70,40 +74,87 @@ Words words_of(const Image& image, void** parameters) {
   return words;
 }
 
-// Blocks of a pool serve the same pool again; of ordinary memory nothing that was freed keeps its values.
+// Memory of a pool serves the same pool again, cut to size and joined when it is freed; of ordinary memory nothing that
+// was freed keeps its values.
 struct Block {
-  int64_t pool;
+  int64_t pool, segment;
   size_t nbytes;
-  void* data;
+  char* data;
 };
-std::multimap<std::pair<int64_t, size_t>, Block*> unused;
+std::map<char*, Block> unused;
+int64_t segments = 0;
+void give_back(Block b) {
+  auto next = unused.lower_bound(b.data);
+  if (next != unused.end() && next->second.segment == b.segment && next->first == b.data + b.nbytes) {
+    b.nbytes += next->second.nbytes;
+    next = unused.erase(next);
+  }
+  if (next != unused.begin()) {
+    Block& before = std::prev(next)->second;
+    if (before.segment == b.segment && before.data + before.nbytes == b.data) {
+      before.nbytes += b.nbytes;
+      return;
+    }
+  }
+  unused.emplace(b.data, b);
+}
 struct Allocator : c10::Allocator {
   static void release(void* context) {
-    auto* b = static_cast<Block*>(context);
+    const std::unique_ptr<Block> b(static_cast<Block*>(context));
     if (b->pool == 0) std::memset(b->data, 0xff, b->nbytes);
-    unused.emplace(std::pair{b->pool, b->nbytes}, b);
+    give_back(*b);
   }
   c10::DataPtr allocate(size_t n) override {
     const c10::Device device(c10::kCUDA, 0);
     if (n == 0) return {nullptr, device};
+    n = (n + 255) / 256 * 256;
     const int64_t pool = recorded ? active->id : 0;
-    Block* b = nullptr;
-    if (auto found = unused.find({pool, n}); found != unused.end()) {
-      b = found->second;
-      unused.erase(found);
+    auto best = unused.end();
+    for (auto it = unused.begin(); it != unused.end(); ++it)
+      if (it->second.pool == pool && it->second.nbytes >= n &&
+          (best == unused.end() || it->second.nbytes < best->second.nbytes))
+        best = it;
+    Block b;
+    if (best != unused.end()) {
+      b = best->second;
+      unused.erase(best);
     } else {
       if (pool && own.nbytes + shared.nbytes + static_cast<int64_t>(n) > limit)
         throw std::runtime_error("CUDA out of memory");
-      b = new Block{pool, n, std::aligned_alloc(256, (n + 255) / 256 * 256)};
+      b = {pool, ++segments, n, static_cast<char*>(std::aligned_alloc(256, n))};
       if (pool) active->nbytes += static_cast<int64_t>(n);
     }
-    return {b->data, b, release, device};
+    if (b.nbytes > n && pool) {
+      give_back({b.pool, b.segment, b.nbytes - n, b.data + n});
+      b.nbytes = n;
+    }
+    return {b.data, new Block(b), release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 } allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &allocator)
-C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  static c10::Stream only() { return c10::Stream(c10::Stream::DEFAULT, {c10::kCUDA, 0}); }
+  c10::Device getDevice() const override { return only().device(); }
+  c10::Device exchangeDevice(c10::Device) const override { return only().device(); }
+  c10::Stream getStream(c10::Device) const noexcept override { return only(); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return only(); }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+struct CUDAHooks : at::CUDAHooksInterface {  // autograd's engine asks for them
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+};
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
 
 at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides,
                          std::optional<c10::ScalarType> type, std::optional<c10::Layout>,
@@ -114,8 +165,10 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides,
 at::Tensor& neg_out(const at::Tensor& x, at::Tensor& y) {
   const auto *from = static_cast<const float*>(x.unsafeGetTensorImpl()->data());
   auto* to = static_cast<float*>(y.unsafeGetTensorImpl()->mutable_data());
+  int64_t last = 0;  // of both: gaps between elements are turned, too
+  for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
   Node n;
-  n.call = [from, to, k = x.numel()] {
+  n.call = [from, to, k = x.numel() ? last + 1 : 0] {
     for (int64_t i = 0; i < k; ++i) to[i] = -from[i];
   };
   put(std::move(n));
@@ -165,6 +218,7 @@ Exec* fake_end() {
 int64_t fake_own_nbytes() { return own.nbytes; }
 int64_t fake_shared_nbytes() { return shared.nbytes; }
 void fake_limit(int64_t nbytes) { limit = nbytes; }
+void fake_on_launch(OnLaunch f) { on_launch = f; }
 void fake_refuse_copies(int yes) { refuses_copies = yes != 0; }
 
 int cuInit(unsigned) { return 0; }
@@ -179,8 +233,8 @@ int cuCtxGetCurrent(void** context) {
 }
 int cuDevicePrimaryCtxRetain(void**, int) { return 0; }
 int cuCtxSetCurrent(void*) { return 0; }
-int cuDeviceGetAttribute(int* value, int, int) {
-  *value = 232448;
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 16 ? 4 : attribute == 75 ? 9 : attribute == 76 ? 0 : 232448;
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -197,8 +251,12 @@ int cuModuleGetFunction(void** function, void* module, const char*) {
 }
 int cuFuncGetAttribute(int* value, int, void*) { return *value = 0; }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
-int cuLaunchKernelEx(const plait::cuda::Config*, void* function, void** parameters, void**) {
+int cuLaunchKernelEx(const plait::cuda::Config* c, void* function, void** parameters, void**) {
   const auto& image = *static_cast<Image*>(function);
+  if (image.symbol != "k" && image.symbol != "both") {
+    on_launch(image.symbol.c_str(), c->grid_x, c->grid_y, c->grid_z, words_of(image, parameters).data());
+    return 0;
+  }
   Node n;
   n.image = &image;
   n.words = words_of(image, parameters);

@@ -16,11 +16,13 @@ import numpy as np
 
 from plait.ir.dtypes import DType, bf16, f32, f64, i64
 from plait.ir.loops import Buffer, Load, Node, cast, const, loop_vars, node, walk
-from plait.schedule.plan import Kernel, Reduce, Stmt, Store
+from plait.ir.sizes import Expr, Size, evaluate, numel, symbol
+from plait.schedule.plan import Kernel, Reduce, Stmt, Store, part_of
 from tests.gpu_kernels import OnDevice
 from tests.kernel_tools import run_kernel, strided
 
 ROWS = 3
+PARTS = 4
 
 
 def _acc(name: str, d: DType) -> Node:
@@ -67,8 +69,18 @@ def gate(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
     return (Reduce("s", "sum", value),), value
 
 
+def near(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
+    """What shows in 16 bits only: (1 + erf x) tanh x + exp(-x^2) / (x^2 + 2), rounded on the way, and less a sum."""
+    square = node("mul", (x, x))
+    one = node("mul", (node("add", (node("erf", (x,)), const(1.0, d))), node("tanh", (x,))))
+    two = node("truediv", (node("exp", (node("neg", (square,)),)), node("add", (square, const(2.0, d)))))
+    value = node("add", (cast(cast(one, bf16), d), two))
+    return (Reduce("s", "sum", two),), node("sub", (value, node("mul", (_acc("s", d), const(1e-6, d)))))
+
+
 CASES = {
     "gate": (gate, f32, f32),
+    "near_bf16": (near, bf16, f32),
     "choice": (choice, f32, f32),
     "choice_bf16": (choice, bf16, f32),
     "choice_outside": (lambda x, d: choice(x, d, -1), bf16, f32),
@@ -113,31 +125,38 @@ def columns(length: int, width: int, kept: DType, runner: Callable[[list[Kernel]
     return "" if same else f"columns of {length} x {width} {kept}: {mine['s']} is not {want['s']}"
 
 
-def walked(length: int, steps: int, kept: DType, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
-    """Sums of columns by programs that walk rows, each beside the row's own: what is wrong, or ""."""
-    (i, c), (r,) = loop_vars("i", (steps, ROWS)), loop_vars("r", (length,))
+def walked(
+    length: int,
+    rows: tuple[Size, Size],
+    kept: DType,
+    runner: Callable[[list[Kernel]], Callable[..., int]],
+    **sizes: int,
+) -> str:
+    """Sums of columns by PARTS programs that walk rows, each beside the row's own: what is wrong, or ""."""
+    (i, c), (r,) = loop_vars("i", rows), loop_vars("r", (length,))
     x = cast(node("load", (), Load("x", (i, c, r)), kept), f32)
     y = node("mul", (x, node("load", (), Load("weight", (r,)), f32)))
     off = node("sub", (y, node("mul", (_acc("s", f32), node("load", (), Load("scale", (c,)), f32)))))
     stmts: list[Stmt] = [Reduce("s", "sum", y), Reduce("q", "sum", node("mul", (off, x)))]
     stmts += [Store("out", (i, c, r), cast(node("mul", (off, _acc("q", f32))), kept), True)]
-    stmts += [Store("q", (i, c), _acc("q", f32), False), Store("a", (c, r), off, True, "sum")]
-    stmts += [Store("b", (c, r), x, True, "sum")]
-    whole, sums = (steps, ROWS, length), (ROWS, length)
-    shapes = {"x": whole, "weight": (length,), "scale": (ROWS,), "out": whole, "q": whole[:2], "a": sums, "b": sums}
+    stmts += [Store("q", (i, c), _acc("q", f32), False), Store("a", (part_of(PARTS), r), off, True, "sum")]
+    stmts += [Store("b", (part_of(PARTS), r), x, True, "sum")]
+    whole, sums = (*rows, length), (PARTS, length)
+    shapes = {"x": whole, "weight": (length,), "scale": rows[1:], "out": whole, "q": rows, "a": sums, "b": sums}
     args = tuple(strided(n, kept if shape == whole else f32, shape) for n, shape in shapes.items())
-    kernel = Kernel("walked", (i, c), (r,), tuple(stmts), args, ("out", "q", "a", "b"), ())
+    symbols = tuple(n for n in rows if isinstance(n, Expr))
+    kernel = Kernel("walked", (i, c), (r,), tuple(stmts), args, ("out", "q", "a", "b"), symbols)
     random = np.random.default_rng(3)
-    data = {n: random.standard_normal(int(np.prod(shape))).astype(np.float32) for n, shape in shapes.items()}
+    data = {n: random.standard_normal(evaluate(numel(shape), sizes)).astype(np.float32) for n, shape in shapes.items()}
     data["scale"] /= length
     if kept == bf16:
         data |= {n: (data[n].view(np.uint32) >> 16).astype(np.uint16) for n in ("x", "out")}
     mine, want = ({n: a.copy() for n, a in data.items()} for _ in range(2))
-    runner([kernel])(kernel, mine)
-    run_kernel(kernel, want)
+    runner([kernel])(kernel, mine, sizes)
+    run_kernel(kernel, want, sizes)
     rtol = 1e-2 if kept == bf16 else 1e-4
     wrong = [n for n in ("out", "q", "a", "b") if not np.allclose(_wide(mine[n]), _wide(want[n]), rtol, 1e-2)]
-    return f"{wrong} of {steps} x {ROWS} rows of {length} {kept} walked" if wrong else ""
+    return f"{wrong} of {rows} rows of {length} {kept} walked" if wrong else ""
 
 
 def check(name: str, length: int, runner: Callable[[list[Kernel]], Callable[..., int]], pitch: int = 0) -> str:
@@ -197,7 +216,9 @@ def main() -> None:
         found = [check(name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)]
         found += [check(name, 40003, runner, 40008) for name in CASES]
         found += [extremes(name, n, runner) for name in ("layer_norm", "softmax", "exp_sum") for n in (700, 40000)]
-        found += [walked(*shape, d, runner) for d in (f32, bf16) for shape in ((70, 20), (300, 7), (2048, 4))]
+        for d in (f32, bf16):  # in equal parts and unequal ones
+            found += [walked(n, (k, 3), d, runner) for n, k in ((70, 20), (300, 7), (2048, 4), (2048, 5))]
+            found += [walked(n, (symbol("s", lo=1), 3), d, runner, s=s) for n, s in ((300, 9), (2048, 5), (70, 1))]
         found += [columns(*shape, d, runner) for d in (f32, bf16) for shape in ((70, 64), (300, 100), (2000, 192))]
     wrong = [text for text in found if text]
     print("\n".join([*wrong, f"{len(found)} reductions, {len(wrong)} wrong"]))

@@ -14,11 +14,12 @@ from plait.config import Config
 from plait.ir import interp
 from plait.ir.dtypes import DType
 from plait.ir.loops import Buffer
-from plait.ir.sizes import Size
+from plait.ir.sizes import Size, add, mod, mul, substitute
 from plait.kernel.cpp import emit_library
 from plait.runtime.mathtable import NAMES
 from plait.runtime.toolchain import ISAS, Isa, Toolchain, find_toolchain
-from plait.schedule.plan import Kernel, Reduce
+from plait.schedule.deps import extent
+from plait.schedule.plan import Kernel, Reduce, part_of, walkers
 
 TORCH = {
     "b1": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
@@ -98,7 +99,7 @@ def run_kernel(
                 space.accs.update({s.name + suffix: value for suffix, value in found.items()})
             continue
         args = [space.value(a) for a in s.index_args]
-        offset = space.offset(s.buf, s.index, args)
+        offset = space.offset(s.buf, dealt(kernel, s.index), args)
         shape = space.shape() if s.full else (*space.shape()[: len(kernel.vars)], *([1] * n_inner))
         mask = None if s.mask is None else np.broadcast_to(space.value(s.mask), shape)
         x = x if s.full else space.value(s.value)
@@ -106,6 +107,17 @@ def run_kernel(
     for s, (offset, x, mask) in todo:
         interp.write(arrays[s.buf], dtypes[s.buf], offset, x, mask, s.mode)
     return int(bool(space.failed))
+
+
+def dealt(kernel: Kernel, index: tuple[Size, ...]) -> tuple[Size, ...]:
+    """An index with the part that a point belongs to as the remainder of its position, as Triton kernels deal."""
+    n = walkers(kernel.stmts)
+    if n is None:
+        return index
+    position: Size = 0
+    for v in kernel.vars:
+        position = add(mul(position, extent(v)), v)
+    return tuple(substitute(e, {part_of(n).symbol: mod(position, n)}) for e in index)  # type: ignore[dict-item]
 
 
 def strided(name: str, d: DType, shape: Sequence[Size], order: Sequence[int] | None = None) -> Buffer:

@@ -1,10 +1,11 @@
-// tests/package_api.cpp: plait::Package as a C++ program sees it. Usage: package_api PACKAGE; the
-// package is that of tests/test_package_cpp.py.
+// tests/package_api.cpp: plait::Package as a C++ program sees it. Usage: package_api PACKAGE MIXED;
+// the packages are those of tests/test_package_cpp.py.
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <dlfcn.h>
 #include <plait/package.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <cstdio>
@@ -28,6 +29,52 @@ void refuses(const std::function<void()>& body, const std::string& words) {
     std::printf("said: %s\n", e.what());
   }
   require(false, words.c_str());
+}
+
+at::Tensor twice(const at::Tensor& x) { return x.add(x); }
+TORCH_LIBRARY(plait_cpp, library) {
+  library.def("twice(Tensor x) -> Tensor");
+  library.impl("twice", c10::DispatchKey::CPU, TORCH_FN(twice));
+}
+
+// f(x, n, {"a": [y, 2.5]}, flag=None, how="up", dtype=float64): a loop of n rounds, an operator of
+// this program.
+void mixed(const std::string& path) {
+  using plait::InputError, plait::Package;
+  using Kind = Package::Input::Kind;
+  const Package p = Package::load(path);
+  std::vector<std::string> names;
+  for (const Package::Input& input : p.inputs()) names.push_back(input.name);
+  REQUIRE(names == (std::vector<std::string>{"x", "n", "more['a'][0]", "more['a'][1]", "flag", "how",
+                                             "dtype"}));
+  REQUIRE(p.inputs()[1].kind == Kind::integer && p.inputs()[1].sizes[0].lowest == 2);
+  REQUIRE(p.inputs()[2].kind == Kind::tensor && p.inputs()[2].dtype == at::kFloat);
+  REQUIRE(p.inputs()[3].kind == Kind::constant && std::get<double>(p.inputs()[3].value) == 2.5);
+  REQUIRE(std::holds_alternative<std::monostate>(p.inputs()[4].value));
+
+  const at::Tensor x = at::ones({3}), y = at::full({3}, 7.f);
+  const std::vector<Package::Value> given = {x, 4, y, 2.5, {}, "up", "torch.float64"};
+  REQUIRE(p.run_values(given)[0].equal(at::full({3}, 16 * 2 * 2.5 + 7, at::kDouble)));
+  REQUIRE(p.run_values({x, 5, y, 2.5, {}, "up", "torch.float64"})[0].equal(
+      at::full({3}, 32 * 2 * 2.5 + 7, at::kDouble)));
+  REQUIRE(p.run_values({x.neg(), 5, y, 2.5, {}, "up", "torch.float64"})[0].equal(
+      at::full({3}, -2 * 2.5 + 7, at::kDouble)));
+  const auto with = [&](size_t k, const Package::Value& value) {
+    std::vector<Package::Value> changed = given;
+    changed[k] = value;
+    return [&p, changed] { p.run_values(changed); };
+  };
+  refuses<InputError>(with(3, 2.25), "input 'more['a'][1]': the program was compiled for 2.5, got 2.25");
+  refuses<InputError>(with(3, 2), "compiled for 2.5, got 2");
+  refuses<InputError>(with(4, false), "input 'flag': the program was compiled for None, got False");
+  refuses<InputError>(with(5, "down"), "input 'how': the program was compiled for 'up', got 'down'");
+  refuses<InputError>(with(5, x), "compiled for 'up', got a Tensor");
+  refuses<InputError>(with(6, "torch.float32"), "compiled for torch.float64, got 'torch.float32'");
+  refuses<InputError>(with(1, 1), "input 'n': expected at least 2");
+  refuses<InputError>(with(1, 4.0), "input 'n': expected an int, got 4.0");
+  refuses<InputError>(with(2, 3), "input 'more['a'][0]': expected a tensor, got 3");
+  refuses<InputError>([&] { p.run({x, y}); }, "input 'n' is an int: give all inputs to run_values");
+  refuses<InputError>([&] { p.run_values({x}); }, "expected 7 inputs, got 1");
 }
 }  // namespace
 
@@ -88,5 +135,6 @@ int main(int, char** argv) {
     });
   for (std::thread& t : threads) t.join();
   REQUIRE(wrong == 0);
+  mixed(argv[2]);
   std::printf("ok\n");
 }

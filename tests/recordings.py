@@ -20,6 +20,7 @@ gpu.fake_end.restype = ctypes.c_void_p
 gpu.fake_own_nbytes.restype = gpu.fake_shared_nbytes.restype = ctypes.c_int64
 
 import plait.runtime.graphs as module  # noqa: E402
+from plait import _native  # noqa: E402
 from plait.runtime.cubin import Cubin, pack  # noqa: E402
 from plait.runtime.load import load  # noqa: E402
 from plait.tools.explain import explain  # noqa: E402
@@ -87,8 +88,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
             for name, n in (("k", 5), ("both", 6))
         })
     )  # fmt: skip
-    yield lambda body, n_results=None, nbytes=None: load(
-        encode(partition(read(HEAD + body), [], n_results, nbytes)), {"cuda": str(path)}
+    yield lambda body, n_results=None, nbytes=None, head=HEAD, spent=(): load(
+        encode(partition(read(head + body), [], n_results, nbytes, spent)), {"cuda": str(path)}
     )
     gpu.fake_limit(ctypes.c_int64(1 << 40))
     gpu.fake_forget_shared()
@@ -264,6 +265,106 @@ def test_what_is_saved_in_the_memory_of_another_result_is_kept(make: Make) -> No
         assert torch.equal(there(v), chain(x)[0][2:5]) and torch.equal(there(d), chain(x)[1])
         del v
     assert stats(saves)["replayed"] == 2
+
+
+# A forward pass that saves b, c and v, a view of d, and its backward pass.
+SAVES = CHAIN + "v = view(d, f32[s0] @ (1,), 0)\ne, = call('aten::neg')(d)\nreturn (e, b, c, v, s0)\n"
+SPENDS_HEAD = """\
+program('q')
+s0 = symbol()
+s1 = symbol()
+
+s0 = int_input()
+b = tensor_input(f32[s0] @ (1,), device='cuda:0')
+c = tensor_input(f32[s0] @ (1,), device='cuda:0')
+v = tensor_input(f32[s0] @ (1,), device='cuda:0')
+g = tensor_input(f32[s0] @ (1,), device='cuda:0')
+
+kernel('both', 3, 1, device='cuda:0')
+"""
+SPENDS = """\
+p = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('both', (g, v, p), (s0,), (p,), 1)
+q = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('both', (p, c, q), (s0,), (q,), 1)
+r = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('both', (q, b, r), (s0,), (r,), 1)
+t = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('both', (p, q, t), (s0,), (t,), 1)
+u = alloc(f32[s0] @ (1,), device='cuda:0')
+launch('both', (r, t, u), (s0,), (u,), 1)
+w, = call('aten::neg')(u)
+return (None, None, w, None)
+"""
+LARGE = 1 << 18  # 1 MiB
+
+
+class Passes:
+    """A differentiable function of x, and what its backward pass should give."""
+
+    def __init__(self, make: Make, *backward: Any) -> None:
+        self.forward = make(SAVES, 1)
+        self.backward = backward or [make(SPENDS, None, None, SPENDS_HEAD) for _ in range(2)]
+        self.call = _native.Training(
+            self.forward, None, self.backward.__getitem__, [True], 3, 1, ["contiguous_format"], [(2, [0])], False,
+            [], [], False,
+        )  # fmt: skip
+
+    def __call__(self, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = here(ramp(n, k)).requires_grad_()
+        y = self.call(n, n, x, here(ramp(1)))
+        b, d = chain(ramp(n, k))
+        assert torch.equal(there(y[0].detach()), -d)
+        return x, y[0], -(3 * d + 2 * (2 * b + 1) + b)
+
+    @staticmethod
+    def back(made: tuple[Tensor, Tensor, Tensor], k: int, retain: bool = False) -> None:
+        x, y, want = made
+        g = ramp(len(x), k)
+        (got,) = torch.autograd.grad(y, x, here(g), retain_graph=retain)
+        assert torch.equal(there(got), want - 3 * g)
+
+
+def test_dead_saved_tensors_are_memory_of_the_backward_pass(make: Make) -> None:
+    passes = Passes(make)
+    for k in range(6):
+        passes.back(passes(LARGE, k), 2 * k)
+    assert nbytes() == (0, 4 * LARGE)  # of the backward pass. What p and w need, a and e did; v, c and b lie elsewhere
+    for program in (passes.forward, passes.backward[True]):
+        assert stats(program)["recorded"] == 1 and stats(program)["replayed"] == 4 and not stats(program)["refused"]
+    twice = passes(LARGE, 1)
+    for k in range(3):
+        passes.back(twice, k, retain=True)
+    assert nbytes() == (0, 4 * 4 * LARGE) and stats(passes.backward[False])["replayed"] == 1
+
+
+def test_a_recording_goes_with_the_memory_that_it_was_lent(make: Make) -> None:
+    backward = Passes(make).backward
+    for k in range(1, 3):
+        passes = Passes(make, *backward)
+        for _ in range(3):
+            passes.back(passes(LARGE, k), k)
+        assert stats(backward[True])["recorded"] == k
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_passes_in_any_order(make: Make, seed: int) -> None:
+    """Several forward passes at once, whose backward passes come in any order, some of them twice."""
+    rng = random.Random(seed)
+    passes, other = Passes(make), make(CHAIN + "return (d, c)\n", 1)
+    pending: list[tuple[Tensor, Tensor, Tensor]] = []
+    for k in range(60):
+        n = rng.choice([LARGE, LARGE, 5])
+        if len(pending) < 3 and rng.random() < 0.5:
+            pending.append(passes(n, k))
+        elif rng.random() < 0.3:
+            got = other(n, n, here(ramp(n, k)), here(ramp(1)))
+            assert torch.equal(there(got[0]), chain(ramp(n, k))[1])
+        elif pending:
+            at, retain = rng.randrange(len(pending)), rng.random() < 0.3
+            passes.back(pending[at] if retain else pending.pop(at), k, retain)
+    assert stats(passes.forward)["replayed"] > 3 and stats(passes.backward[True])["replayed"] > 3
+    assert not stats(passes.forward)["refused"] and not stats(passes.backward[True])["refused"]
 
 
 def test_recordings_that_do_not_fit_give_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size, contiguous_strides, evaluate
 from plait.schedule.plan import Kernel, Plan, Reduce
 from plait.schedule.verify import verify_plan
+from tests.kernel_tools import dealt
 
 NUMPY = {
     "b1": np.bool_,
@@ -260,7 +261,7 @@ def store(
     where = tuple(e[keep] for e in at)
     fns = {"add": np.add, "mul": np.multiply, "min": np.minimum, "max": np.maximum, "sum": np.add}
     if mode == "sum":
-        out[where] = 0
+        out[...] = 0
     if mode == "store":
         if not index and keep.any():
             out[()] = value[keep].reshape(-1)[-1]
@@ -303,7 +304,7 @@ def run_kernel(k: Kernel, arrays: Arrays, syms: Mapping[str, int]) -> None:
             assert not free & inner, f"outer statement with inner variables: {s}"
         args = [space.nodes(mine, seen, a) for a in s.index_args]
         mask = None if s.mask is None else space.nodes(mine, seen, s.mask)
-        store(space, mine[s.buf], s.index, args, space.nodes(mine, seen, s.value), s.mode, mask)
+        store(space, mine[s.buf], dealt(k, s.index), args, space.nodes(mine, seen, s.value), s.mode, mask)
 
 
 def _free(e: Size) -> frozenset:

@@ -102,7 +102,8 @@ def test_commands_exist(page: Path) -> None:
 
 
 def test_environment_variables_exist() -> None:
-    cmake = (ROOT / "plait" / "lib" / "cmake" / "plait" / "plait-config.cmake").read_text()
+    files = [ROOT / "CMakeLists.txt", *(ROOT / "plait" / "lib" / "cmake" / "plait").glob("*.cmake")]
+    cmake = "".join(file.read_text() for file in files)
     known = {row.env for row in plait.config._rows()} | {"PLAIT_", *re.findall(r"PLAIT_[A-Z_]+", cmake)}
     mentioned = {v for page in PAGES for v in re.findall(r"\bPLAIT_[A-Z_]*", page.read_text())}
     assert mentioned <= known and {"PLAIT_DEBUG", "PLAIT_CACHE_DIR", "PLAIT_CXX"} <= mentioned

@@ -42,6 +42,14 @@ CASES: dict[str, tuple[Callable[..., Any], list[Callable[[], Sequence[Any]]]]] =
     "both sizes": (lambda x: F.layer_norm(x, x.shape[1:]), [lambda n=n: (rand(n, n + 3),) for n in (2, 5, 17)]),
     "reduction": (lambda x: (x.sum(0), x.mean(1), x.amax()), [lambda n=n: (rand(n, 2 * n + 1),) for n in (2, 4, 40)]),
     "broadcast": (lambda x, y: x[:, None] * y[None, :], [lambda n=n: (rand(n), rand(n + 1)) for n in (2, 5, 9)]),
+    "broadcast by a size found to be 1": (
+        lambda x, y: (x[:, ::2][:, ::2] * y, x[:, ::4].sum(0) + y, x[:, ::4].expand(2, y.shape[0]).exp()),
+        [lambda n=n: (rand(2, n), rand(n)) for n in (3, 4)],
+    ),
+    "broadcast by a quotient found to be 1": (
+        lambda x, y: torch.where(y > 0, x[: x.shape[0] // y.shape[0]], y),
+        [lambda n=n: (rand(n + 2, 3), rand(n, 3)) for n in (4, 5, 9)],
+    ),
     "concatenated": (
         lambda x, y: torch.cat([x, y], 0).exp() + 1,
         [lambda n=n: (rand(n, 3), rand(2 * n + 1, 3)) for n in (2, 5, 8)],

@@ -99,15 +99,16 @@ def test_bound_symbols_ints_and_objects():
     inputs = [
         ("symbol", "s0"),
         ("tensor", 0, "f32", ("s0",), None, "cpu"),
-        ("int", 1, "k", None),
+        ("int", 1, ("k", -5, 9)),
         ("object", 2),
         ("none",),
     ]
     f = Bound(build(p), inputs, ["x", "k", "o"], False)
     marker = object()
     assert f(torch.randn(6), 7, marker) == (42, marker, None)
-    with pytest.raises(InputError, match="input 'k': expected an int, got float"):
-        f(torch.randn(6), 7.0, marker)
+    for wrong, text in [(7.0, "an int, got float"), (True, "an int, got bool"), (10, r"at most 9 \(k\), got 10")]:
+        with pytest.raises(InputError, match=f"input 'k': expected {text}"):
+            f(torch.randn(6), wrong, marker)
 
 
 def heavy(n=4096, work_ns=10**6):

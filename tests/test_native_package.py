@@ -16,7 +16,7 @@ from plait.errors import InputError, Unsupported
 from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Variant, write_package
+from plait.wrapper.package import Contents, Control, Routine, Variant, write_package
 from tests.native_tools import SOURCE, alloc, extern, launch, library, program, ret, tensor
 
 ROOT = Path(__file__).parent.parent
@@ -230,6 +230,7 @@ def test_checksum() -> None:
 
 def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
     """Every length and nearly every byte of a package, and twenty thousand manifests, in a program of its own."""
+    control = Control("scan", (0,), ((False, 1), (True, 7)), ((4, 1), None), 1, 1)
     rich = contents(
         inputs=(
             *contents().inputs, ("symbol", "s0"), ("tensor", 1, "i64", (None, "n"), ("m", 1), "cuda:0"),
@@ -243,6 +244,9 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
         variants=(Variant("portable", b"plan", b"kernels"), Variant("avx2+sm_90", b"plan", None, b"cubins")),
         checks=(("even", "size 0 0", "const 2", "mod", "const 0", "eq"),),
         folded=("old",),
+        routines=(Routine(b"plan", [torch.ones(3)], ("cpu",), ()), Routine(b"plan", [], (), (control,))),
+        fixed=((0, "n", None), (2, "m", True), (4, "k", 2.5), (5, "h", "up"), (6, "d", torch.float32)),
+        controls=(control, replace(control, kind="cond", routines=(0, 1), strides=())),
     )  # fmt: skip
     write_package(tmp_path / "p", rich)
     core, binary = ROOT / "native" / "core", tmp_path / "native_package"

@@ -12,6 +12,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -333,16 +334,26 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def branch(x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
-
-
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "a namedtuple": (lambda x: Pair(x, x + 1), (X,), "whose results are nested as .*Pair"),
     "an enum": (lambda x, c: x, (X, Colour.RED), "argument 'c' is <Colour.RED: 1>"),
     "keys that are no text": (lambda x: {(1, 2): x}, (X,), "results are nested"),
-    "control flow": (branch, (X,), "calls Python: .*cond"),
 }
+
+
+@pytest.mark.parametrize("compiler", [plait.compile, lambda fn, args: plait.package(fn, "unused", args)])
+def test_what_cannot_be_traced_names_what_was_called(compiler: Callable[..., Any]) -> None:
+    who = "plait.compile" if compiler is plait.compile else "plait.package"
+    for fn, args in [
+        (lambda x: x * x.sum().item() if x.sum().item() > 0 else x, (X,)),
+        (lambda x: x.sum(), (X.to_sparse(),)),
+        (lambda x: [object()], (X,)),
+    ]:
+        with pytest.raises(Unsupported, match=f"^{who} "):
+            compiler(fn, args)
+    with pytest.raises(ZeroDivisionError) as error:
+        compiler(lambda x: x / (1 // 0), (X,))
+    assert error.value.__notes__[0].startswith(f"raised while {who} traced")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -388,6 +399,65 @@ def test_results_that_are_views_of_inputs_and_weights(tmp_path: Path) -> None:
     assert got[0] is x and got[1]._base is x
     got[2].fill_(7)
     assert float(loaded.weights["w"][1, 0]) == 7
+
+
+@dataclass
+class Query:
+    x: Tensor
+    rows: int
+    scale: float
+    how: str | None = None
+
+
+torch.export.register_dataclass(Query, serialized_type_name="tests.test_package.Query")
+
+
+class Answer(nn.Module):
+    def forward(self, query: Query, more: dict[str, tuple[Tensor, int]]) -> Query:
+        y, by = more["y"]
+        assert query.how == "fast"
+        return Query(query.x[: query.rows] * query.scale + y * by, query.rows, query.scale, query.how)
+
+
+def test_arguments_that_are_no_tensors(tmp_path: Path) -> None:
+    """Ints that vary, constants, and classes that torch was told of, for both ways to compile."""
+
+    def call(fn: Callable[..., Any], x: Tensor, rows: Any, scale: Any = 0.5, how: Any = "fast", by: Any = 3) -> Any:
+        return fn(Query(x, rows, scale, how), {"y": (X[0], by)})
+
+    args = (Query(X, 3, 0.5, "fast"), {"y": (X[0], 3)})
+    shapes = {"query": [{0: Dim("n", min=2, max=20)}, Dim.DYNAMIC, None, None], "more": {"y": (None, None)}}
+    exported = export(Answer(), args, dynamic_shapes=shapes)
+    for number, (source, *given) in enumerate([(Answer(), args, shapes), (exported, None, None)]):
+        path = tmp_path / f"{number}.plait"
+        plait.package(source, path, *given)
+        python = plait.compile(source, *given, options={"wrapper": "python"})
+        for fn in (plait.load(path), plait.compile(source, *given), python):
+            for x, rows in ((X, 3), (X[:4], 2), (torch.ones(12, 16), 12)):
+                got, want = call(fn, x, rows), call(Answer(), x, rows)
+                torch.testing.assert_close(got.x, want.x)
+                assert (got.rows, got.scale, got.how) == (rows, 0.5, "fast")
+            for change, text in [
+                ({"rows": 7}, "sizes break a condition of the program, .*query.rows <= query.x.shape"),
+                ({"rows": -1}, "query.rows"),
+                ({"rows": True}, "query.rows': expected an int, got bool|condition .* query.rows True"),
+                ({"scale": 0.25}, "input 'query.scale': the program was compiled for 0.5, got 0.25"),
+                ({"how": "slow"}, "input 'query.how': the program was compiled for 'fast', got 'slow'"),
+                ({"by": 4}, r"input 'more\['y'\]\[1\]': the program was compiled for 3, got 4"),
+            ]:
+                with pytest.raises(InputError, match=text):
+                    call(fn, **{"x": X, "rows": 3, **change})
+    done = in_new_process(["-c", f"import plait; plait.load({str(path)!r})"])
+    assert "PackageError" in done.stderr and "import it" in done.stderr and "Query" in done.stderr
+
+
+def test_an_int_that_cannot_vary_is_named(tmp_path: Path) -> None:
+    def fixed(x: Tensor, n: int) -> Tensor:
+        return x * (2 if n == 3 else 5)
+
+    for compiler in (plait.compile, lambda fn, *args: plait.package(fn, tmp_path / "p", *args)):
+        with pytest.raises(UserError, match="contradicts the program: it needs 3 for an int that may vary"):
+            compiler(fixed, (X, 3), (None, Dim.AUTO))
 
 
 def test_signatures_survive_json() -> None:

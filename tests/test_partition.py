@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from plait.wrapper.instructions import Alloc, Arena, CallExtern, Partition, Place, WrapperProgram
+from plait.wrapper.instructions import Alloc, Arena, CallExtern, Launch, Partition, Place, WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.partition import COPIED_NBYTES, fixed_inputs, partition, recorded_results
 from plait.wrapper.text import read, text
@@ -25,10 +25,12 @@ kernel('c', 2, 0)
 """
 
 
-def cut(body: str, n_results: int | None = None, nbytes: Mapping[str, int] | None = None) -> WrapperProgram:
+def cut(
+    body: str, n_results: int | None = None, nbytes: Mapping[str, int] | None = None, spent: str = ""
+) -> WrapperProgram:
     program = read(HEAD + body)
     verify(program, after="test")
-    made = partition(program, [torch.zeros(3)], n_results, nbytes)
+    made = partition(program, [torch.zeros(3)], n_results, nbytes, spent)
     verify(made, after="partition")
     verify_kept(program, made, after="partition")
     assert read(text(made)) == made
@@ -202,6 +204,44 @@ def test_large_results_of_the_last_operators_are_made_beside_the_recording(
     assert after == outside
     why = "; ".join(dict.fromkeys(f"the caller gets what {op} makes" for op in outside))
     assert parts(made) == [(False, ""), (True, ""), *([(False, why)] if outside else [])]
+
+
+FIRST = """\
+p = alloc(f32[4, 8] @ (16, 1), device='cuda:0')
+launch('k', (x, p), (), (p,), 1)
+v = view(p, f32[8, 4] @ (1, 16), 0)
+m, = call('aten::mm')(v, y)
+free(p)
+"""
+REST = """\
+a = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+launch('k', (m, a), (), (a,), 1)
+b = alloc(f32[4, 8] @ (8, 1), device='cuda:0')
+launch('k', (a, b), (), (b,), 1)
+return (b,)
+"""
+
+
+@pytest.mark.parametrize(
+    ("spent", "large", "more", "outside"),
+    [
+        ("x", "xp", "", 2),
+        ("x", "x", "", 1),  # p is small: it may lie in the recording
+        ("xy", "yp", "", 0),  # x is small
+        ("", "xp", "", 0),  # the caller keeps x
+        ("x", "xpm", "", 2),  # what an operator makes is no copy
+        ("x", "xpe", "e = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\nlaunch('k', (p, e), (), (e,), 1)\n", 3),
+        ("x", "xpef", "e, = call('aten::mm')(v, y)\nf, = call('aten::mm')(m, y)\ng, = call('aten::mm')(p, f)\n", 3),
+    ],
+)
+def test_what_uses_large_inputs_up_comes_before_the_recording(spent: str, large: str, more: str, outside: int) -> None:
+    first = FIRST.replace("free(p)\n", f"{more}free(p)\n" if more else "free(p)\n")
+    made = cut(first + REST, None, dict.fromkeys(large, COPIED_NBYTES), spent)
+    assert [p.recorded for p in made.body if isinstance(p, Partition)] == [False, *([False] if outside else []), True]
+    before = made.body[: made.body.index(Partition(True))]
+    assert sum(isinstance(i, (Launch, CallExtern)) for i in before) == outside
+    assert ("it uses x up" in [r for _, r in parts(made)]) == bool(outside)
+    assert isinstance(before[-1], Alloc) and before[-1].name == "b"  # only once what was spent is free
 
 
 def test_a_recording_is_not_left_with_too_little() -> None:

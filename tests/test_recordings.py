@@ -17,7 +17,16 @@ TORCH = Path(torch.__file__).parent
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a GPU of its own")
 def test_recordings(tmp_path: Path) -> None:
     includes = [f"-I{p}" for p in (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")]
-    flags = ["g++", "-std=c++20", "-O1", "-Wall", "-shared", "-fPIC", f"-L{TORCH / 'lib'}", f"-L{tmp_path}"]
+    flags = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-Wall",
+        "-shared",
+        "-fPIC",
+        f"-L{TORCH / 'lib'}",
+        f"-Wl,-rpath,{TORCH / 'lib'}",
+    ]
     driver, runtime = tmp_path / "libcuda.so.1", tmp_path / "libtorch_cuda.so"
     for path, *args in (
         (driver, *includes, str(ROOT / "tests" / "fake_gpu.cpp"), "-lc10", "-ltorch_cpu"),
@@ -26,6 +35,6 @@ def test_recordings(tmp_path: Path) -> None:
         build = [*flags, f"-Wl,-soname,{path.name}", "-o", str(path), *args]
         subprocess.run(build, check=True, timeout=300)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/recordings.py"]
-    env = {**os.environ, "FAKE_GPU": str(tmp_path)}
+    env = {**os.environ, "FAKE_GPU": str(tmp_path), "LD_PRELOAD": str(driver)}  # before torch asks for a GPU
     done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

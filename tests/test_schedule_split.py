@@ -12,7 +12,7 @@ from plait.ir.loops import LoopProgram
 from plait.ir.sizes import Size, floordiv, mod, numel
 from plait.schedule import schedule
 from plait.schedule.deps import extent
-from plait.schedule.plan import Kernel, Reduce, Store, walked
+from plait.schedule.plan import Reduce, Store, walkers
 from tests.schedule_tools import Builder, check, kernels
 
 CFG = Config()
@@ -145,10 +145,12 @@ def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
         assert [extent(v) for v in second.rvars] == [rows // rest]
 
 
-def norm_backward(rows: tuple[Size, ...], columns: int, chain: bool = False) -> LoopProgram:
+def norm_backward(
+    rows: tuple[Size, ...], columns: int, chain: bool = False, builder: Builder | None = None
+) -> LoopProgram:
     """What a norm's gradient needs: sums of rows, a result from them at every point, and sums of columns. chain: the
     columns of that result are summed too."""
-    b = Builder()
+    b = builder or Builder()
     dy, x, w = b.input(*rows, columns), b.input(*rows, columns), b.input(columns)
     shape = (*rows, columns)
     s = b.reduce(rows, (columns,), "sum", lambda o, *i: o.mul(o.load(dy, *i), o.load(w, i[-1])))
@@ -164,35 +166,40 @@ def norm_backward(rows: tuple[Size, ...], columns: int, chain: bool = False) -> 
     return on_gpu(b)
 
 
-def walkers(k: Kernel) -> tuple[int, int]:
-    """How many programs walk how many rows each."""
-    along = walked(k.stmts, [v.symbol for v in k.vars if v.symbol])
-    return tuple(numel(extent(v) for v in k.vars if (v.symbol in along) == on) for on in (False, True))  # type: ignore
-
-
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize(
     "rows, found",
-    [((4096,), (512, 8)), ((8, 1024), (512, 16)), ((12608,), (394, 32)), ((64, 197), (394, 32)), ((6, 512), (256, 12))],
+    [((4096,), 512), ((8, 1024), 512), ((12608,), 394), ((64, 197), 394), ((6, 512), 384), ((4099,), 512)],
 )
-def test_on_a_gpu_columns_are_summed_as_rows_are_walked(rows: tuple[int, ...], found: object, chain: bool) -> None:
+def test_on_a_gpu_columns_are_summed_as_rows_are_walked(rows: tuple[int, ...], found: int, chain: bool) -> None:
     first, *rest = kernels(schedule(norm_backward(rows, 768, chain), CFG))
-    assert walkers(first) == found and len(rest) == 1 and len(rest[0].outs) == 2
+    assert walkers(first.stmts) == found and len(rest) == 1 and len(rest[0].outs) == 2
+    assert numel(extent(v) for v in first.vars) == numel(rows)
     assert [s.mode for s in first.stmts if isinstance(s, Store)] == ["store", "sum", "sum"]
 
 
 def test_on_a_gpu_walked_rows_give_what_two_kernels_give() -> None:
     for chain in (False, True):
-        program = norm_backward((2, 2048), 256, chain)
-        plan = schedule(program, CFG)
-        assert walkers(kernels(plan)[0]) == (512, 8)
-        check(plan, program)
+        for rows in ((2, 2048), (4099,)):
+            program = norm_backward(rows, 256, chain)
+            plan = schedule(program, CFG)
+            assert walkers(kernels(plan)[0].stmts) == 512
+            check(plan, program)
 
 
-@pytest.mark.parametrize("rows, columns", [((4099,), 768), ((512,), 768), ((8192,), 16384), ((7,), 1 << 20)])
-def test_on_a_gpu_rows_are_not_walked_where_parts_are_unequal_or_rows_few_or_long(
-    rows: tuple[int, ...], columns: int
-) -> None:
+@pytest.mark.parametrize("sizes", [(3000,), (4, 700)])
+def test_on_a_gpu_rows_of_unknown_number_are_walked(sizes: tuple[int, ...]) -> None:
+    b = Builder()
+    rows = tuple(b.size(f"s{k}", hint=4096 >> 6 * k) for k in range(len(sizes)))
+    program = norm_backward(rows, 192, builder=b)
+    plan = schedule(program, CFG)
+    first, second = kernels(plan)
+    assert walkers(first.stmts) == 512 and len(second.outs) == 2
+    check(plan, program, {f"s{k}": n for k, n in enumerate(sizes)})
+
+
+@pytest.mark.parametrize("rows, columns", [((512,), 768), ((8192,), 16384), ((7,), 1 << 20)])
+def test_on_a_gpu_rows_are_not_walked_where_they_are_few_or_long(rows: tuple[int, ...], columns: int) -> None:
     stores = [
         s.mode for k in kernels(schedule(norm_backward(rows, columns), CFG)) for s in k.stmts if isinstance(s, Store)
     ]

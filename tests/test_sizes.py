@@ -187,6 +187,7 @@ i, j, r = sz.symbol("i0", extent=8), sz.symbol("i1", extent=n), sz.symbol("r0", 
         (sz.compare("lt", i, 8), 1),
         (sz.compare("le", n, 1), 0),
         (sz.ceildiv(sz.mul(n, 4), 4), n),
+        (sz.floordiv(sz.floordiv(sz.symbol("s2", lo=3, hi=4) + 1, 2) + 1, 2), 1),
     ],
 )
 def test_rules(expr: Size, want: Size) -> None:

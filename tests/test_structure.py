@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "plait"
 ORDER = (
-    "errors", "config", "log", "compat", "runtime", "ir", "graph", "lower", "schedule", "kernel", "wrapper", "compile",
-    "capture", "tools",
+    "errors", "config", "log", "compat", "runtime", "ops", "ir", "graph", "lower", "schedule", "kernel", "wrapper",
+    "compile", "capture", "tools",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

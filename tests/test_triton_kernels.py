@@ -7,11 +7,17 @@ beside the environment (`make env`), and runs in processes that get that folder 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from plait.errors import Unsupported
 from plait.ir.dtypes import DType, bf16, f32, i16, i64
@@ -20,6 +26,7 @@ from plait.ir.ops import OPS, SPECIAL
 from plait.ir.sizes import evaluate, symbol
 from plait.kernel.space import linear_space
 from plait.kernel.triton import TritonTarget, emit_kernel
+from plait.kernel.triton_ops import _FUNCTIONS
 from plait.kernel.triton_tiles import Tile, plan_tile
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.gpu_rows import kernel_of
@@ -56,7 +63,7 @@ def test_random_kernels_in_the_interpreter(first: int) -> None:
 
 @needs_triton
 def test_rows_and_columns_too_long_for_a_block_in_the_interpreter() -> None:
-    assert "62 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
+    assert "74 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -66,6 +73,61 @@ def test_random_kernels_compile(capability: str, tmp_path: Path) -> None:
         "-m", "tests.gpu_compile", capability, "9000", "8", TRITON_CACHE_DIR=str(tmp_path)
     )  # fmt: skip
     assert f"8 kernels for sm_{capability}" in out
+
+
+def _helper(name: str) -> Callable[[np.ndarray], np.ndarray]:
+    """A helper of kernels on float32 arrays, by what it says."""
+    tl = SimpleNamespace(
+        abs=np.abs, where=np.where,
+        fma=lambda *xs: np.float32(np.multiply(*(np.asarray(x, np.float64) for x in xs[:2])) + np.float32(xs[2])),
+    )  # fmt: skip
+    scope: dict[str, Any] = {"tl": tl, "libdevice": np, "p_rcp": lambda x: np.float32(1) / x, "p_ex2": np.exp2}
+    exec(_FUNCTIONS[name], scope)
+    fn: Callable[[np.ndarray], np.ndarray] = scope[name]
+    return fn
+
+
+@pytest.mark.parametrize("name, true", [("near_tanh", torch.tanh), ("near_one_more_than_erf", torch.special.erfc)])
+def test_where_16_bits_show_functions_are_near_enough(name: str, true: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = np.concatenate([np.linspace(-9, 9, 100001), np.logspace(-30, 0, 1000)]).astype(np.float32)
+    sign = -1 if "erf" in name else 1
+    want = true(torch.from_numpy(sign * x).double()).numpy()
+    got = _helper(f"p_{name}")(x)
+    kept = np.abs(want) > 1e-35  # what is smaller than a float32 is 0
+    assert np.abs(got / np.where(kept, want, 1) - 1)[kept].max() < 2.0**-16 and got.dtype == np.float32
+    with np.errstate(all="ignore"):
+        ends = _helper(f"p_{name}")(np.float32([-np.inf, np.inf, np.nan]))
+    assert np.array_equal(ends, true(torch.tensor([-np.inf, np.inf, np.nan]) * sign).numpy(), equal_nan=True)
+
+
+def test_only_what_shows_in_16_bits_is_near() -> None:
+    text = {name: emit_kernel(kernel_of(name, 700), "k").text for name in ("near_bf16", "gate", "softmax_bf16")}
+    assert all(f"p_{f}(" in text["near_bf16"] for f in ("near_tanh", "near_one_more_than_erf", "as_bf16"))
+    assert "libdevice.exp" in text["near_bf16"]  # its sum is a float32 that others see
+    assert "p_near" not in text["gate"] and "libdevice.exp" in text["softmax_bf16"]
+
+
+def test_blocks_of_rows_that_begin_anywhere_begin_where_vectors_do() -> None:
+    text = {n: emit_kernel(kernel_of(*n), "k").text for n in (("softmax", 40003), ("softmax_bf16", 65537))}
+    assert [t.count("// 4 * 4") + t.count("// 8 * 8") for t in text.values()] == [1, 1]
+    assert "for offset in range(8192, 32768, 8192):" in text["softmax", 40003]
+    for whole in (("softmax", 40003, 40008), ("softmax", 40000), ("softmax", 20001)):
+        assert "along" not in emit_kernel(kernel_of(*whole), "k").text
+
+
+def test_a_share_of_a_softmax_is_the_nearest_float32() -> None:
+    """What the kernel computes, where a fused product and sum has 64 bits: no further off than a division."""
+    text = emit_kernel(kernel_of("softmax", 700), "k").text
+    (total,) = re.findall(r"(\w+) = tl.div_rn\(1.0, \w+\)", text)
+    assert re.search(rf"tl.fma\((\w+), {total}, \1 \* \w+\)", text)
+    random = np.random.default_rng(0)
+    b = (1 + random.random(1 << 20) * 40000).astype(np.float32)
+    a = np.exp(-20 * random.random(1 << 20)).astype(np.float32)
+    high = np.float32(1) / b
+    low = np.float32(1 - np.longdouble(b) * high) * high
+    share = np.float32(np.longdouble(a) * high + a * low)
+    true = a.astype(np.longdouble) / b
+    assert np.abs((share - true) / np.spacing(share)).max() < 0.5 + 2.0**-20
 
 
 def kernel(*stmts: Store | Reduce, vars_: tuple, rvars: tuple = (), args: tuple) -> Kernel:

@@ -21,17 +21,7 @@ from plait.wrapper.text import read
 from plait.wrapper.verify import verify
 from plait.wrapper.watch import add_hooks
 from tests.test_cuda_programs import pipeline
-
-
-@torch.library.custom_op("plait_watch::scale_", mutates_args=("x",))
-def scale_(x: Tensor, by: float) -> Tensor:
-    x.mul_(by)
-    return x.sum(0)
-
-
-@scale_.register_fake
-def _(x: Tensor, by: float) -> Tensor:
-    return x.new_empty(x.shape[1:])
+from tests.test_wrapper_same import scale_
 
 
 def fn(x: Tensor) -> tuple[Tensor, ...]:
@@ -90,7 +80,7 @@ def test_callbacks_see_the_values_of_nodes(target: str, dynamic: bool, graphs: l
         for node, t in known.items():
             torch.testing.assert_close(t, want[node], msg=lambda m, node=node: f"{node}: {m}")
     labels = "\n".join(label for _, label, _ in seen)
-    assert "plait_" in labels and "aten::" in labels and "plait_watch::scale_" in labels
+    assert "plait_" in labels and "aten::" in labels and "plait_same::scale_" in labels
     assert "test_wrapper_watch.py:" in labels and "aten.gelu" in labels
     assert len(graphs) == 1
 

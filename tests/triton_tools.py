@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton import language as tl
 from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
@@ -51,6 +52,14 @@ LIBDEVICE = types.SimpleNamespace(
 )  # fmt: skip
 
 
+INSTRUCTIONS = {
+    "p_ex2": lambda x: tl.exp2(x),
+    "p_rcp": lambda x: 1.0 / x,
+    "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
+}
+"""Helpers of one instruction, which the interpreter has not."""
+
+
 def _patch_index() -> None:
     """Triton 3.6's interpreter makes every scalar an array of one element, which numpy 2.4 no longer turns into an
     int: a loop over a range with a size argument would fail."""
@@ -79,6 +88,12 @@ def _cast(self: object, src: TensorHandle, dst_type: core.dtype) -> TensorHandle
 TORCH_OF = {core.float32: torch.float32, core.float64: torch.float64, core.float16: torch.float16}
 
 
+def _dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *how: object) -> TensorHandle:
+    """A product, of bfloat16 too: the interpreter multiplies its bits."""
+    wide = [_cast(self, x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b)]
+    return TensorHandle(np.matmul(wide[0].data, wide[1].data, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+
 def _all_ones(self: object, kind: core.dtype) -> TensorHandle:
     """-1 in any integer type; numpy 2 refuses it for unsigned ones."""
     return TensorHandle(np.full(1, -1, np.int64).astype(interpreter._get_np_dtype(kind)), kind.scalar)
@@ -105,6 +120,7 @@ interpreter.InterpreterBuilder.get_bf16 = _bf16
 interpreter.InterpreterBuilder.create_splat = _splat
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
 interpreter.InterpreterBuilder.cast_impl = _cast
+interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
 
 
@@ -129,6 +145,9 @@ def interpreted(name: str, text: str, folder: Path) -> Callable[..., None]:
     """The kernel of a module, with a libdevice."""
     module = load_module(name, text, folder)
     module.libdevice = LIBDEVICE  # type: ignore[attr-defined]
+    for helper, body in INSTRUCTIONS.items():
+        if hasattr(module, helper):
+            setattr(module, helper, body)
     function: Callable[..., None] = getattr(module, name)
     return function
 

@@ -18,13 +18,20 @@
 //   storages: (offset in `weights`, a multiple of 64; bytes; device) each
 //   weights, constants: (name, storage, dtype, offset in elements, rank, sizes, strides) each
 //   folded: names of weights that were put into others
-//   names of the arguments, of symbols, of the results
-//   inputs: 0 and the number of a weight | 2 and the number of a symbol |
+//   routines: (plan, number of its first constant, controls) each
+//   controls: what the program calls in the place of Python: (0 call | 1 cond | 2 loop | 3 scan,
+//             numbers of routines, operands: (0 of the call | 1 constant, number | value) each,
+//             number of carried and of scanned operands, results: () or (strides) each) each
+//   constants among the arguments: (position among all, name, kind: 0 None | 1 bool | 2 int |
+//             3 float | 4 str | 5 other, word, text, what errors show) each
+//   names of the other arguments, of symbols, of the results
+//   inputs: 0 and the number of a weight | 2 and the number of a symbol | 3, argument, dim |
 //           1, argument, dtype, device, dims, layout (0 any, 1 listed, 2 contiguous), if listed dims
 //     dims: (0) any | (1, number) | (2, symbol, lowest, highest) each
 //   results: (0) the program's |
 //            (2, input, requires_grad, 0 or 1: is there an offset, offset) a view of an input
-//   conditions: text, then (operator, a, b) each; operators as in plans, 1 is size b of argument a
+//   conditions: text, then (operator, a, b) each; operators as in plans, 1 is size b of argument a,
+//     of b -1 the int itself
 //   variants: (machine, plan, kernels, cubins) each, names of sections or empty
 //
 // The checksum: blocks of 32 bytes, the last one filled with zeros, go into four lanes of 64 bits,
@@ -128,6 +135,13 @@ class ManifestParser {
     m_.weights = in_.list([&] { return tensor(); });
     m_.constants = in_.list([&] { return tensor(); });
     m_.folded = texts();
+    m_.routines = in_.list([&] {
+      Manifest::Routine r{in_.text(), index(m_.constants.size() + 1, "constant"), controls()};
+      ++n_routines_;
+      return r;
+    });
+    m_.controls = controls();
+    m_.fixed = in_.list([&] { return fixed(); });
     m_.signature.names = texts();
     m_.signature.symbols = texts();
     m_.outputs = texts();
@@ -137,6 +151,8 @@ class ManifestParser {
     m_.variants =
         in_.list([&] { return Manifest::Variant{in_.text(), in_.text(), in_.text(), in_.text()}; });
     if (!in_.done()) Reader::fail("bytes are left over");
+    if (next_position_ > static_cast<int64_t>(m_.fixed.size() + m_.signature.names.size()))
+      Reader::fail("a constant stands behind the last argument");
     if (m_.signature.single && m_.outputs.size() != 1) Reader::fail("a single result has one name");
     return std::move(m_);
   }
@@ -191,6 +207,38 @@ class ManifestParser {
     return empty ? 0 : last;
   }
 
+  std::vector<Manifest::Control> controls() {
+    using Control = Manifest::Control;
+    const auto numbers = [&] { return in_.list([&] { return in_.word(); }); };
+    return in_.list([&] {
+      const auto kind = static_cast<Control::Kind>(in_.id(0, 4, "kind of control flow"));
+      Control c{kind, in_.list([&] { return index(n_routines_, "routine"); }),
+                in_.list([&] { return Control::Given{in_.flag(), in_.word()}; })};
+      const auto n = static_cast<int64_t>(c.operands.size());
+      for (const Control::Given& g : c.operands)
+        if (!g.constant && g.value < 0) Reader::fail("an operand is out of range");
+      if (kind == Control::Kind::cond && n == 0) Reader::fail("a condition is missing");
+      c.n_carried = in_.id(0, n + 1, "number of operands");
+      c.n_scanned = in_.id(0, n + 1, "number of operands");
+      c.strides = in_.list([&]() -> std::optional<std::vector<int64_t>> {
+        if (!in_.flag()) return {};
+        return numbers();
+      });
+      return c;
+    });
+  }
+
+  Manifest::Fixed fixed() {
+    using Kind = Manifest::Fixed::Kind;
+    Manifest::Fixed f{in_.id(next_position_, INT32_MAX, "position"), in_.text()};
+    next_position_ = f.position + 1;
+    f.kind = static_cast<Kind>(in_.id(0, 6, "kind of constant"));
+    f.word = in_.word();
+    f.text = in_.text();
+    f.shown = in_.text();
+    return f;
+  }
+
   Dim dim() {
     Dim d{static_cast<Dim::Kind>(in_.id(0, 3, "kind of dimension"))};
     if (d.kind == Dim::Kind::fixed) d.value = in_.word();
@@ -203,15 +251,17 @@ class ManifestParser {
   InputSpec input() {
     using Kind = InputSpec::Kind;
     InputSpec s;
-    s.kind = static_cast<Kind>(in_.id(0, 3, "kind of input"));
+    s.kind = static_cast<Kind>(in_.id(0, 4, "kind of input"));
     if (s.kind == Kind::symbol)
       s.integer = {Dim::Kind::symbol, index(m_.signature.symbols.size(), "symbol")};
     if (s.kind == Kind::bound) {
       s.arg = index(m_.weights.size(), "weight");
       s.name = m_.weights[static_cast<size_t>(s.arg)].name;
     }
-    if (s.kind != Kind::tensor) return s;
+    if (s.kind != Kind::tensor && s.kind != Kind::integer) return s;
     s.arg = index(m_.signature.names.size(), "argument");
+    if (s.kind == Kind::integer) s.integer = dim();
+    if (s.kind == Kind::integer) return s;
     s.dtype = in_.text();
     s.device = in_.text();
     s.sizes = in_.list([&] { return dim(); });
@@ -238,7 +288,7 @@ class ManifestParser {
       ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12, "expression operator"))};
       if (e.op == ExprNode::Op::symbol) {
         e.a = index(m_.signature.names.size(), "argument");
-        e.b = in_.id(0, kMaxRank, "dimension");
+        e.b = in_.id(-1, kMaxRank, "dimension");
         require_dimension(e);
       } else {
         e.a = e.op == ExprNode::Op::constant ? in_.word() : in_.id(0, n, "expression");
@@ -252,14 +302,17 @@ class ManifestParser {
   }
   void require_dimension(const ExprNode& e) const {
     for (const InputSpec& s : m_.signature.inputs)
-      if (s.kind == InputSpec::Kind::tensor && s.arg == e.a &&
-          static_cast<size_t>(e.b) < s.sizes.size())
+      if (s.arg == e.a && (s.kind == InputSpec::Kind::tensor
+                               ? e.b >= 0 && static_cast<size_t>(e.b) < s.sizes.size()
+                               : s.kind == InputSpec::Kind::integer && e.b < 0))
         return;
     Reader::fail("a condition reads a dimension that no input has");
   }
 
   Reader in_;
   uint64_t n_weight_bytes_;
+  size_t n_routines_ = 0;  // read by now
+  int64_t next_position_ = 0;
   Manifest m_;
 };
 
@@ -364,6 +417,7 @@ PackageFile::PackageFile(const std::string& path, bool verify_weights) : path_(p
       fail(e.what());
     }
     section("python");
+    for (const Manifest::Routine& r : manifest_.routines) section(r.plan);
     for (const Manifest::Variant& v : manifest_.variants)
       for (const std::string* name : {&v.plan, &v.kernels, &v.cubins})
         if (!name->empty() || name == &v.plan) section(*name);

@@ -40,7 +40,7 @@ struct Produced {
 };
 
 // A condition on sizes beyond those of Dim: holds unless its last node is 0. A node `symbol` is
-// size `b` of the caller's argument `a`.
+// size `b` of the caller's argument `a`, or with -1 for `b` this argument, an integer.
 struct Condition {
   std::string text;
   std::vector<ExprNode> nodes;

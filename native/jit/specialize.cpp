@@ -557,7 +557,7 @@ class OptionSet {
   std::vector<std::pair<std::string, std::string>> options;
 };
 
-const OptionSet* option_set(std::initializer_list<Option> options) {
+const OptionSet* option_set(std::span<const Option> options) {
   static std::mutex mutex;
   static auto* all = new std::map<std::vector<std::pair<std::string, std::string>>, OptionSet>;
   std::vector<std::pair<std::string, std::string>> pairs;

@@ -49,13 +49,10 @@ class SignatureReader {
       s.kind = InputSpec::Kind::symbol;
       s.integer = signature.symbol(text(items.data[1]));
     } else if (kind == "int") {
-      require(items.n == 4, "does not fit ('int', arg, name, value)");
+      require(items.n == 3, "does not fit ('int', arg, size)");
       s.kind = InputSpec::Kind::integer;
       s.arg = integer(items.data[1]);
-      if (items.data[3] != Py_None)
-        s.integer = {Dim::Kind::fixed, integer(items.data[3])};
-      else
-        s.integer = signature.symbol(text(items.data[2]));
+      s.integer = dim(items.data[2]);
     } else if (kind == "object") {
       require(items.n == 2, "does not fit ('object', arg)");
       s.kind = InputSpec::Kind::object;
@@ -113,7 +110,7 @@ struct Arguments {
   }
   std::string type_name(int64_t arg) const { return Py_TYPE(args[arg])->tp_name; }
   bool integer(int64_t arg, int64_t& out) const {
-    if (!PyLong_Check(args[arg])) return false;
+    if (!PyLong_Check(args[arg]) || PyBool_Check(args[arg])) return false;
     out = plait::integer(args[arg]);
     return true;
   }

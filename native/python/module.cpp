@@ -91,6 +91,8 @@ PyMethodDef module_methods[] = {
      "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,
      "launch_cubin(kernel, pointers, sizes, grid): puts a GPU kernel on its device's current stream."},
+    {"inspect_package", module_inspect_package, METH_VARARGS,
+     "inspect_package(path, verify_weights): what is in a package, by topic: texts by name."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_def{PyModuleDef_HEAD_INIT,

@@ -424,14 +424,15 @@ PyType_Slot program_slots[] = {
 }  // namespace
 PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels, std::shared_ptr<Cubins> cubins,
                        std::vector<at::Tensor> constants, std::vector<Ref> callables,
-                       std::optional<Generated> generated) {
-  if (callables.size() != static_cast<size_t>(plan.n_callables))
+                       std::optional<Generated> generated, ControlFlow control) {
+  if (!control && callables.size() != static_cast<size_t>(plan.n_callables))
     throw LoadError("the program wants " + std::to_string(plan.n_callables) + " callables and got " +
                     std::to_string(callables.size()));
   auto state = std::make_unique<ProgramState>();
   state->callables = std::move(callables);
   state->program = std::make_unique<Program>(std::move(plan), std::move(kernels), std::move(cubins),
-                                             std::move(constants), kHost, state.get(), std::move(generated));
+                                             std::move(constants), kHost, state.get(), std::move(generated),
+                                             std::move(control));
   state->outputs = plan_outputs(*state->program);
   Ref self = Ref::check(type->tp_alloc(type, 0));
   reinterpret_cast<PyProgram*>(self.get())->call = program_call;

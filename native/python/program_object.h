@@ -40,13 +40,14 @@ PyObject* outputs(const ProgramState& s, Frame& f);                     // a new
 // A new Program or Bound.
 PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> kernels, std::shared_ptr<Cubins> cubins,
                        std::vector<at::Tensor> constants, std::vector<Ref> callables,
-                       std::optional<Generated> generated);
+                       std::optional<Generated> generated, ControlFlow control = {});
 PyObject* make_bound(PyObject* program, Signature signature, const std::vector<at::Tensor>& bound);
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,
     *direct_type;
 PyObject* module_load_cubin(PyObject*, PyObject* args);
 PyObject* module_launch_cubin(PyObject*, PyObject* args);
+PyObject* module_inspect_package(PyObject*, PyObject* args);
 extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec,
     package_spec;
 

@@ -5,7 +5,6 @@
 #include "core/blaslt.h"
 
 #include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/record_function.h>
 #include <c10/util/SmallVector.h>
 #include <dlfcn.h>
@@ -110,7 +109,7 @@ bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) 
 class Products {
  public:
   Products(const Accelerator& gpu, Type type, Precision how, int64_t batch)
-      : gpu_(gpu), type_(type), how_(how), batch_(batch),
+      : type_(type), how_(how), batch_(batch),
         plans_(blaslt::Library::loaded()->plans(gpu.device().index())) {}
 
   // False where the library cannot do it.
@@ -128,13 +127,11 @@ class Products {
     return true;
   }
 
+  int64_t workspace() const { return static_cast<int64_t>(workspace_); }
   // False where the library refuses: the whole has to be computed in another way.
-  bool run(cuda::Stream stream) const {
-    // The allocator hands memory out in the order of the stream: it may go back at once.
-    c10::DataPtr workspace;
-    if (workspace_ > 0) workspace = gpu_.allocate(static_cast<int64_t>(workspace_));
+  bool run(cuda::Stream stream, void* workspace) const {
     for (const Planned& p : planned_)
-      if (!p.plan->run(p.product, workspace.get(), stream)) return false;
+      if (!p.plan->run(p.product, workspace, stream)) return false;
     return true;
   }
 
@@ -144,7 +141,6 @@ class Products {
     std::shared_ptr<const blaslt::Plan> plan;
   };
 
-  const Accelerator& gpu_;
   Type type_;
   Precision how_;
   int64_t batch_;
@@ -180,10 +176,11 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
   const int64_t sizes[] = {batch, m, n};
   const c10::IntArrayRef want(sizes + 3 - rank, rank);
   at::Tensor made;
-  if (c.makes_result)
-    made = at::Tensor(at::detail::empty_generic(want, gpu_->allocator(),
-                                                c10::DispatchKeySet(c10::DispatchKey::CUDA), scalar,
-                                                std::nullopt));
+  if (c.makes_result) {
+    const int64_t nbytes = batch * m * n * static_cast<int64_t>(c10::elementSize(scalar));
+    made = new_tensor(f, gpu_->device(), nbytes, scalar);
+    made.unsafeGetTensorImpl()->set_sizes_contiguous(want);
+  }
   c10::TensorImpl& out =
       c.makes_result ? *made.unsafeGetTensorImpl() : const_cast<c10::TensorImpl&>(impl(first + 2));
   if (out.sizes() != want) return false;
@@ -198,7 +195,10 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
     if (!products.add(part, alpha, beta)) return false;
   if (parts.empty() && !products.add(whole, alpha, beta)) return false;
   RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());
-  if (!products.run(f.stream)) return false;
+  // The allocator hands memory out in the order of the stream: it may go back at once.
+  at::DataPtr workspace;
+  if (products.workspace() > 0) workspace = memory(f, gpu_->device(), products.workspace());
+  if (!products.run(f.stream, workspace.get())) return false;
   if (c.makes_result) define(f, c.tensors.back(), std::move(made));
   return true;
 }

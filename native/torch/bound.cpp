@@ -200,12 +200,13 @@ void Bound::check_apart(const Tensors& tensors) const {
                          name_of(i) + " is changed in place: pass a copy of one of them");
 }
 
-void Bound::check_conditions(const Tensors& tensors) const {
-  const auto of_argument = [&](int64_t arg) {
+void Bound::check_conditions(const Tensors& tensors, const Integers& integers) const {
+  using Kind = InputSpec::Kind;
+  const auto value_of = [&](const ExprNode& e) {
+    const Kind kind = e.b < 0 ? Kind::integer : Kind::tensor;
     size_t i = 0;
-    while (signature_.inputs[i].kind != InputSpec::Kind::tensor || signature_.inputs[i].arg != arg)
-      ++i;
-    return tensors[i];
+    while (signature_.inputs[i].kind != kind || signature_.inputs[i].arg != e.a) ++i;
+    return e.b < 0 ? integers[i] : tensors[i]->size(e.b);
   };
   for (const Condition& c : signature_.conditions) {
     std::vector<int64_t> values(c.nodes.size());
@@ -213,17 +214,18 @@ void Bound::check_conditions(const Tensors& tensors) const {
     for (size_t k = 0; known && k < values.size(); ++k) {
       const ExprNode& e = c.nodes[k];
       if (e.op == ExprNode::Op::symbol)
-        values[k] = of_argument(e.a)->size(e.b);
+        values[k] = value_of(e);
       else
         known = evaluate(e, values.data(), values[k]);
     }
     if (known && values.back() != 0) continue;
     std::string shapes;
-    for (size_t i = 0; i < tensors.size(); ++i)
-      if (signature_.inputs[i].kind == InputSpec::Kind::tensor)
-        shapes += (shapes.empty() ? "" : ", ") +
-                  signature_.names[static_cast<size_t>(signature_.inputs[i].arg)] + " " +
-                  at::str(tensors[i]->sizes());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const InputSpec& s = signature_.inputs[i];
+      if (s.kind != Kind::tensor && s.kind != Kind::integer) continue;
+      shapes += (shapes.empty() ? "" : ", ") + signature_.names[static_cast<size_t>(s.arg)] + " " +
+                (tensors[i] ? at::str(tensors[i]->sizes()) : std::to_string(integers[i]));
+    }
     throw InputError("sizes break a condition of the program, " + c.text + ": " + shapes);
   }
 }

@@ -80,7 +80,8 @@ class Bound {
   void bind_symbols(Frame& f, const Symbols& symbols) const;
   using Tensors = c10::SmallVector<const at::Tensor*, 8>;
   void check_apart(const Tensors& tensors) const;
-  void check_conditions(const Tensors& tensors) const;
+  using Integers = c10::SmallVector<int64_t, 8>;
+  void check_conditions(const Tensors& tensors, const Integers& integers) const;
   std::string misfit(const Dim& d, int64_t got, Symbols& symbols) const;
   std::string name_of(size_t input) const;
 
@@ -179,10 +180,14 @@ void Bound::bind(Frame& f, const Arguments& args) const {
   if (changed_.empty() && signature_.conditions.empty()) [[likely]]
     return;
   Tensors tensors;
-  for (size_t i = 0; i < inputs.size(); ++i)
-    tensors.push_back(has_tensor(signature_.inputs[i]) ? &tensor_of(i, args) : nullptr);
+  Integers integers(inputs.size(), 0);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const InputSpec& spec = signature_.inputs[i];
+    tensors.push_back(has_tensor(spec) ? &tensor_of(i, args) : nullptr);
+    if (spec.kind == InputSpec::Kind::integer) args.integer(spec.arg, integers[i]);
+  }
   check_apart(tensors);
-  check_conditions(tensors);
+  check_conditions(tensors, integers);
 }
 
 template <class Arguments>

@@ -23,6 +23,11 @@ struct Unlocked {
   void lock() {}
   void unlock() {}
 };
+struct Locked {
+  std::mutex& mutex;
+  void lock() { mutex.lock(); }
+  void unlock() { mutex.unlock(); }
+};
 template <class Lock = Unlocked>
 class Call {
  public:

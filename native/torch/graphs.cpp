@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <set>
 
 #include "dispatch_guard.h"
+#include "lending.h"
 #include "program.h"
 
 namespace plait {
@@ -114,9 +116,9 @@ Recording::Copy record_copy(const c10::StorageImpl& from, c10::DataPtr room, cud
   return made;
 }
 
-// Whether nobody has given the memory another size or place.
+// Whether its memory and what it was lent are there, in the size and place that they had.
 bool is_whole(const Recording& r) {
-  return std::all_of(r.exports.begin(), r.exports.end(), [](const Recording::Export& e) {
+  return !r.orphaned && std::all_of(r.exports.begin(), r.exports.end(), [](const Recording::Export& e) {
     return !e.tensor.defined() || (memory_of(e.tensor)->data() == e.pointer &&
                                    memory_of(e.tensor)->nbytes() == e.nbytes);
   });
@@ -155,7 +157,11 @@ void make_room(const Shared& shared, const Recording& made, int64_t limit) {
 }  // namespace
 
 Recording::~Recording() {
-  for (Shared& shared : Shared::all()) std::erase(shared.recordings, this);
+  for (Shared& shared : Shared::all()) {
+    std::erase(shared.recordings, this);
+    for (Recording* r : shared.recordings)
+      r->orphaned |= std::find(r->lenders.begin(), r->lenders.end(), this) != r->lenders.end();
+  }
   if (host) release(host);
 }
 
@@ -210,6 +216,19 @@ bool Program::is_brought_out(const PartitionInfo& p, const Recording& r, SlotId 
   return false;
 }
 
+// What this allocates is the recording's own.
+template <class F>
+void Program::keeping(void* capture, const F& f) const {
+  host_.keep_allocations(capture, true);
+  try {
+    f();
+  } catch (...) {
+    host_.keep_allocations(capture, false);
+    throw;
+  }
+  host_.keep_allocations(capture, false);
+}
+
 // Copies results for the caller into `rooms` (by export) and lets go of where they lay: those that
 // nothing touches after step `at`, unless others share their memory; at the end, all that are left.
 void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vector<c10::DataPtr>& rooms,
@@ -242,30 +261,38 @@ void Program::bring_out(Frame& f, const PartitionInfo& p, int32_t at, std::vecto
   }
 }
 
+// A slot from before the partition is needed no more in it.
+void Program::note_death(const Frame& f, const PartitionInfo& p, SlotId s, Lending& lending) const {
+  const at::Tensor& own = f.tensors[static_cast<size_t>(s)];
+  if (f.refs[static_cast<size_t>(s)] != &own) return;  // it is the caller's, or a copy is read instead
+  for (size_t i = 0; i < p.imports.size(); ++i)
+    if (p.imports[i].slot == s) lending.dies(static_cast<int32_t>(i), own);
+}
+
 // What may die in the partition before it has run lives to its end: it runs as it is if recording
 // fails.
 void Program::capture_steps(Frame& f, const PartitionInfo& p, void* capture,
                             std::vector<c10::DataPtr>& rooms, Recording& r) const {
-  const auto keep = [&](bool kept) { host_.keep_allocations(capture, kept); };
+  Lending lending(r, Shared::of(gpu_->device().index()).recordings);
   f.excluded_by_us = DispatchGuard::added();
   const DispatchGuard below;
   for (int32_t at = p.first; at < p.last; ++at) {
     const Step& s = steps_[static_cast<size_t>(at)];
     const bool drops = s.kind == StepKind::drop_input || s.kind == StepKind::drop;
     if (s.kind == StepKind::bump ||
-        (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end()))
+        (drops && std::find(p.dropped.begin(), p.dropped.end(), s.a) != p.dropped.end())) {
+      if (drops) note_death(f, p, s.a, lending);
       continue;
+    }
     if ((s.kind == StepKind::header || s.kind == StepKind::pointer) && is_brought_out(p, r, s.a))
       continue;
-    const bool kept = std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end();
-    if (kept) keep(true);
-    try {
+    if (std::find(p.kept.begin(), p.kept.end(), at) != p.kept.end()) {
+      keeping(capture, [&] { step(f, s, false); });
+    } else {
+      f.lending = &lending;
       step(f, s, false);
-    } catch (...) {
-      if (kept) keep(false);
-      throw;
+      f.lending = nullptr;
     }
-    if (kept) keep(false);
     if (s.kind == StepKind::launch)
       note_launch(f, p, grid_launches_[static_cast<size_t>(s.a)], r);
     bring_out(f, p, at, rooms, r);
@@ -315,6 +342,12 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     }
     capture = host_.begin_capture(gpu_->device().index());
     f.stream = gpu_->stream();
+    if (at.kept_nbytes > 0) {  // one piece wastes less than the allocator's segments, and can be lent as one
+      r->piece_nbytes = at.kept_nbytes;
+      keeping(capture, [&] {
+        r->piece = static_cast<const char*>(gpu_->allocate(static_cast<int64_t>(at.kept_nbytes)).get());
+      });
+    }
     capture_steps(f, p, capture, rooms, *r);
     drop_arena(f);
     const Host::Captured made = host_.end_capture(capture);
@@ -333,6 +366,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
     failed = error.what();
   }
   f.stream = outer;
+  f.lending = nullptr;
   for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
   if (failed) {
     for (SlotId s : p.made) f.tensors[static_cast<size_t>(s)].reset();
@@ -442,9 +476,16 @@ Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recor
     return p.imports[i].fixed && !r.imports[i].copy.defined() &&
            data_of(*f.refs[static_cast<size_t>(p.imports[i].slot)]) != r.imports[i].pointer;
   };
+  const auto may_write = [&](const Recording& r, const Recording::Lent& l) {
+    const auto s = static_cast<size_t>(p.imports[static_cast<size_t>(l.import)].slot);
+    const at::Tensor& t = f.tensors[s];
+    return f.refs[s] == &t && t.defined() && t.use_count() == 1 && memory_of(t) == l.memory &&
+           l.memory->data() == l.data && t.storage().use_count() == l.uses;
+  };
   bool known = false;
   for (const auto& r : at.all) {
-    bool here = true;
+    bool here = std::all_of(r->lent.begin(), r->lent.end(),
+                            [&](const Recording::Lent& l) { return may_write(*r, l); });
     for (size_t i = 0; here && i < p.imports.size(); ++i) here = !lies_elsewhere(*r, i);
     if (here && !is_held(*r)) return r.get();
     known = known || here;
@@ -468,9 +509,12 @@ Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recor
 // The first time operators choose their algorithms, and how large results are is seen.
 void Program::run_first(Frame& f, const PartitionInfo& p, Recordings& at) const {
   run_below(f, p);
+  std::set<const c10::StorageImpl*> seen;  // results may share memory
   for (const PartitionInfo::Export& e : p.exports) {
     const at::Tensor& t = f.tensors[static_cast<size_t>(e.slot)];
     at.nbytes.push_back(is_on_gpu(t) ? memory_of(t)->nbytes() : 0);
+    if (!e.escapes && at.nbytes.back() >= static_cast<size_t>(kLentNbytes) && seen.insert(memory_of(t)).second)
+      at.kept_nbytes += whole_blocks(at.nbytes.back());
   }
 }
 

@@ -12,7 +12,8 @@
 // - A result for the caller that operators write is copied inside the graph, after the last step that
 //   touches it, to memory of the caller's, and its place in the pool serves later steps.
 // - What is saved for a backward pass, or for a later partition, lies in a pool of the recording's own,
-//   and while it is held another recording serves the call.
+//   and while it is held another recording serves the call. Once it is dead, the recording of the
+//   backward pass uses its memory, see lending.h.
 // The recordings of a device may hold so many bytes; for one more, those used least recently go.
 #pragma once
 
@@ -90,6 +91,13 @@ struct Recording {
     size_t nbytes = 0;
     c10::DataPtr room;
   };
+  // Memory of others that serves its temporaries: that of an import, once it is dead.
+  struct Lent {
+    int32_t import;
+    const c10::StorageImpl* memory;
+    const void* data;  // of the memory
+    size_t uses;       // of the memory: by those whose it is, and by imports
+  };
   Recording(void (*release)(void*), Recordings& owner) : release(release), owner(owner) {}
   ~Recording();
   Recording(const Recording&) = delete;
@@ -107,6 +115,12 @@ struct Recording {
   std::vector<Export> exports;  // as in PartitionInfo
   std::vector<Copy> copies;
   std::vector<int64_t> values;  // as in PartitionInfo
+  std::vector<Lent> lent;
+  std::vector<const Recording*> lenders;
+  bool orphaned = false;  // a lender has gone
+  // Where most of what it keeps lies in one piece.
+  const char* piece = nullptr;
+  size_t piece_nbytes = 0;
 };
 
 // The recordings of one partition at one choice of sizes.
@@ -114,6 +128,7 @@ struct Recordings {
   std::vector<std::unique_ptr<Recording>> all;
   std::vector<bool> copied;  // by import
   std::vector<size_t> nbytes;  // by export, as met before recording
+  size_t kept_nbytes = 0;      // of large ones that stay in the recording
   int32_t made = 0;
   std::string refused;  // why nothing is recorded any more
 };

@@ -652,14 +652,15 @@ class Loader {
 
 Program::Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
                  std::vector<at::Tensor> constants, const Host& host, void* owner,
-                 std::optional<Generated> generated)
+                 std::optional<Generated> generated, ControlFlow control)
     : plan_(std::move(plan)),
       library_(std::move(library)),
       cubins_(std::move(cubins)),
       generated_(std::move(generated)),
       constants_(std::move(constants)),
       host_(host),
-      owner_(owner) {
+      owner_(owner),
+      control_(std::move(control)) {
   if (constants_.size() != static_cast<size_t>(plan_.n_constants))
     throw LoadError("the program wants " + std::to_string(plan_.n_constants) +
                     " constants and got " + std::to_string(constants_.size()));

@@ -11,6 +11,9 @@
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>
 
+#include <bit>
+#include <charconv>
+
 #include "torch/package.h"
 
 namespace plait {
@@ -117,8 +120,6 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
     const std::optional<c10::Device> gpu = wants_gpu ? find_gpu(device) : std::nullopt;
     variant = &choose_variant(file, machine, gpu ? capability_of(*gpu) : 0);
     plan = read_plan(file.section(variant->plan));
-    if (plan.n_callables > 0)
-      throw LoadError("it calls Python functions, which a package cannot hold");
     const std::string there = gpu ? gpu->str() : "cpu";
     retarget(plan, there);
     for (InputSpec& s : signature.inputs) retarget(s.device, there);
@@ -132,7 +133,24 @@ OpenPackage::OpenPackage(const std::string& path, const std::string& device, boo
             plan.inputs[i].device;
     const std::vector<at::Storage> storages = storages_of(file, places);
     weights = tensors_of(m.weights, storages);
-    constants = tensors_of(m.constants, storages);
+    const std::vector<at::Tensor> all = tensors_of(m.constants, storages);
+    const auto constants_of = [&](const Plan& p, int64_t first) {
+      const auto n = static_cast<int64_t>(all.size());
+      return std::vector<at::Tensor>(all.begin() + first,
+                                     all.begin() + std::min(n, first + p.n_constants));
+    };
+    Control::Routines routines;
+    for (const Manifest::Routine& r : m.routines) {
+      Plan part = read_plan(file.section(r.plan));
+      retarget(part, there);
+      std::vector<at::Tensor> own = constants_of(part, r.first_constant);
+      ControlFlow inner = control_flow(part, r.controls, routines);
+      routines.push_back(std::make_shared<Routine>(std::make_unique<Program>(
+          std::move(part), nullptr, nullptr, std::move(own), kNoPython, nullptr, std::nullopt,
+          std::move(inner))));
+    }
+    controls = control_flow(plan, m.controls, routines);
+    constants = constants_of(plan, 0);
     if (!variant->kernels.empty())
       kernels = std::make_shared<Library>(file.section(variant->kernels), math_table(m.math));
     if (!variant->cubins.empty()) {
@@ -153,23 +171,7 @@ void OpenPackage::require_results(const Program& p) const {
 // for C++
 namespace {
 
-[[noreturn]] void no_python() { throw std::runtime_error("there is no Python in this process"); }
-
-// A program without Python: it holds no GIL, and nothing that needs Python is loaded.
-constexpr Host kNoPython{
-    []() -> void* { return nullptr; },
-    [](void*) {},
-    [](const Program&, Frame&, const PythonCall&, const Operands&) { no_python(); },
-    [](void*) -> c10::IValue { no_python(); },
-    [](int) -> void* { no_python(); },
-    [](void*, bool) {},
-    [](void*) -> Host::Captured { no_python(); },
-    [](void*) {},
-    [](void*) {},
-    [](void*) {},
-    [](const std::string&, size_t, const std::string&) {}};
-
-struct Arguments {
+struct Tensors {
   at::ArrayRef<at::Tensor> args;
 
   const at::Tensor* tensor(int64_t arg) const {
@@ -183,11 +185,65 @@ struct Arguments {
   void* object(int64_t) const { return nullptr; }
 };
 
-struct Locked {
-  std::mutex& mutex;
-  void lock() { mutex.lock(); }
-  void unlock() { mutex.unlock(); }
+using Value = Package::Value;
+
+// As Python prints it.
+std::string shown(const Value& v) {
+  if (const auto* b = std::get_if<bool>(&v)) return *b ? "True" : "False";
+  if (const auto* i = std::get_if<int64_t>(&v)) return std::to_string(*i);
+  if (const auto* s = std::get_if<std::string>(&v)) return "'" + *s + "'";
+  if (const auto* t = std::get_if<at::Tensor>(&v))
+    return t->defined() ? "a Tensor" : "an undefined tensor";
+  if (std::holds_alternative<std::monostate>(v)) return "None";
+  char text[32];
+  const double x = std::get<double>(v);
+  const std::string digits(text, std::to_chars(text, std::end(text), x).ptr);
+  return digits.find_first_not_of("-0123456789") == std::string::npos ? digits + ".0" : digits;
+}
+
+// The values that are no constants.
+struct Values {
+  c10::SmallVector<const Value*, 8> args;
+
+  const Value& at(int64_t arg) const { return *args[static_cast<size_t>(arg)]; }
+  const at::Tensor* tensor(int64_t arg) const {
+    const auto* t = std::get_if<at::Tensor>(&at(arg));
+    return t && t->defined() ? t : nullptr;
+  }
+  std::string type_name(int64_t arg) const {
+    return tensor(arg) ? "a subclass of Python's" : shown(at(arg));
+  }
+  bool integer(int64_t arg, int64_t& out) const {
+    const auto* i = std::get_if<int64_t>(&at(arg));
+    if (i) out = *i;
+    return i != nullptr;
+  }
+  void* object(int64_t) const { return nullptr; }
 };
+
+Value value_of(const Manifest::Fixed& f) {
+  using Kind = Manifest::Fixed::Kind;
+  switch (f.kind) {
+    case Kind::none: return {};
+    case Kind::boolean: return f.word != 0;
+    case Kind::integer: return f.word;
+    case Kind::real: return std::bit_cast<double>(f.word);
+    default: return f.text;
+  }
+}
+
+bool same(const Value& a, const Value& b) {
+  if (a.index() != b.index()) return false;
+  const auto equal = [&]<class T>(const T& x) {
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      return false;
+    } else {
+      const T& y = std::get<T>(b);
+      return x == y || (x != x && y != y);  // a nan is a nan
+    }
+  };
+  return std::visit(equal, a);
+}
 
 at::Tensor result(Frame& f, const Output& o) {
   using Kind = Output::Kind;
@@ -204,6 +260,9 @@ at::Tensor result(Frame& f, const Output& o) {
 
 struct Package::State {
   std::vector<Package::Input> inputs;
+  std::vector<std::string> constants;  // by input: a constant as Python prints it
+  size_t n_tensors = 0;
+  std::string integer;  // the first input that is one
   std::vector<std::string> outputs;
   std::vector<std::pair<std::string, at::Tensor>> weights;
   std::vector<std::string> folded;
@@ -219,11 +278,12 @@ struct Package::State {
     open.bind([&] {
       program = std::make_unique<Program>(std::move(open.plan), std::move(open.kernels),
                                           std::move(open.cubins), std::move(open.constants),
-                                          kNoPython, nullptr, std::nullopt);
+                                          kNoPython, nullptr, std::nullopt,
+                                          std::move(open.controls));
       if (program->graphs()) throw LoadError("it records CUDA graphs, which takes Python");
       open.require_results(*program);
       results = plan_outputs(*program);
-      describe_inputs(open.signature);
+      describe_inputs(open.signature, m);
       bound = std::make_unique<Bound>(*program, std::move(open.signature), open.weights);
     });
     for (size_t k = 0; k < m.weights.size(); ++k)
@@ -234,21 +294,65 @@ struct Package::State {
     machine = open.variant->machine;
   }
 
-  void describe_inputs(const Signature& s) {
-    inputs.resize(s.names.size());
-    for (size_t k = 0; k < s.names.size(); ++k) inputs[k].name = s.names[k];
+  void describe_inputs(const Signature& s, const Manifest& m) {
+    using Kind = Package::Input::Kind;
+    inputs.resize(s.names.size() + m.fixed.size());
+    constants.resize(inputs.size());
+    for (const Manifest::Fixed& f : m.fixed) {
+      const auto k = static_cast<size_t>(f.position);
+      inputs[k] = {f.name, at::ScalarType::Undefined, "", {}, Kind::constant, value_of(f)};
+      constants[k] = f.shown;
+    }
+    std::vector<Package::Input*> varying;
+    for (Package::Input& input : inputs)
+      if (input.kind != Kind::constant) varying.push_back(&input);
+    for (size_t k = 0; k < s.names.size(); ++k) varying[k]->name = s.names[k];
+    n_tensors = varying.size();
     for (size_t i = 0; i < s.inputs.size(); ++i) {
-      if (s.inputs[i].kind != InputSpec::Kind::tensor) continue;
-      Package::Input& input = inputs[static_cast<size_t>(s.inputs[i].arg)];
+      const InputSpec::Kind kind = s.inputs[i].kind;
+      if (kind != InputSpec::Kind::tensor && kind != InputSpec::Kind::integer) continue;
+      Package::Input& input = *varying[static_cast<size_t>(s.inputs[i].arg)];
+      if (kind == InputSpec::Kind::integer) {
+        input.kind = Kind::integer;
+        input.dtype = at::ScalarType::Long;
+        input.sizes = {integer_bounds(s, s.inputs[i].integer)};
+        if (integer.empty()) integer = input.name;
+        continue;
+      }
       input.dtype = program->slot(program->plan().inputs[i].id).scalar;
       input.device = s.inputs[i].device;
       for (const Dim& d : s.inputs[i].sizes) input.sizes.push_back(size(s, d));
     }
   }
-  static Package::Size size(const Signature& s, const Dim& d) {
+  static Package::Size integer_bounds(const Signature& s, const Dim& d) {
     if (d.kind == Dim::Kind::fixed) return {d.value, d.value, ""};
-    if (d.kind == Dim::Kind::any) return {0, Dim().hi, ""};
-    return {std::max<int64_t>(d.lo, 0), d.hi, s.symbols[static_cast<size_t>(d.value)]};
+    return {d.lo, d.hi, d.kind == Dim::Kind::any ? "" : s.symbols[static_cast<size_t>(d.value)]};
+  }
+  static Package::Size size(const Signature& s, const Dim& d) {
+    Package::Size found = integer_bounds(s, d);
+    found.lowest = std::max<int64_t>(found.lowest, 0);
+    return found;
+  }
+
+  static void require_count(size_t want, size_t got) {
+    if (got != want)
+      throw InputError("expected " + std::to_string(want) + " inputs, got " + std::to_string(got));
+  }
+  template <class Arguments>
+  std::vector<at::Tensor> run(const Arguments& args) {
+    Call call(*program, Locked{frames});
+    Frame& f = call.frame();
+    bound->bind(f, args);
+    program->run(f);
+    std::vector<at::Tensor> out;
+    out.reserve(results.size());
+    for (size_t k = 0; k < results.size(); ++k) {
+      out.push_back(result(f, results[k]));
+      if (!bound->is_view(k)) continue;
+      const at::NoGradGuard no_grad;
+      out.back() = bound->view(f, k, out.back(), args);
+    }
+    return out;
   }
 };
 
@@ -260,25 +364,27 @@ Package Package::load(const std::string& path, const Options& options) {
   return Package(std::make_shared<State>(path, options));
 }
 
-std::vector<at::Tensor> Package::run(at::ArrayRef<at::Tensor> inputs) const {
+std::vector<at::Tensor> Package::run(at::ArrayRef<at::Tensor> tensors) const {
   State& s = *state_;
-  if (inputs.size() != s.inputs.size())
-    throw InputError("expected " + std::to_string(s.inputs.size()) + " inputs, got " +
-                     std::to_string(inputs.size()));
-  const Arguments args{inputs};
-  Call call(*s.program, Locked{s.frames});
-  Frame& f = call.frame();
-  s.bound->bind(f, args);
-  s.program->run(f);
-  std::vector<at::Tensor> out;
-  out.reserve(s.results.size());
-  for (size_t k = 0; k < s.results.size(); ++k) {
-    out.push_back(result(f, s.results[k]));
-    if (!s.bound->is_view(k)) continue;
-    const at::NoGradGuard no_grad;
-    out.back() = s.bound->view(f, k, out.back(), args);
+  if (!s.integer.empty())
+    throw InputError("input '" + s.integer + "' is an int: give all inputs to run_values");
+  State::require_count(s.n_tensors, tensors.size());
+  return s.run(Tensors{tensors});
+}
+
+std::vector<at::Tensor> Package::run_values(at::ArrayRef<Value> inputs) const {
+  State& s = *state_;
+  State::require_count(s.inputs.size(), inputs.size());
+  Values given;
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    const Input& input = s.inputs[k];
+    if (input.kind != Input::Kind::constant)
+      given.args.push_back(&inputs[k]);
+    else if (!same(input.value, inputs[k]))
+      throw InputError("input '" + input.name + "': the program was compiled for " +
+                       s.constants[k] + ", got " + shown(inputs[k]));
   }
-  return out;
+  return s.run(given);
 }
 
 const std::vector<Package::Input>& Package::inputs() const { return state_->inputs; }

@@ -16,6 +16,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -30,6 +31,7 @@
 
 namespace plait {
 
+class Lending;
 class Program;
 
 inline constexpr int64_t kTicksPerUs =
@@ -226,6 +228,9 @@ struct Host {
   void (*refused)(const std::string& program, size_t partition, const std::string& why);
 };
 
+// Runs what a plan calls as Python without any.
+using ControlFlow = std::function<void(const Program&, Frame&, const PythonCall&, const Operands&)>;
+
 struct Frame {
   std::vector<int64_t> values;  // of expressions
   std::vector<void*> bufs;      // kernel arguments
@@ -245,6 +250,7 @@ struct Frame {
   // Inputs that are lazily negated or conjugated and are changed: their values in memory, which the
   // program changes, go back into them.
   std::vector<std::pair<at::Tensor, at::Tensor>> written_back;  // (input, its values)
+  Lending* lending = nullptr;  // while something is recorded: room for what it makes
   c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
   void* gil = nullptr;
 };
@@ -287,10 +293,10 @@ class Generated {
 class Program {
  public:
   // Throws PlanError, LoadError. callables are borrowed objects of the host. generated: runs
-  // instead of the plan's steps.
+  // instead of the plan's steps. control: in the place of callables.
   Program(Plan plan, std::shared_ptr<Library> library, std::shared_ptr<Cubins> cubins,
           std::vector<at::Tensor> constants, const Host& host, void* owner,
-          std::optional<Generated> generated);
+          std::optional<Generated> generated, ControlFlow control = {});
 
   std::unique_ptr<Frame> take_frame();  // the caller holds the GIL
   void give_frame(std::unique_ptr<Frame> frame) noexcept;
@@ -387,6 +393,9 @@ class Program {
   void note_launch(Frame& f, const PartitionInfo& p, const GridLaunch& l, Recording& r) const;
   void update_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
   void launch_recording(Frame& f, const PartitionInfo& p, Recording& r) const;
+  void note_death(const Frame& f, const PartitionInfo& p, SlotId s, Lending& lending) const;
+  template <class F>
+  void keeping(void* capture, const F& f) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
   void substitute(Frame& f, SlotId s, const at::Tensor* tensor) const;
   void step(Frame& f, const Step& s, bool profiled) const;
@@ -397,7 +406,8 @@ class Program {
   int64_t value(const Frame& f, ExprId e) const { return f.values[static_cast<size_t>(e)]; }
   bool is_elsewhere(c10::Device d) const { return !others_.empty() && gpu_->device() != d; }
   const Accelerator& on(c10::Device d) const;
-  at::DataPtr allocate_on(c10::Device d, int64_t nbytes) const;
+  at::DataPtr memory(Frame& f, c10::Device d, int64_t nbytes) const;
+  at::Tensor new_tensor(Frame& f, c10::Device d, int64_t nbytes, c10::ScalarType type) const;
   void launch_on(const Accelerator& gpu, cuda::Stream stream, Frame& f, int32_t kernel,
                  int64_t grid, void** params, bool profiled) const;
 
@@ -413,6 +423,7 @@ class Program {
   std::vector<at::Tensor> constants_;
   Host host_;
   void* owner_;
+  ControlFlow control_;  // null: the host's Python
   std::vector<SlotInfo> slots_;
   std::vector<Patch> patches_;
   std::vector<std::vector<ExprId>> symbol_exprs_;  // nodes of each symbol

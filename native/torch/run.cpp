@@ -16,6 +16,7 @@
 #include <cstring>
 
 #include "dispatch_guard.h"
+#include "lending.h"
 #include "program.h"
 
 namespace plait {
@@ -86,15 +87,18 @@ c10::DispatchKeySet keys_of(c10::Device device) {
   return c10::DispatchKeySet(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
 }
 
-// gpu: where it is made; null: on the host.
-at::Tensor new_tensor(int64_t nbytes, c10::ScalarType type, const Accelerator* gpu = nullptr) {
-  c10::Allocator* allocator = gpu ? gpu->allocator() : c10::GetCPUAllocator();
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t{}, nbytes,
-      gpu ? gpu->allocate(nbytes) : allocate_bytes(nbytes, allocator), allocator, true);
+at::Tensor tensor_in(at::DataPtr memory, int64_t nbytes, c10::Allocator* allocator,
+                     c10::ScalarType type) {
+  const c10::Device device = memory.device();
   return at::Tensor(at::detail::make_tensor_base<c10::TensorImpl>(
-      std::move(storage), keys_of(gpu ? gpu->device() : c10::Device(c10::kCPU)),
-      c10::scalarTypeToTypeMeta(type)));
+      c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t{}, nbytes,
+                                            std::move(memory), allocator, true),
+      keys_of(device), c10::scalarTypeToTypeMeta(type)));
+}
+
+at::Tensor new_on_host(int64_t nbytes, c10::ScalarType type) {
+  c10::Allocator* allocator = c10::GetCPUAllocator();
+  return tensor_in(allocate_bytes(nbytes, allocator), nbytes, allocator, type);
 }
 
 void refuse_negative(int64_t size, int64_t stride) {
@@ -161,7 +165,7 @@ int64_t Extents::nbytes(int64_t element) const {
 }
 
 at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single) {
-  at::Tensor t = new_tensor(rows * cols * (single ? 4 : 8), single ? c10::kFloat : c10::kDouble);
+  at::Tensor t = new_on_host(rows * cols * (single ? 4 : 8), single ? c10::kFloat : c10::kDouble);
   t.unsafeGetTensorImpl()->set_sizes_contiguous({rows, cols});
   return t;
 }
@@ -325,16 +329,25 @@ const Accelerator& Program::on(c10::Device d) const {
   return *gpu_;
 }
 
-at::DataPtr Program::allocate_on(c10::Device d, int64_t nbytes) const {
-  if (!is_elsewhere(d)) return gpu_->allocate(nbytes);
-  const c10::DeviceGuard there(d);
-  return on(d).allocate(nbytes);
+at::DataPtr Program::memory(Frame& f, c10::Device d, int64_t nbytes) const {
+  if (is_elsewhere(d)) [[unlikely]] {
+    const c10::DeviceGuard there(d);
+    return on(d).allocate(nbytes);
+  }
+  if (f.lending) [[unlikely]]
+    if (at::DataPtr lent = f.lending->take(nbytes, d)) return lent;
+  return gpu_->allocate(nbytes);
+}
+
+at::Tensor Program::new_tensor(Frame& f, c10::Device d, int64_t nbytes, c10::ScalarType type) const {
+  if (d.is_cpu()) return new_on_host(nbytes, type);
+  return tensor_in(memory(f, d, nbytes), nbytes, gpu_->allocator(), type);
 }
 
 void Program::take_arena(Frame& f, SlotId s, int64_t nbytes) const {
   if (nbytes < 0) throw std::runtime_error("an arena would have a negative size");
   const c10::Device device = slots_[static_cast<size_t>(s)].device;
-  if (!device.is_cpu()) return bind_arena(f, s, allocate_on(device, nbytes), nbytes);
+  if (!device.is_cpu()) return bind_arena(f, s, memory(f, device, nbytes), nbytes);
   f.arena = ArenaBlock(nbytes);
   bind_arena(f, s, at::DataPtr(f.arena.data(), c10::kCPU), f.arena.size());
 }
@@ -362,9 +375,7 @@ void Program::allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes,
                        bool contiguous) const {
   const SlotInfo& i = slots_[static_cast<size_t>(s)];
   at::Tensor& t = f.tensors[static_cast<size_t>(s)];
-  const c10::OptionalDeviceGuard there(is_elsewhere(i.device) ? std::optional(i.device)
-                                                              : std::nullopt);
-  t = new_tensor(nbytes, i.scalar, i.device.is_cpu() ? nullptr : &on(i.device));
+  t = new_tensor(f, i.device, nbytes, i.scalar);
   if (contiguous)
     t.unsafeGetTensorImpl()->set_sizes_contiguous(e.sizes);
   else
@@ -650,6 +661,7 @@ c10::impl::LocalDispatchKeySet Program::outer_keys(const Frame& f) const {
 
 void Program::run_python(Frame& f, const PythonCall& c, const Operands& o) const {
   const c10::impl::ForceDispatchKeyGuard guard(outer_keys(f));
+  if (control_) return control_(*this, f, c, o);
   const bool released = f.gil != nullptr;
   if (released) host_.retake_gil(std::exchange(f.gil, nullptr));
   host_.call_python(*this, f, c, o);

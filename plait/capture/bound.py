@@ -24,7 +24,8 @@ from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH, from_torch
 
 InputSpec = tuple[Any, ...]
-"""("bound", name, Tensor that is bound for good) or ("tensor", arg, dtype, shape, strides, device)."""
+"""("bound", name, Tensor that is bound for good), ("tensor", arg, dtype, shape, strides, device) or
+("int", arg, size)."""
 
 
 _serial = itertools.count()  # makes graph names unique within the process
@@ -38,11 +39,15 @@ def captured_from(traced: Traced) -> Captured:
 
 
 def argument_specs(traced: Traced) -> list[InputSpec]:
-    """What is checked about the user's tensors."""
-    return [tensor_spec(i, fake, traced.sizes.bounds) for i, fake in enumerate(traced.fakes)]
+    """What is checked about the user's tensors and ints."""
+    bounds = traced.sizes.bounds
+    return [
+        ("int", i, _entry(fake, bounds)) if isinstance(fake, torch.SymInt) else tensor_spec(i, fake, bounds)
+        for i, fake in enumerate(traced.fakes)
+    ]
 
 
-def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, tuple[int, int | None]]) -> tuple[Any, ...]:
+def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, compat.Bounds]) -> tuple[Any, ...]:
     """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere."""
     shape = tuple(_entry(s, bounds) for s in fake.shape)
     strides: Any = tuple(_entry(s, {}) for s in fake.stride())
@@ -51,7 +56,7 @@ def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, tuple[int, int |
     return ("tensor", arg, from_torch(fake.dtype).name, shape, strides, str(fake.device))
 
 
-def _entry(size: int | torch.SymInt, bounds: dict[str, tuple[int, int | None]]) -> Any:
+def _entry(size: int | torch.SymInt, bounds: dict[str, compat.Bounds]) -> Any:
     if isinstance(size, int):
         return size
     if not size.node.expr.is_symbol:
@@ -67,7 +72,8 @@ Result = tuple[Any, ...]
 def views_of_inputs(graph: GraphModule) -> list[Result]:
     """Which of the graph's results are views of inputs, in eager too, and where they begin; nothing if none is."""
     inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-    storages = {x.untyped_storage()._cdata: k for k, x in enumerate(inputs) if x.layout == torch.strided}
+    tensors = ((k, x) for k, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.layout == torch.strided)
+    storages = {x.untyped_storage()._cdata: k for k, x in tensors}
     outputs: Any = output_of(graph.graph).args[0]
     results: list[Result] = []
     for node in outputs:
@@ -90,7 +96,7 @@ def bind(
     results: Sequence[Result],
     changed: Sequence[int],
 ) -> Callable[..., Any]:
-    """A callable of the user's tensors, by position or by name.
+    """A callable of the user's tensors and ints, by position or by name.
 
     single: return the only result, not a tuple. results: which of them are views of inputs. changed: the inputs that
     the program writes to.
@@ -134,10 +140,13 @@ class PythonBound:
             if spec[0] == "bound":
                 inputs.append(spec[2])
             else:
-                _, arg, dtype, shape, strides, device = spec
-                what = f"input {self.names[arg]!r}"
-                _check(what, given[arg], dtype, shape, strides, device, symbols)
-                inputs.append(given[arg])
+                value, what = given[spec[1]], f"input '{self.names[spec[1]]}'"
+                if spec[0] == "int":
+                    _check_int(what, value, spec[2], symbols)
+                else:
+                    _, _, dtype, shape, strides, device = spec
+                    _check(what, value, dtype, shape, strides, device, symbols)
+                inputs.append(value)
         for k in self.changed:
             self._check_apart(k, inputs)
         with torch.no_grad():
@@ -148,9 +157,9 @@ class PythonBound:
                 result[k] = x.as_strided(like.shape, like.stride(), start)
         return result[0] if self.single else tuple(result)
 
-    def _check_apart(self, changed: int, inputs: Sequence[torch.Tensor]) -> None:
+    def _check_apart(self, changed: int, inputs: Sequence[Any]) -> None:
         for k, x in enumerate(inputs):
-            if k != changed and _share_memory(inputs[changed], x):
+            if k != changed and isinstance(x, torch.Tensor) and _share_memory(inputs[changed], x):
                 mine, other = self._name(changed), self._name(k)
                 raise InputError(
                     f"inputs {mine} and {other} share memory and {mine} is changed in place: pass a copy of one of them"
@@ -232,6 +241,14 @@ def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: 
             misfit = "" if value.shape[dim] <= 1 else _misfit(want, stride, symbols)
             if misfit:
                 raise InputError(f"{what}: expected stride {misfit} in dimension {dim}, got {stride}")
+
+
+def _check_int(what: str, value: Any, want: Any, symbols: dict[str, int]) -> None:
+    if type(value) is not int:
+        raise InputError(f"{what}: expected an int, got {type(value).__name__}")
+    misfit = _misfit(want, value, symbols)
+    if misfit:
+        raise InputError(f"{what}: expected {misfit}, got {value}")
 
 
 def _misfit(want: Any, got: int, symbols: dict[str, int]) -> str:

@@ -48,7 +48,7 @@ def compile(
     if record_of(fn) is not None:
         raise UserError("plait.compile of what plait.compile returned", hint="the function itself: its __wrapped__")
     with collector_paused():
-        call, record = _bound(trace(*source), cfg)
+        call, record = _bound(trace(*source, "plait.compile"), cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record
     return call  # type: ignore[no-any-return]
 

@@ -72,15 +72,17 @@ def _dynamic_shapes(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     users = [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :] if leaves else []
     dims: dict[Any, Any] = {}
-    found = [_sizes(node.meta.get("val"), program.range_constraints, dims) for node in users]
+    found = [_open(node.meta.get("val"), program.range_constraints, dims) for node in users]
     if not any(found):
         return None
     by_position, by_name = pytree.tree_unflatten(found, spec)
     return dict(inspect.signature(module.forward).bind(*by_position, **by_name).arguments)
 
 
-def _sizes(value: Any, ranges: Mapping[Any, Any], dims: dict[Any, Any]) -> dict[int, Any] | None:
-    """The dynamic dimensions of one input; None for one that is no tensor or has none."""
+def _open(value: Any, ranges: Mapping[Any, Any], dims: dict[Any, Any]) -> Any:
+    """What varies of one input: its dynamic dimensions, or the int itself; None for one of which nothing does."""
+    if isinstance(value, torch.SymInt):
+        return Dim.DYNAMIC
     if not isinstance(value, torch.Tensor):
         return None
     sizes: tuple[Any, ...] = tuple(value.shape)

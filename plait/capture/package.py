@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from plait.capture.bound import Result, argument_specs, captured_from, views_of_inputs
+from plait.capture.control import controls_of
 from plait.capture.exported import Examples, Program, source_of
 from plait.capture.program import collector_paused, guarded
 from plait.capture.trace import Traced, trace
@@ -27,9 +28,8 @@ from plait.errors import Unsupported, UserError
 from plait.graph.fold import fold_weights
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
-from plait.wrapper import instructions as ins
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Variant, write_package
+from plait.wrapper.package import Contents, Routine, Variant, write_package
 
 GPUS = ("sm_100", "sm_90", "sm_80")
 """What GPU kernels are built for where nothing else is asked."""
@@ -66,7 +66,7 @@ def package(
     isas, archs = _machines(named if machines is None else machines)
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
     with collector_paused():
-        traced = trace(*source, None if device is None else _numbered(torch.device(device)))
+        traced = trace(*source, "plait.package", None if device is None else _numbered(torch.device(device)))
         for weight, x in traced.state.items():
             if x.is_meta:
                 raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")
@@ -76,7 +76,7 @@ def package(
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")  # equal bytes every time
         results = tuple(views_of_inputs(traced.graph))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
-    write_package(Path(path), _contents(captured.name, traced, results, made, folded))
+    write_package(Path(path), _contents(captured.name, traced, results, made, folded, cfg))
 
 
 def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -127,17 +127,16 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
 
 
 def _contents(
-    name: str, traced: Traced, results: tuple[Result, ...], made: Sequence[Portable], folded: Sequence[str]
+    name: str, traced: Traced, results: tuple[Result, ...], made: Sequence[Portable], folded: Sequence[str], cfg: Config
 ) -> Contents:
     signature = traced.signature
     names = tuple(signature.tensors)
-    for portable in made:
-        for instr in portable.wrapper.body:
-            if isinstance(instr, ins.CallPython):
-                raise Unsupported(f"a package of a program that calls Python: {instr.label}")
+    routines: list[Routine] = []
+    controls = controls_of(name, made[0], cfg, routines)
     for check in traced.sizes.checks:
         if not check.tokens:
             raise Unsupported(f"a package of a program that needs sizes with {signatures.named_in(check.text, names)}")
+    leaves = list(zip(signature.names, signature.leaves, strict=True))
     checks = tuple((signatures.named_in(c.text, names), *c.tokens) for c in traced.sizes.checks)
     plans: dict[int, bytes] = {}
     for portable in made:
@@ -165,4 +164,7 @@ def _contents(
             for portable in made
         ),
         python=json.dumps(signatures.dump(signature)),
+        routines=tuple(routines),
+        controls=controls,
+        fixed=tuple((k, n, x) for k, (n, x) in enumerate(leaves) if x is not signatures.VALUE),
     )

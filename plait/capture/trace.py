@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +57,12 @@ _REGISTER = "torch.export.register_dataclass, or torch.utils._pytree.register_py
 class Traced:
     """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
     inputs are written back by a trailing copy_. mutated: the positions of these. state: by name. fakes: the fake
-    tensors of the VALUEs."""
+    tensors and symbolic ints of the VALUEs."""
 
     graph: GraphModule
     mutated: tuple[int, ...]
     state: dict[str, torch.Tensor]
-    fakes: tuple[torch.Tensor, ...]
+    fakes: tuple[torch.Tensor | torch.SymInt, ...]
     signature: Signature
     sizes: compat.SizeFacts
 
@@ -72,26 +72,25 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
+    who: str,
     device: torch.device | None = None,
 ) -> Traced:
-    """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine may lack.
+    """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine may lack. who: the
+    function that wants it.
 
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot be traced, and what
     the module raises, with a note of the user's line.
     """
     if not _is_python(module.forward):
         kind = type(module.forward).__name__
-        raise Unsupported(f"plait.compile of a {type(module).__name__} whose forward is a {kind}, not Python")
+        raise Unsupported(f"{who} of a {type(module).__name__} whose forward is a {kind}, not Python")
     real_leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
-    is_tensor = [isinstance(x, torch.Tensor) for x in real_leaves]
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, real_leaves, strict=True):
-        _check_argument(name, x)
+        _check_argument(name, x, who)
     env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
-    for name, fake in zip(names, env.leaves, strict=True):
-        if isinstance(fake, torch.SymInt):
-            raise Unsupported(f"plait.compile of a dynamic int, argument {name!r}", hint="pass a tensor")
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
+    state = {**dict(module.named_parameters()), **dict(_buffers(module))}
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
 
@@ -102,8 +101,8 @@ def trace(
             nonlocal out_spec, out_leaves
             given = iter(flat[len(state) :])
             leaves = [
-                next(given) if tensor else real if fake is None else fake
-                for tensor, real, fake in zip(is_tensor, real_leaves, env.leaves, strict=True)
+                next(given) if value else real if fake is None else fake
+                for value, real, fake in zip(is_value, real_leaves, env.leaves, strict=True)
             ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
             named = dict(zip(state, flat, strict=False))
@@ -113,17 +112,17 @@ def trace(
             for path, x in paths:
                 if not _is_value(x) and not isinstance(x, CONSTANTS):
                     what = f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may hold tensors"
-                    raise Unsupported(f"plait.compile of {what}", hint=_REGISTER)
+                    raise Unsupported(f"{who} of {what}", hint=_REGISTER)
             found = [x for _, x in paths]
             out_leaves = tuple(VALUE if _is_value(x) else x for x in found)
             return tuple(x for x in found if _is_value(x))
 
-    fakes = tuple(x for x, tensor in zip(env.leaves, is_tensor, strict=True) if tensor)
+    fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
-        graph, mutated = compat.export_graph(env, Flat(), inputs)
+        graph, mutated = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
-        what = f"plait.compile of {_name_of(module)}, which calls what plait.compile returned"
+        what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
         raise Unsupported(what, where=_users_line(error), hint="call the function itself: its __wrapped__") from error
     except PlaitError:
         raise
@@ -131,25 +130,33 @@ def trace(
         line = _users_line(error)
         if compat.wants_values(error):
             raise Unsupported(
-                f"plait.compile cannot trace {_name_of(module)}: {_first_line(error)}",
+                f"{who} cannot trace {_name_of(module)}: {_first_line(error)}",
                 where=line,
                 hint='torch.compile(fn, backend="plait"), which can break graphs',
             ) from error
-        error.add_note(f"raised while plait.compile traced {_name_of(module)}" + (f", at {line}" if line else ""))
+        error.add_note(f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else ""))
         raise
     _write_back(graph, mutated)
     assert out_spec is not None
-    leaves = tuple(VALUE if tensor else x for tensor, x in zip(is_tensor, real_leaves, strict=True))
+    leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
     facts = env.size_facts(fakes, graph)
     return Traced(graph, mutated, state, fakes, signature, facts)
 
 
-def _check_argument(name: str, x: Any) -> None:
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers by name, without the constants of subgraphs of an exported program: tracing meets these as they are."""
+    for name, x in module.named_buffers():
+        path, _, last = name.rpartition(".")
+        if not (last.startswith("_tensor_constant") and isinstance(module.get_submodule(path), GraphModule)):
+            yield name, x
+
+
+def _check_argument(name: str, x: Any, who: str) -> None:
     if isinstance(x, torch.Tensor):
         if kind := compat.special_kind(x):
             hint = 'torch.compile(fn, backend="plait")'
-            raise Unsupported(f"plait.compile of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint)
+            raise Unsupported(f"{who} of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint)
     elif not isinstance(x, CONSTANTS):
         what = f"argument {name!r} is {_type_name(x)}, neither a tensor nor a constant nor a container that torch knows"
         raise UserError(f"example_inputs: {what}", hint=_REGISTER)

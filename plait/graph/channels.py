@@ -18,9 +18,8 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from plait import compat
-from plait.graph.edit import aten, insert, is_view, value_of
+from plait.graph.edit import DEVICES, aten, insert, is_view, value_of
 
-DEVICES = ("cuda",)
 _CONVOLUTIONS: dict[Any, tuple[int, ...]] = {  # positions of their operands; the last one is the filter
     aten.convolution.default: (0, 1),
     aten.convolution_backward.default: (0, 1, 2),

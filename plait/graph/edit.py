@@ -14,6 +14,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
 
 aten = torch.ops.aten
+DEVICES = ("cuda",)
+"""Where the speed of a layout, or of what is saved, decides over it."""
 
 # Views in all but their schema: the result may be the argument's memory.
 _HIDDEN_VIEWS = frozenset(

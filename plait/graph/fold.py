@@ -7,6 +7,7 @@ nothing there; what is much larger than what it is made of is computed at every 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -54,14 +55,16 @@ def fold_weights(gm: GraphModule, weights: Mapping[Node, torch.Tensor]) -> set[N
             for source in node.all_input_nodes:
                 if source in known:
                     want(source)
+    memory = Counter(_storage(value) for value in values.values())
     for node in [node for node in gm.graph.nodes if node in wanted]:
         try:
-            value = _computed(node, values)
+            value = _computed(node, values, memory)
         except (RuntimeError, AssertionError, IndexError):
             continue  # it fails at a call too, or takes a device that this machine lacks
         with gm.graph.inserting_before(node):
             constant = _constant(gm, value, value_of(node))
         values[constant] = value
+        memory[_storage(value)] += 1
         node.replace_all_uses_with(constant, propagate_meta=False)
         frozen |= known[node]
     drop_dead(gm)
@@ -112,22 +115,27 @@ def _nbytes(value: torch.Tensor) -> int:
     return int(value.numel()) * value.element_size()
 
 
-def _computed(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
-    """The value of a node, of which values has the weights."""
+def _computed(node: Node, values: dict[Node, torch.Tensor], memory: Counter[int]) -> torch.Tensor:
+    """The value of a node, of which values has the weights. memory: how many values each storage has."""
     todo = [node]
     while todo:
         last = todo[-1]
         missing = [i for i in last.all_input_nodes if i not in values]
         if not missing:
-            values[todo.pop()] = compute(last, values)
+            values[todo.pop()] = value = compute(last, values)
+            memory[_storage(value)] += 1
         todo += missing
     value, like = values[node], value_of(node)
-    shared = any(value.untyped_storage()._cdata == v.untyped_storage()._cdata for n, v in values.items() if n != node)
+    shared = memory[_storage(value)] > 1
     return settled(value, like) if shared or value.stride() != like.stride() else value
 
 
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata) if value.layout == torch.strided else id(value)
+
+
 def _constant(gm: GraphModule, value: torch.Tensor, fake: torch.Tensor) -> Node:
-    name = f"_weight_{sum(1 for n in gm.graph.nodes if n.op == 'get_attr')}"
+    name = f"_weight_{len(gm._buffers)}"
     gm.register_buffer(name, value, persistent=False)
     node = gm.graph.get_attr(name)
     node.meta["val"] = fake

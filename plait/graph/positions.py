@@ -14,9 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait import compat
-from plait.graph.edit import aten, insert, value_of
+from plait.graph.edit import DEVICES, aten, insert, value_of
 
-DEVICES = ("cuda",)
 _POOLS: dict[Any, int] = {  # and the rank of their images
     aten.max_pool2d_with_indices.default: 2,
     aten.max_pool3d_with_indices.default: 3,

@@ -361,8 +361,8 @@ def write(memory: Array, d: DType, offset: Array, value: Array, mask: Array | No
     if mode == "store":
         memory[flat[0]] = to_memory(flat[1], d)
         return
-    if mode == "sum":  # of all points that have this place
-        memory[flat[0]] = 0
+    if mode == "sum":  # of all points that have this place, or none
+        memory[...] = 0
     fn: Any = {"add": np.add, "mul": np.multiply, "min": np.minimum, "max": np.maximum, "sum": np.add}[mode]
     for o, x in zip(flat[0], flat[1], strict=True):
         with np.errstate(all="ignore"):

@@ -399,6 +399,9 @@ def _floordiv(a: Size, b: Size) -> Size:
     if q != 0:
         return add(q, floordiv(r, b))
     if isinstance(b, int):
+        lo, hi = bounds(a)
+        if -_INF < lo and hi < _INF and lo // b == hi // b:
+            return int(lo // b)
         g = gcd(b, *(c for _, c in a.terms))
         if g > 1:  # floor(x / (g*m)) == floor(floor(x / g) / m)
             return floordiv(_intern(a.const // g, tuple((m, c // g) for m, c in a.terms)), b // g)

@@ -13,16 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from plait.ir.checks import Bound
-from plait.ir.dtypes import DType, f32, i64
+from plait.ir.dtypes import DType, bf16, f32, i64
 from plait.ir.loops import Const, Load, Node, check_of, walk
 from plait.ir.ops import OPS
-from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_nonneg, mul, substitute, symbol
-from plait.kernel.space import Space, coefficient, dependences, extent, offset_of, stmt_nodes
+from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_nonneg, mod, mul, substitute, symbol
+from plait.kernel.space import Space, atom_expr, coefficient, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
-from plait.kernel.triton_passes import center_of, plan_passes, scale_of
+from plait.kernel.triton_passes import center_of, peak_of, plan_passes, rescales, scale_of
 from plait.kernel.triton_tiles import Group, Tile, held_dtypes
-from plait.schedule.plan import Reduce, Store
+from plait.schedule.plan import PART, Reduce, Store
 
+NEAR = {
+    "tanh": "p_near_tanh({0})", "exp": "p_ex2({0} * 1.4426950408889634)",
+    "truediv": "({0} / {1})", "reciprocal": "(1.0 / {0})",
+}  # fmt: skip
+"""Ops that are sooner done where a few of the last bits do not matter."""
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
@@ -35,6 +40,7 @@ class Writer:
         self.size_names = size_names
         self.deps = dependences(space)
         self.users = Counter(a for n in walk(space.roots()) for a in n.args)
+        self.narrow = narrow(space)
         self.outer_lines: list[str] = []
         self.loop_lines: list[str] = []
         self.values: dict[Node, str] = {}
@@ -43,7 +49,7 @@ class Writer:
         self.loop_exprs: dict[Size, str] = {}
         self.accs: dict[str, str] = {}
         self.running: set[str] = set()
-        self.along = "x" if tile.walked else "r"  # the dimension of the loop
+        self.along = "x" if tile.walkers else "r"  # the dimension of the loop
         self.groups: tuple[Group, ...] = (*tile.groups, *((tile.programs,) if tile.programs else ()))
         self.group_of = {a: g for g in self.groups for a in g.axes}
         self.passes = plan_passes(space, tile.looped)
@@ -51,9 +57,11 @@ class Writer:
         self.seen = ""  # how many blocks of its row a program has seen
         self.lanes: dict[str, str] = {}  # reduction -> its accumulator, one value a lane
         self.inside = False  # of blocks that lie inside their rows as a whole
+        self.begin: tuple[Size, int] | None = None  # see _begin
+        self.begun: dict[tuple[Size, int], tuple[str, str]] = {}  # what the first block begins at, and how far before
         self.n = 0
         self.checks = False
-        self.reciprocals: dict[Node, tuple[str, str]] = {}  # divisor -> its scale, 1 over what it is then
+        self.reciprocals: dict[Node, tuple[str, str]] = {}  # divisor -> two numbers in its place
 
     # ------------------------------------------------------------------------------------------ levels
     def _fresh(self, prefix: str) -> str:
@@ -99,7 +107,7 @@ class Writer:
         heads = self._heads()
         lines, self.outer_lines = self.outer_lines + heads, []  # first the sizes that heads are written with
         loaded = [{n for s in p for n in walk(stmt_nodes(s)) if n.op == "load"} for p in self.passes.loops]
-        if self.tile.walked:
+        if self.tile.walkers:
             self._walk()
             return lines + self.outer_lines
         for k, p in enumerate(self.passes.loops):
@@ -115,9 +123,7 @@ class Writer:
         """Which block this program is, and the indices of its points."""
         lines = [f"pid = tl.program_id(0).to({self.index_type})"]
         pids = {"x": "pid"}
-        if self.tile.walked:
-            lines.append("y = pid")
-        elif len(self.tile.outer) == 2 or self.tile.programs:
+        if len(self.tile.outer) == 2 or self.tile.programs:
             x = next(g for g in self.tile.outer if g.name == "x")
             lines.append(f"columns = {self._count(x)}")
             pids = {"x": "pid % columns", "y": "pid // columns"}
@@ -126,7 +132,7 @@ class Writer:
         for d, g in enumerate(self.tile.groups):
             at = ", ".join(":" if k == d else "None" for k in range(len(self.tile.groups)))
             span = f"tl.arange(0, {g.block}).to({self.index_type})[{at}]"
-            if g.name == self.along and (self.tile.looped or self.tile.walked):
+            if g.name == self.along and (self.tile.looped or self.tile.walkers):
                 lines.append(f"{g.name}base = {span}")
                 continue
             lines.append(f"r = {span}" if g.name == "r" else f"{g.name} = ({pids[g.name]}) * {g.block} + {span}")
@@ -162,26 +168,34 @@ class Writer:
             self.exprs.update(self.loop_exprs)
             return
         r = next(g for g in self.tile.groups if g.name == "r")
-        first, points = "0", self._points(r)
-        if isinstance(r.points, int) and r.points > r.block and self._keeps_from_vectors(stmts, r.points):
+        n = r.points
+        last = n // r.block * r.block if isinstance(n, int) else 0
+        self.begin = self._begin(stmts, n, last) if isinstance(n, int) else None
+        head, mask = ["r = rbase + offset"], f"rmask = r < {self._points(r)}"
+        if self.begin is not None:
+            head = ["along = rbase + offset", f"r = along - {self._lead(self.begin)}"]
+            mask = f"rmask = (r >= 0) & (r < {n})"
+        cut = last and (self.begin is not None or self._keeps_from_vectors(stmts, n))
+        if cut:
             self.inside = True
             self._block_of(stmts, begun)
             self.inside = False
-            first = str(r.points // r.block * r.block)
-            self._loop(r, first, ["r = rbase + offset", *self.loop_lines])
+            self._loop(0 if self.begin is None else r.block, str(last), r.block, [*head, *self.loop_lines])
         self._block_of(stmts, begun)
-        head = ["r = rbase + offset"] if r.full else ["r = rbase + offset", f"rmask = r < {points}"]
-        if first != "0":
-            self.outer_lines += [f"offset = {first}", *head, *self.loop_lines]
+        if self.begin is not None:  # the two ends
+            self._loop(0, str(last + 1), last, [*head, mask, *self.loop_lines])
+        elif cut:
+            self.outer_lines += [f"offset = {last}", *head, mask, *self.loop_lines]
         else:
-            self._loop(r, points, [*head, *self.loop_lines])
+            self._loop(0, self._points(r), r.block, [*head, *([] if r.full else [mask]), *self.loop_lines])
+        self.begin = None
         for s, names in started:
             self._finish(s, names)
 
-    def _loop(self, g: Group, end: str, lines: Sequence[str]) -> None:
+    def _loop(self, first: int, end: str, step: int, lines: Sequence[str]) -> None:
         """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead."""
         n = self.tile.num_stages
-        span = f"range(0, {end}, {g.block})" if n == 1 else f"tl.range(0, {end}, {g.block}, num_stages={n})"
+        span = f"range({first}, {end}, {step})" if n == 1 else f"tl.range({first}, {end}, {step}, num_stages={n})"
         self.outer_lines += [f"for offset in {span}:", *(f"    {line}" for line in lines)]
 
     def _walk(self) -> None:
@@ -197,8 +211,10 @@ class Writer:
             lines += self.loop_lines
             self.values.update(self.loop_values)
             self.exprs.update(self.loop_exprs)
-        x = self.tile.groups[0]
-        self._loop(x, self._points(x), ["x = xbase + offset", *self._mask_of(x), *lines])
+        x, n = self.tile.groups[0], self.tile.walkers
+        even = isinstance(x.points, int) and x.points % n == 0
+        rows = f"{x.points // n}" if even else f"tl.cdiv({self._points(x)} - pid, {n})"
+        self._loop(0, rows, x.block, [f"x = (xbase + offset) * {n} + pid", *self._mask_of(x), *lines])
         for s in sums:
             value = self._define(f"tl.sum({self.accs[s.buf]}, 0)[None, :]", False)
             at = self._offset(s.index[0], frozenset("r"))
@@ -212,14 +228,43 @@ class Writer:
             value = f"tl.where({mask}, {value}, 0)"
         self.loop_lines.append(f"{self.accs[s.buf]} = {self.accs[s.buf]} + {value}")
 
-    def _keeps_from_vectors(self, stmts: Sequence[Reduce | Store], length: int) -> bool:
-        """Whether rows that begin where vectors may are so long that a mask, which ends in the middle of a vector,
-        would forbid them all along. Then the rest of a row is a block of its own."""
+    def _contiguous(self, stmts: Sequence[Reduce | Store]) -> list[tuple[Size, int]]:
+        """Where statements load and store along memory, and how many elements a vector has there."""
         loads = [(offset_of(n), n.dtype) for n in walk([m for s in stmts for m in stmt_nodes(s)]) if n.op == "load"]
         stores = [(s.index[0], self.space.buffers[s.buf].dtype) for s in stmts if isinstance(s, Store)]
-        for offset, dtype in (*loads, *stores):
-            each = 16 // dtype.nbytes
-            if length % each == 0 or not any(coefficient(offset, a) == 1 for a in self.space.rvars):
+        along = [(e, 16 // d.nbytes) for e, d in (*loads, *stores)]
+        return [(e, n) for e, n in along if any(coefficient(e, a) == 1 for a in self.space.rvars)]
+
+    def _begin(self, stmts: Sequence[Reduce | Store], length: int, last: int) -> tuple[Size, int] | None:
+        """Where a row begins, if that may be anywhere, and how many elements a vector has. Then blocks begin where
+        vectors do, before the row, so that but for the two ends of the row there are vectors."""
+        block = self.tile.groups[-1].block
+        ordered = any(isinstance(s, Reduce) and (s.running or s.name in self.passes.spread) for s in stmts)
+        if ordered or len(self.space.rvars) > 1 or any(g.block > 1 for g in self.tile.outer) or last < 3 * block:
+            return None
+        (r,) = self.space.rvars
+        rows = [(substitute(e, {r: 0}), n) for e, n in self._contiguous(stmts)]
+        rows = [(e, n) for e, n in rows if not free_symbols(e).isdisjoint(self.space.vars)]
+        begins, each = {e for e, _ in rows}, max((n for _, n in rows), default=1)
+        if len(begins) != 1 or length - last + each > block:
+            return None
+        (begin,) = begins
+        return (begin, each) if not free_symbols(begin) - set(self.space.vars) and mod(begin, each) != 0 else None
+
+    def _lead(self, begin: tuple[Size, int]) -> str:
+        """How many elements before its row a program's first block begins."""
+        e, each = begin
+        if begin not in self.begun:
+            at = self._define(self.expr(e), False, "i")
+            whole = self._define(f"{at} // {each} * {each}", False, "i")  # so that Triton sees what divides it
+            self.begun[begin] = whole, self._define(f"{at} - {whole}", False, "i")
+        return self.begun[begin][1]
+
+    def _keeps_from_vectors(self, stmts: Sequence[Reduce | Store], length: Size) -> bool:
+        """Whether rows that begin where vectors may are so long that a mask, which ends in the middle of a vector,
+        would forbid them all along. Then the rest of a row is a block of its own."""
+        for offset, each in self._contiguous(stmts):
+            if mod(length, each) == 0:
                 continue
             steps = [coefficient(offset, a) for a in self.space.vars]
             if all(isinstance(c, int) and c % each == 0 for c in steps):
@@ -403,7 +448,7 @@ class Writer:
     def _store(self, s: Store, inner: bool) -> None:
         level = frozenset(g.name for g in (self.tile.groups if inner else self.tile.outer))
         value, at = self.value(s.value), self._offset(s.index[0], level)
-        inner = (inner and bool(self.space.rvars)) or self.tile.walked
+        inner = (inner and bool(self.space.rvars)) or self.tile.walkers > 0
         conditions = self.mask(level)
         if s.mask is not None:
             conditions.append(self.value(s.mask))
@@ -425,6 +470,8 @@ class Writer:
         """An offset of the shape that `level` asks for."""
         names = self._names(self._expr_deps(e))
         text = self.expr(e)
+        if self.begin is not None and e == add(self.begin[0], atom_expr(self.space.rvars[0])):
+            text = f"{self.begun[self.begin][0]} + along"
         if names == level:
             return f"({text})"
         return f"({text} + tl.full({self.shape(level)}, 0, {self.index_type}))"
@@ -451,8 +498,10 @@ class Writer:
     def _needs(self, n: Node) -> tuple[Node, ...]:
         """Nodes whose values must exist before this one: its arguments and what its index is made of."""
         found = n.args[0].args if _is_narrow_quotient(n) else n.args
-        if (below := self._under_tanh(n)) is not None:
-            found = (below,)
+        if (below := self._under(n)) is not None:
+            found = (below[1],)
+        elif _is_rounding(n):
+            found = n.args[0].args
         e: Size = 0
         if n.op == "load":
             e = offset_of(n)
@@ -470,11 +519,17 @@ class Writer:
     def _node(self, n: Node) -> str:
         if _is_narrow_quotient(n):
             return self._quotient(n)
-        if (below := self._under_tanh(n)) is not None:
-            return f"p_one_more_than_tanh({self.value(below)})"
+        if n.op == "truediv" and self._is_softmax(*n.args):
+            return self._share(*n.args)
+        if (below := self._under(n)) is not None:
+            kind = "near_" if n in self.narrow else ""
+            return f"p_{kind}one_more_than_{below[0]}({self.value(below[1])})"
+        if _is_rounding(n):
+            return f"p_as_bf16({self.value(n.args[0].args[0])})"
         args = tuple(self.value(a) for a in n.args)
         if n.op in OPS:
-            return render(n.op, n.args[-1].dtype, args)
+            near = NEAR.get(n.op) if n in self.narrow else None
+            return near.format(*args) if near else render(n.op, n.args[-1].dtype, args)
         writers: dict[str, Callable[[Node, tuple[str, ...]], str]] = {
             "load": self._load, "index": self._index, "bounded": self._bounded,
             "nonzero": self._nonzero, "acc": self._acc,
@@ -488,14 +543,15 @@ class Writer:
         assert n.op == "const" and isinstance(n.attr, (bool, int, float))
         return _constant(n.attr, n.dtype)
 
-    def _under_tanh(self, n: Node) -> Node | None:
-        """u of tanh(u) + 1, where nothing else needs the tanh: a logistic function, which has no branch and loses
-        nothing below 0."""
+    def _under(self, n: Node) -> tuple[str, Node] | None:
+        """tanh and u of tanh(u) + 1, where nothing else needs the tanh: a logistic function, which has no branch and
+        loses nothing below 0; or erf, for a 16-bit float."""
         if n.op != "add" or n.dtype != f32:
             return None
         for a, one in (n.args, n.args[::-1]):
-            if a.op == "tanh" and one.op == "const" and one.attr == 1 and self.users[a] == 1:
-                return a.args[0]
+            logistic = a.op == "tanh" or (a.op == "erf" and n in self.narrow)
+            if logistic and one.op == "const" and one.attr == 1 and self.users[a] == 1:
+                return a.op, a.args[0]
         return None
 
     def _quotient(self, n: Node) -> str:
@@ -509,6 +565,25 @@ class Writer:
             scale = self._define(f"tl.where(tl.abs({self.value(b)}) < 2.0**-64, 2.0**64, 1.0)", inner)
             self.reciprocals[b] = scale, self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", inner)
         return cast(f"({' * '.join((self.value(a), *self.reciprocals[b]))})", f32, n.dtype)
+
+    def _is_softmax(self, a: Node, total: Node) -> bool:
+        """Whether it is a / sum a, a = exp(x - max x) in float32: a divisor from 1 to the length of a row."""
+        sums = {s.name: s for s in self.space.stmts if isinstance(s, Reduce)}
+        s = sums.get(str(total.attr)) if total.op == "acc" else None
+        if s is None or s.kind != "sum" or s.running or s.value is not a or a.dtype != f32:
+            return False
+        peak = sums.get(peak_of(s))
+        return peak is not None and rescales(s, peak)
+
+    def _share(self, a: Node, total: Node) -> str:
+        """A quotient by its divisor's reciprocal, in two parts: the nearest float32 but where the quotient is within
+        2**-22 of the middle of two."""
+        if total not in self.reciprocals:
+            b, inner = self.value(total), self.along in self._names(self._all_deps(total))
+            high = self._define(f"tl.div_rn(1.0, {b})", inner)
+            self.reciprocals[total] = high, self._define(f"tl.fma(-{b}, {high}, 1.0) * {high}", inner)
+        high, low = self.reciprocals[total]
+        return f"tl.fma({self.value(a)}, {high}, {self.value(a)} * {low})"
 
     def _load(self, n: Node, args: tuple[str, ...]) -> str:
         assert isinstance(n.attr, Load)
@@ -616,7 +691,7 @@ class Writer:
             value = self.value(self.space.indirect[a])
             return f"{value}.to({self.index_type})"
         if a.kind == "sym":
-            return self.size_names[a.name]
+            return "pid" if a.name == PART else self.size_names[a.name]
         left, right = self.expr(a.a), self.expr(a.b)
         if a.kind in ("div", "mod"):
             if known_nonneg(a.a) and bounds(a.b)[0] > 0:
@@ -635,6 +710,27 @@ class Writer:
         inner = self.size(_product(g.axes[k + 1 :]))
         text = g.name if k == len(g.axes) - 1 else f"({g.name} // {inner})"
         return text if k == 0 else f"{text} % {self.size(extent(a))}"
+
+
+def narrow(space: Space) -> frozenset[Node]:
+    """The float32 values that show in nothing but 16-bit floats: errors of a few of their last bits do not matter."""
+    found: set[Node] = set()
+    shown = {n for n in space.roots() if n.dtype == f32}
+    for n in reversed(list(walk(space.roots()))):
+        if n.dtype == f32 and n not in shown:
+            found.add(n)
+        ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
+        if not ends and not (n in found and n.op in ("add", "sub", "mul", "neg", "where")):
+            shown.update(n.args)
+    return frozenset(found)
+
+
+def _is_rounding(n: Node) -> bool:
+    """Whether it is a float32 value with the precision of bfloat16."""
+    if n.op != "cast" or n.dtype != f32:
+        return False
+    (a,) = n.args
+    return a.op == "cast" and a.dtype == bf16 and a.args[0].dtype == f32
 
 
 def _is_narrow_quotient(n: Node) -> bool:

@@ -92,7 +92,7 @@ def plan_passes(space: Space, looped: bool) -> Passes:
                 names = frozenset() if c is None else deps(c)
                 base, moved = next(map(str, names), "") if len(names) == 1 else "", spread
             at, first = level.get(base, (k, s))
-            if at < k and (_rescales(s, first) if moved is rescaled else _deviates(s, first)):
+            if at < k and (rescales(s, first) if moved is rescaled else _deviates(s, first)):
                 moved[s.name] = first
                 loops[k].remove(s)
                 loops[at].append(s)
@@ -107,7 +107,8 @@ def peak_of(s: Reduce) -> str:
     return str(n.args[0].args[1].attr)
 
 
-def _rescales(s: Reduce, first: Reduce) -> bool:
+def rescales(s: Reduce, first: Reduce) -> bool:
+    """Whether a sum of exp(x - m) is one where m is the greatest x."""
     return first.kind == "max" and s.value.args[0].args[0] is first.value
 
 

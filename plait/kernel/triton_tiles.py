@@ -15,7 +15,7 @@ from plait.ir.loops import Node, walk
 from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, product
 from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
-from plait.schedule.plan import Reduce, Store, walked
+from plait.schedule.plan import Reduce, Store, walkers
 
 PERSISTENT_POINTS = 32768
 """The longest row that one block holds as a whole, for each value of a point that it holds."""
@@ -42,11 +42,13 @@ TILE = 64
 
 @dataclass(frozen=True)
 class Group:
-    """Axes that one dimension of a block walks as a single index, the last one fastest. block: a power of two."""
+    """Axes that one dimension of a block walks as a single index, the last one fastest. block: a power of two.
+    walkers: so many programs walk along it, each through every so manieth point (0: programs have a block each)."""
 
     name: str
     axes: tuple[Atom, ...]
     block: int
+    walkers: int = 0
 
     @property
     def points(self) -> Size:
@@ -56,21 +58,28 @@ class Group:
     @property
     def full(self) -> bool:
         """Whether blocks cover the dimension without a rest."""
-        return isinstance(self.points, int) and self.points > 0 and self.points % self.block == 0
+        if self.walkers and self.block == 1:
+            return True  # each program knows how many are its own
+        n = self.points
+        return isinstance(n, int) and n > 0 and n % (self.block * max(self.walkers, 1)) == 0
 
 
 @dataclass(frozen=True)
 class Tile:
     """groups: the dimensions of a block, outermost first: (x), (y, x) or, for a reduction, (x, r).
     looped: the block walks along r; otherwise it holds whole rows. programs: axes of which a program has one point.
-    walked: the block, which holds whole rows, walks along x: there is a program a point of `programs`."""
+    Where programs walk along x, their blocks hold whole rows."""
 
     groups: tuple[Group, ...]
     looped: bool
     num_warps: int
     num_stages: int = 1
     programs: Group | None = None
-    walked: bool = False
+
+    @property
+    def walkers(self) -> int:
+        """How many programs walk along x, or 0."""
+        return self.groups[0].walkers if self.groups else 0
 
     @property
     def outer(self) -> tuple[Group, ...]:
@@ -81,14 +90,14 @@ class Tile:
     def grid(self) -> Size:
         """The number of programs."""
         count = trip_count(self.programs.axes) if self.programs else 1
-        return count if self.walked else product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
+        return self.walkers or product((count, *(ceildiv(g.points, g.block) for g in self.outer)))
 
 
 def plan_tile(space: Space) -> Tile:
     """Chooses the tile of a kernel."""
     votes = _unit_strides(space)
-    if along := walked(space.stmts, space.vars):
-        return _walk(space, along, votes)
+    if n := walkers(space.stmts):
+        return _walk(space, _known(n), votes)
     if space.rvars:
         return _reduction(space, votes)
     axes = _fastest_last(space.vars, votes)
@@ -157,16 +166,15 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
 
 
-def _walk(space: Space, along: tuple[Atom, ...], votes: dict[Atom, int]) -> Tile:
+def _walk(space: Space, n: int, votes: dict[Atom, int]) -> Tile:
     """Whole rows, a few at a time, where a row is short."""
     inner = _fastest_last(space.rvars, votes)
     r = _power(_known(trip_count(inner)))
-    x = max(1, min(_power(_known(trip_count(along))), WALK_POINTS // r))
-    chunks = Group("y", tuple(v for v in space.vars if v not in along), 1)
+    x = max(1, min(_power(_known(trip_count(space.vars)) // n), WALK_POINTS // r))
     nbytes = x * r * sum(d.nbytes for d in held_dtypes(space, space.vars))
     stages = 1 + max(2 if nbytes <= 2 * WALK_AHEAD else 1, min(3, WALK_AHEAD // max(nbytes, 1)))
     warps = _warps(x * r, WALK_EACH)
-    return Tile((Group("x", along, x), Group("r", inner, r)), False, warps, stages, chunks, walked=True)
+    return Tile((Group("x", space.vars, x, n), Group("r", inner, r)), False, warps, stages)
 
 
 def _column_width(rows: int, most: int, held: list[DType]) -> int:

@@ -57,7 +57,7 @@ def _reductions(first: Tile) -> Iterator[Tile]:
     rows, r = (g.block for g in first.groups)
     length = first.groups[1].points
     whole = _power(length) if isinstance(length, int) else 0
-    if first.walked:
+    if first.walkers:
         shapes = [(2 * rows, r), (rows // 2, r), (4 * rows, r)]
         yield replace(first, num_stages=2)
     elif first.looped:
@@ -69,7 +69,7 @@ def _reductions(first: Tile) -> Iterator[Tile]:
     if first.looped and 0 < whole <= MAX_ROW:
         row = _sized(first, (1, whole), False)
         yield from (row, *_with_warps(row))
-    elif not first.looped and not first.walked and whole >= 512:
+    elif not first.looped and not first.walkers and whole >= 512:
         for pieces in (2, 4):
             piece = _sized(first, (rows, whole // pieces), True)
             yield from (piece, _on_warps(piece, piece.num_warps // 2))

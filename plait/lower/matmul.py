@@ -7,6 +7,7 @@ fuse with them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.fx
 from plait.graph.edit import is_view, output_of, value_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import bf16, f16, f32
-from plait.ir.loops import Node
+from plait.ir.loops import Buffer, Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
@@ -49,26 +50,40 @@ def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     args = tuple(_aligned(ctx, x, flops) if isinstance(x, View) else x for x in args)
     out = call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
-    _align_rows(ctx, out.buf, flops, ours=False)
+    _align_result(ctx, out.buf, flops)
     return out
 
 
 def _aligned(ctx: Lowering, x: View, flops: Size) -> View:
     """An operand with aligned rows where that pays: what lies fixed is copied, once for all who read it."""
-    strides = _align_rows(ctx, x.buf, flops, ours=True)
-    if strides is None or not ctx.cfg.kernels:
+    b = ctx.buffers[x.buf]
+    strides = _aligned_strides(b)
+    if strides is None:
         return x
-    made = ctx.copied_once(ctx.whole(x.buf), strides)
-    return replace(x, buf=made.buf)
+    pays = _pays_a_copy(b, flops)
+    if b.fixed:
+        return replace(x, buf=ctx.copied_once(ctx.whole(x.buf), strides).buf) if pays and ctx.cfg.kernels else x
+    if pays or not _leaves(ctx, lambda n: isinstance(made := ctx.env.get(n), View) and made.buf == x.buf):
+        ctx.buffers[x.buf] = replace(b, strides=strides)
+    return x
 
 
-def _align_rows(ctx: Lowering, buf: str, flops: Size, ours: bool) -> tuple[Size, ...] | None:
-    """On a GPU, starts every row of a large matrix of half precision at a multiple of 16 bytes, without which tensor
-    cores get their operands, and give back their result, at a fraction of their speed. What leaves the graph is copied
-    to the strides that eager gives it, so there the product must be long. ours: it is no result of the call, so its
-    layout may be settled already: then returns the strides of a copy, if the product is as long."""
-    assert ctx.node is not None
-    b = ctx.buffers[buf]
+def _align_result(ctx: Lowering, buf: str, flops: Size) -> None:
+    """Aligns the rows of the product that is being lowered. What leaves the graph is copied to the strides that eager
+    gives it, so there the product must be long."""
+    node, b = ctx.node, ctx.buffers[buf]
+    assert node is not None
+    strides = _aligned_strides(b)
+    if strides is None:
+        return
+    if (_pays_a_copy(b, flops) and not _fits_in_parts(node)) or not _leaves(ctx, lambda n: n is node):
+        ctx.buffers[buf] = replace(b, strides=strides)
+
+
+def _aligned_strides(b: Buffer) -> tuple[Size, ...] | None:
+    """On a GPU, those with which every row of a large matrix of half precision starts at a multiple of 16 bytes:
+    otherwise tensor cores get their operands, and give back their result, at a fraction of their speed. None where rows
+    are fine or the matrix is another."""
     each = _ROW_NBYTES // b.dtype.nbytes
     n = sz.numel(b.shape)
     if b.device == "cpu" or b.dtype not in (f16, bf16) or len(b.shape) < 2:
@@ -79,13 +94,12 @@ def _align_rows(ctx: Lowering, buf: str, flops: Size, ours: bool) -> tuple[Size,
     if not isinstance(length, int) or length < _LONG or length % each == 0:
         return None
     row = -(-length // each) * each
-    strides = (*(sz.mul(s, row) for s in sz.contiguous_strides(b.shape[:-1])), 1)
-    pays = isinstance(flops, int) and flops >= _FLOPS * n
-    if ours and b.fixed:
-        return strides if pays else None
-    if (pays and (ours or not _fits_in_parts(ctx.node))) or not _leaves(ctx, buf, ours):
-        ctx.buffers[buf] = replace(b, strides=strides)
-    return None
+    return (*(sz.mul(s, row) for s in sz.contiguous_strides(b.shape[:-1])), 1)
+
+
+def _pays_a_copy(b: Buffer, flops: Size) -> bool:
+    n = sz.numel(b.shape)
+    return isinstance(flops, int) and isinstance(n, int) and flops >= _FLOPS * n
 
 
 def _fits_in_parts(node: torch.fx.Node) -> bool:
@@ -98,17 +112,16 @@ def _fits_in_parts(node: torch.fx.Node) -> bool:
     return isinstance(m, int) and m > _MANY_ROWS and isinstance(k, int) and k % each == 0 and fits
 
 
-def _leaves(ctx: Lowering, buf: str, ours: bool) -> bool:
-    """Whether the graph gives out this buffer, or that of the node being lowered, or a view of it."""
+def _leaves(ctx: Lowering, is_it: Callable[[torch.fx.Node], bool]) -> bool:
+    """Whether the graph gives out a node that is the one asked for, or a view of it."""
     assert ctx.node is not None
     for node in output_of(ctx.node.graph).all_input_nodes:
-        while True:
-            made = ctx.env.get(node)
-            if (isinstance(made, View) and made.buf == buf) if ours else node is ctx.node:
-                return True
+        while not is_it(node):
             if not is_view(node) or not isinstance(node.args[0], torch.fx.Node):
                 break
             node = node.args[0]
+        else:
+            return True
     return False
 
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 import torch.fx
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings, statically_known_true
 from torch.utils._pytree import SequenceKey
 from torch.utils._sympy import functions as sf
 
@@ -49,6 +49,8 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
             hint = "read it from the nested tensor outside of the compiled function"
             raise Unsupported(f"the ragged size {value} of a nested tensor, as a number", hint=hint)
         shape_env, expr = value.node.shape_env, value.node.expr
+        if expr.args and isinstance(value, torch.SymInt) and _is_one(value):
+            return 1
     elif isinstance(value, sympy.Basic):
         expr = value
     else:
@@ -57,6 +59,12 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
     if memo is None:
         memo = _memos[shape_env] = {}
     return _size(expr, memo, shape_env)
+
+
+def _is_one(size: torch.SymInt) -> bool:
+    """Whether tracing found that an expression of symbols is 1. It broadcasts then, so it must not pass for a size that
+    varies. Symbols are replaced by what they are found to be, expressions are not."""
+    return size.node.hint in (1, None) and statically_known_true(size == 1)
 
 
 def unranged(condition: torch.SymBool) -> Size:

@@ -22,10 +22,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -405,6 +406,37 @@ def pack(cubins: Mapping[str, Cubin], texts: Mapping[str, str] | None = None) ->
         pair = (name.encode(), text.encode())
         parts += [struct.pack("<2q", *map(len, pair)), *pair]
     return b"".join(parts)
+
+
+def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
+    """The kernels and texts that pack was given. Raises ValueError for what is no such file, or damaged."""
+    stream = BytesIO(data)
+
+    def words(n: int) -> tuple[int, ...]:
+        found = struct.unpack(f"<{n}q", _exactly(stream, 8 * n))
+        if min(found) < 0:
+            raise EOFError
+        return found
+
+    try:
+        if _exactly(stream, 8) != b"PLAITCUB" or words(1) != (_PACK_VERSION,):
+            raise ValueError("no kernel file of this version")
+        cubins, texts = {}, {}
+        for _ in range(*words(1)):
+            sizes = words(12)
+            name, symbol, image = (_exactly(stream, n) for n in sizes[:3])
+            warps, ctas, shared, *scratch, cooperative, pdl = sizes[3:]
+            cubins[name.decode()] = Cubin(
+                image, symbol.decode(), warps, ctas, shared, (scratch[0], scratch[1]), (scratch[2], scratch[3]),
+                bool(cooperative), bool(pdl),
+            )  # fmt: skip
+        for _ in range(*words(1)):
+            name, text = (_exactly(stream, n) for n in words(2))
+            texts[name.decode()] = text.decode()
+        cubins = {name: replace(c, descriptors=texts.pop(name, "")) for name, c in cubins.items()}
+    except (EOFError, UnicodeDecodeError):
+        raise ValueError("a damaged kernel file") from None
+    return cubins, texts
 
 
 def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:

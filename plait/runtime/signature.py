@@ -21,7 +21,7 @@ from plait.errors import InputError, Unsupported
 
 
 class _Value:
-    """Stands in a list of leaves where a tensor or size is to be put."""
+    """Stands in a list of leaves where a tensor or an integer is to be put."""
 
     def __repr__(self) -> str:
         return "VALUE"
@@ -53,7 +53,7 @@ class Signature:
 
     @property
     def tensors(self) -> list[str]:
-        """The names of arguments that are tensors."""
+        """The names of arguments that are tensors, or ints that vary."""
         return [n for n, x in zip(self.names, self.leaves, strict=True) if x is VALUE]
 
     @property
@@ -114,7 +114,8 @@ def _with_checks(call: Callable[..., Any], names: Sequence[str], checks: Sequenc
             raise InputError(f"expected {len(names)} inputs, got {len(args)}")
         for text, holds in checks:
             if not holds(*args):
-                shapes = ", ".join(f"{n} {tuple(a.shape)}" for n, a in zip(names, args, strict=True))
+                sizes = (tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args)
+                shapes = ", ".join(f"{n} {size}" for n, size in zip(names, sizes, strict=True))
                 raise InputError(f"sizes break a condition of the program, {text}: {shapes}")
         return call(*args)
 
@@ -138,7 +139,7 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
             if type(got) is not type(want) or (got != want and (got == got or want == want)):  # a nan is a nan
                 given = f"a {type(got).__name__}" if isinstance(got, torch.Tensor) else reprlib.repr(got)
                 raise InputError(
-                    f"input {signature.names[i]!r}: the program was compiled for {reprlib.repr(want)}, got {given}",
+                    f"input '{signature.names[i]}': the program was compiled for {reprlib.repr(want)}, got {given}",
                     hint="compile once for each value, or pass a tensor",
                 )
         result = call(*(leaves[i] for i in tensors))

@@ -32,14 +32,12 @@ class Space:
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """One space for a host and a guest. host, guest: their variables in terms of the new ones (those that stay are left
-    out). full: a guest without reduced axes runs at every point of vars x rvars. across: the guest's reduced axes are
-    outer ones."""
+    out). full: a guest without reduced axes runs at every point of vars x rvars."""
 
     space: Space
     host: Env
     guest: Env
     full: bool
-    across: bool = False
 
 
 def divided(a: Size, b: Size) -> Size | None:
@@ -314,7 +312,7 @@ def align(
         return None
     host_env = {_atom(v): m.host_at(v) for v in host.vars + host.rvars if m.parts(v) != (v,)}
     guest_env = {_atom(v): e for v in m.guest_vars if (e := m.guest_at(v)) != v}
-    return Alignment(Space(vars_, rvars), host_env, guest_env, full, across)
+    return Alignment(Space(vars_, rvars), host_env, guest_env, full)
 
 
 def _free(m: _Matcher, vars_: Sequence[Expr]) -> bool:

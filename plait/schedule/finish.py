@@ -11,7 +11,7 @@ from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers
 from plait.schedule.form import Draft, Pack, Unit
 from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words, packed
-from plait.schedule.layout import flat_index, stored
+from plait.schedule.layout import flat_index
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Store
 
 
@@ -63,10 +63,7 @@ class _Finisher:
             for n in facts.loads
             if load_of(n).buf not in made or isinstance(m.loop, Scatter)
         ]
-        self.stores = [
-            (o, m.at(index)) for m in self.group.members for o, index in stored(m.loop)
-            if o in unit.writes
-        ]  # fmt: skip
+        self.stores = [both for m in self.group.members for both in m.stored if both[0] in unit.writes]
 
     def kernel(self, names: Names) -> Kernel:
         """The kernel, on the best axes."""

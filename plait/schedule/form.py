@@ -6,7 +6,7 @@ Once the order is known, `pack` may join units to one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.ir.loops import Loop, LoopProgram, Op, Pointwise, Reduction, Scan, Scatter
@@ -18,12 +18,13 @@ from plait.schedule.plan import Refusal
 @dataclass(slots=True)
 class Draft:
     """A program cut into groups. preds: of every op. groups: in program order of their first loops.
-    refusals: why loops stayed apart."""
+    walks: buffers of partial sums -> the sums as they were before they were cut. refusals: why loops stayed apart."""
 
     program: LoopProgram
     bodies: Bodies
     preds: list[set[int]]
     groups: list[Group]
+    walks: Mapping[str, Reduction]
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -51,14 +52,15 @@ def as_loop(op: Op) -> Loop | None:
     return op if isinstance(op, (Pointwise, Reduction, Scatter, Scan)) else None
 
 
-def form(program: LoopProgram, bodies: Bodies) -> Draft:
+def form(split: tuple[LoopProgram, Mapping[str, Reduction]], bodies: Bodies) -> Draft:
     """A group for every loop."""
+    program, walks = split
     groups = []
     for k, op in enumerate(program.ops):
         loop = as_loop(op)
         if loop is not None:
             groups.append(new_group(k, loop))
-    return Draft(program, bodies, preds(program, bodies), groups)
+    return Draft(program, bodies, preds(program, bodies), groups, walks)
 
 
 def units(draft: Draft) -> list[Unit]:

@@ -78,8 +78,8 @@ def _writes(m: Member) -> dict[str, _Write]:
         return {loop.out: _Write(kind, m.at(store_index(loop)), m.full)}
     if isinstance(loop, Scatter):
         return {loop.out: _Write("update", m.at(loop.index), m.full)}
-    kind = "sum" if isinstance(loop, Reduction) and m.full else "point"
-    return {o: _Write(kind, m.at(loop.vars), isinstance(loop, Scan)) for o in loop.outs if o is not None}
+    kind = "sum" if m.parts else "point"
+    return {o: _Write(kind, index, isinstance(loop, Scan)) for o, index in m.stored}
 
 
 class _Fuser:
@@ -103,6 +103,8 @@ class _Fuser:
         self.nbytes = {n: buffer_nbytes(b, self.hints) for n, b in self.buffers.items()}
         self.n_fresh = 0
         self.refusals: dict[tuple[str, str], Refusal] = {}
+        # Sums that rows may take along wait for them, before they join each other.
+        self.waiting = {k for k, node in self.nodes.items() if node.group.name in draft.walks}
 
     def fresh(self, size: Size) -> Expr:
         """A new axis."""
@@ -124,6 +126,9 @@ class _Fuser:
             for k in sorted(self.nodes):
                 if k in self.nodes:
                     self._grow(k, sharing)
+        waiting, self.waiting = self.waiting, set()
+        for k in sorted(waiting & self.nodes.keys()):
+            self._grow(k, True)
         self._join_tiny()
         groups = [self.nodes[k].group for k in sorted(self.nodes)]
         refusals = tuple(self.refusals.values())
@@ -186,10 +191,11 @@ class _Fuser:
         """Groups before k worth fusing with it, best first."""
         node = self.nodes[k]
         gain: dict[int, int] = {}
+        passed = {k, *(self.waiting if k in self.waiting else ())}
         for name in node.reads:
             for w in self.writers.get(name, ()):
                 c = self._find(w)
-                if c != k:
+                if c not in passed:
                     gain[c] = gain.get(c, 0) + 2 * self.nbytes[name]
         if sharing:
             shared: dict[int, int] = {}
@@ -197,7 +203,7 @@ class _Fuser:
                 users = self.readers[name]
                 at = bisect_left(users, k)
                 near = (r for r in users[max(at - MAX_SHARERS, 0) : at] if k - r <= MAX_DISTANCE)
-                for c in {self._find(r) for r in near} - {k}:
+                for c in {self._find(r) for r in near} - passed:
                     shared[c] = shared.get(c, 0) + self.nbytes[name]
             for c, nbytes in shared.items():
                 if nbytes * 4 >= min(node.moved_nbytes, self.nodes[c].moved_nbytes):
@@ -215,15 +221,31 @@ class _Fuser:
             return why
         host, guest = (x, y) if x.group.rvars or not y.group.rvars else (y, x)
         found = self._align(host, guest)
-        if isinstance(found, Reason) and self._kind(x).walkers:
-            for rows, columns in ((x, y), (y, x)):
-                if _may_be_across(rows, columns) and isinstance(across := self._align(rows, columns, True), Alignment):
+        if isinstance(found, Reason):
+            for k, rows in ((b, x), (a, y)):
+                columns = self._across(rows, self.nodes[k])
+                if columns is not None and isinstance(across := self._align(rows, columns), Alignment):
+                    self.nodes[k] = columns
                     host, guest, found = rows, columns, across
                     break
         if isinstance(found, Reason):
             return found
         self._join(a, b, host, guest, found)
         return Fused(x.group.name)
+
+    def _across(self, rows: _Node, columns: _Node) -> _Node | None:
+        """A group of one sum as what runs across rows, if it may."""
+        whole = self.draft.walks.get(columns.group.name)
+        if whole is None or len(columns.members) > 1 or rows.running or rows.ordered or not rows.group.rvars:
+            return None
+        if any(w.kind == "update" for w in rows.writes.values()):
+            return None
+        parts = self.buffers[columns.group.name].shape[0]
+        member = Member(columns.group.members[0].op, whole, full=True, parts=parts)
+        node = _Node(self.draft, Group(columns.group.name, whole.vars, whole.rvars, [member]))
+        self._drop_unit_axes(node)
+        self._weigh(node)
+        return node
 
     def _device(self, x: _Node) -> str:
         return self.draft.program.buffers[next(iter(x.writes))].device
@@ -270,7 +292,8 @@ class _Fuser:
         op = self.draft.program.ops[k]
         return str(getattr(op, "op", type(op).__name__))
 
-    def _align(self, host: _Node, guest: _Node, across: bool = False) -> Alignment | Reason:
+    def _align(self, host: _Node, guest: _Node) -> Alignment | Reason:
+        across = any(m.parts for m in guest.group.members)
         hs = Space(host.group.vars, host.group.rvars)
         gs = Space(guest.group.vars, guest.group.rvars)
         if any(extent(v) == 0 for v in hs.vars + hs.rvars + gs.vars + gs.rvars):
@@ -288,8 +311,8 @@ class _Fuser:
         if (host.ordered or guest.ordered) and not _same_order(gs, found):
             return Reason("the order of the reduced axes matters")
         new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
-        new_guest = {m.op: moved(m, found.guest, found.full, across) for m in guest.group.members}
-        why = self._walks(found.space, guest, {**new_host, **new_guest})
+        new_guest = {m.op: moved(m, found.guest, found.full) for m in guest.group.members}
+        why = self._walks(found.space, {**new_host, **new_guest})
         if why is not None:
             return why
         for w, r, makers, users in ((host, guest, new_host, new_guest), (guest, host, new_guest, new_host)):
@@ -298,21 +321,15 @@ class _Fuser:
                 return why
         return found
 
-    def _walks(self, space: Space, guest: _Node, members: Mapping[int, Member]) -> Reason | None:
+    def _walks(self, space: Space, members: Mapping[int, Member]) -> Reason | None:
         """A Reason if there are members across, and no program of the device can walk the rows for them."""
-        sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.full]
+        sums = [(m, m.loop) for m in members.values() if isinstance(m.loop, Reduction) and m.parts]
         if not sums:
             return None
-        kind = self._kind(guest)
-        along = {frozenset[Atom]().union(*map(free_symbols, m.at(loop.rvars))) for m, loop in sums}
-        chunks = [extent(v) for v in space.vars if v.symbol not in next(iter(along))]
-        if len(along) > 1 or not all(isinstance(extent(v), int) for v in space.vars):
+        outer = {v.symbol for v in space.vars}
+        rows = {frozenset[Atom]().union(*map(free_symbols, m.at(loop.rvars))) for m, loop in sums}
+        if len({m.parts for m, _ in sums}) > 1 or any({a for a in r if a.extent is not None} != outer for r in rows):
             return Reason("sums run over different rows")
-        row = hint_numel(map(extent, space.rvars), self.hints)
-        if row > kind.walk_row:
-            return Reason("rows are too long to sum their columns on the way")
-        if 4 * hint_numel(chunks, self.hints) < min(kind.walkers, kind.walk_points // row):
-            return Reason(f"{hint_numel(chunks, self.hints)} programs would walk the rows")
         sites = [(m, load_of(n)) for m, loop in sums for n in self.draft.bodies.of(roots(loop)).loads]
         m, load = max(sites, key=lambda s: self.nbytes[s[1].buf])
         flat = flat_index(self.buffers[load.buf], m.at(load.index))
@@ -361,7 +378,7 @@ class _Fuser:
     def _join(self, a: int, b: int, host: _Node, guest: _Node, found: Alignment) -> None:
         host.group.vars, host.group.rvars = found.space.vars, found.space.rvars
         self._rebase(host, found.host, False)
-        self._rebase(guest, found.guest, found.full, found.across)
+        self._rebase(guest, found.guest, found.full)
         keep, gone = (a, b) if a < b else (b, a)
         x, y = self.nodes[keep], self.nodes.pop(gone)
         x.group.vars, x.group.rvars = found.space.vars, found.space.rvars
@@ -376,6 +393,7 @@ class _Fuser:
         x.ordered = x.ordered or y.ordered
         x.running = x.running or y.running
         self.leader[gone] = keep
+        self.waiting -= {keep, gone}
         self._merge_order(keep, gone)
 
     def _weigh(self, node: _Node) -> None:
@@ -392,24 +410,13 @@ class _Fuser:
             if self.before[u] & bits and u != keep:
                 self.before[u] |= more
 
-    def _rebase(self, node: _Node, env: Env, full: bool, across: bool = False) -> None:
-        """Moves a group's members to new variables. full: pointwise ones are at full level from now on, and (across)
-        reductions too."""
-        members = [moved(m, env, full, across) for m in node.group.members]
+    def _rebase(self, node: _Node, env: Env, full: bool) -> None:
+        """Moves a group's members to new variables. full: pointwise ones are at full level from now on."""
+        members = [moved(m, env, full) for m in node.group.members]
         node.group.members = members
         node.members = {m.op: m for m in members}
         for m in members:
             node.writes.update(_writes(m))
-
-
-def _may_be_across(rows: _Node, columns: _Node) -> bool:
-    """Whether one group may walk rows and sum the columns of another on the way."""
-    if rows.running or rows.ordered or not rows.group.rvars or any(w.kind == "update" for w in rows.writes.values()):
-        return False
-    return all(
-        m.loop.kind == "sum" and m.loop.body.dtype.nbytes >= 4 if isinstance(m.loop, Reduction) else m.full
-        for m in columns.group.members
-    )
 
 
 def _same_order(guest: Space, found: Alignment) -> bool:

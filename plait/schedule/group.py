@@ -28,7 +28,7 @@ from plait.ir.loops import (
 )
 from plait.ir.sizes import Atom, Expr, Size, substitute
 from plait.schedule.deps import load_of, loop_outs, space
-from plait.schedule.plan import Reduce, Stmt, Store
+from plait.schedule.plan import Reduce, Stmt, Store, part_of
 
 Index = tuple[Size, ...]
 
@@ -36,17 +36,24 @@ Index = tuple[Size, ...]
 @dataclass(frozen=True, slots=True)
 class Member:
     """A loop in a group. op: its place in the program. env: its variables in terms of the group's (those that keep
-    their name are left out). full: it runs at every point of vars x rvars, otherwise once a point of vars. A Reduction
-    runs at full level across: what it reduces are outer variables of the group, which one thread walks."""
+    their name are left out). full: it runs at every point of vars x rvars, otherwise once a point of vars. parts: a
+    Reduction runs across the group, at full level: what it reduces are the outer variables, in so many parts."""
 
     op: int
     loop: Loop
     env: Mapping[Atom, Size] = field(default_factory=dict)
     full: bool = False
+    parts: Size = 0
 
     def at(self, index: Iterable[Size]) -> Index:
         """An index of the loop in terms of the group's variables."""
         return tuple(substitute(e, self.env) for e in index)
+
+    @property
+    def stored(self) -> list[tuple[str, Index]]:
+        """The buffers that it stores to, and where."""
+        first = (part_of(self.parts),) if self.parts else ()
+        return [(b, (*first, *self.at(index))) for b, index in stored(self.loop)]
 
 
 @dataclass(slots=True)
@@ -77,10 +84,9 @@ def new_group(op: int, loop: Loop) -> Group:
     return Group(name, loop.vars, (), [Member(op, loop)])
 
 
-def moved(m: Member, env: Mapping[Atom, Size], full: bool, across: bool = False) -> Member:
-    """A member after its group's variables became env. full: what is pointwise is at full level now. across: what is a
-    reduction runs across the group."""
-    full = m.full or (across if isinstance(m.loop, Reduction) else full)
+def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
+    """A member after its group's variables became env. full: what is pointwise is at full level now."""
+    full = m.full or (full and not isinstance(m.loop, Reduction))
     if not env:
         return m if full == m.full else replace(m, full=full)
     own = dict(m.env)
@@ -98,6 +104,13 @@ def is_ordered(m: Member) -> bool:
     """Whether a loop depends on the order of its reduced axes."""
     loop = m.loop
     return isinstance(loop, Scan) or (isinstance(loop, Reduction) and loop.kind.startswith("arg"))
+
+
+def stored(loop: Loop) -> list[tuple[str, Index]]:
+    """The buffers that a loop stores to, and where."""
+    if isinstance(loop, (Pointwise, Scatter)):
+        return [(loop.out, store_index(loop))]
+    return [(o, loop.vars) for o in loop_outs(loop)]
 
 
 def store_index(loop: Pointwise | Scatter) -> Index:
@@ -171,10 +184,9 @@ def statements(group: Group) -> list[Stmt]:
 
 def _reduction(m: Member, loop: Reduction, body: _Body) -> list[Stmt]:
     value = body(loop.body)
-    name = loop_outs(loop)[0]
-    index = m.at(loop.vars)
-    if m.full:
-        return [Store(name, index, value, True, loop.kind)]
+    name, index = m.stored[0]
+    if m.parts:
+        return [Store(name, index, value, True, "sum")]
     out: list[Stmt] = [Reduce(name, loop.kind, value)]
     parts = (".mean", ".m2", ".count") if loop.kind == "welford" else ("",)
     dtype = i64 if loop.kind in ("argmax", "argmin") else value.dtype

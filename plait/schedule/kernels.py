@@ -14,7 +14,7 @@ from plait.ir.loops import Buffer, Load, Node, index_exprs, is_arg, walk
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, symbol, total
 from plait.schedule.cost import Hints, hint
 from plait.schedule.deps import extent, load_of
-from plait.schedule.plan import Kernel, Reduce, Stmt, Store, stmt_roots
+from plait.schedule.plan import PART, Kernel, Reduce, Stmt, Store, stmt_roots
 from plait.schedule.work import kernel_work_ns
 
 
@@ -110,7 +110,7 @@ def size_symbols(
     found: dict[str, Atom] = {}
     for e in exprs:
         if not isinstance(e, int):
-            found.update((a.name, a) for a in free_symbols(e) if a not in loop and not is_arg(a))
+            found.update((a.name, a) for a in free_symbols(e) if a not in loop and a.name != PART and not is_arg(a))
     return tuple(symbol(a.name, a.lo, a.hi, a.extent) for _, a in sorted(found.items()))
 
 

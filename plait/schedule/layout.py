@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from plait.ir.loops import Alias, Buffer, Loop, LoopProgram, Mutate, Pointwise, Scatter
+from plait.ir.loops import Alias, Buffer, LoopProgram, Mutate
 from plait.ir.sizes import Atom, Expr, Size, coefficient, mod, mul, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
-from plait.schedule.deps import Bodies, load_of, loop_outs, roots
+from plait.schedule.deps import Bodies, load_of, roots
 from plait.schedule.form import as_loop
-from plait.schedule.group import store_index
+from plait.schedule.group import stored
 from plait.schedule.plan import Plan
 
 Index = tuple[Size, ...]
@@ -55,13 +55,6 @@ def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
                 settled.add(out)
                 buffers[out] = follow(buffers[out], index, sources, program.hints)
     return replace(program, buffers=buffers)
-
-
-def stored(loop: Loop) -> list[tuple[str, Index]]:
-    """The buffers that a loop stores to, and where."""
-    if isinstance(loop, (Pointwise, Scatter)):
-        return [(loop.out, store_index(loop))]
-    return [(o, loop.vars) for o in loop_outs(loop)]
 
 
 def follow(out: Buffer, index: Index, sources: Sequence[tuple[Buffer, Index]], hints: Hints) -> Buffer:

@@ -8,19 +8,20 @@ the last time, element by element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from plait.config import Config
 from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate
-from plait.ir.sizes import Size, add, ceildiv, free_symbols, known_le, known_nonneg, mul, smax, total
-from plait.schedule.align import divided
+from plait.ir.sizes import Expr, Mono, Size, add, ceildiv, floordiv, free_symbols, known_nonneg, mul, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
 
 ALIGN = 64
+MAX_ENDS = 8  # expressions of which an offset is the largest
 SLACK_NBYTES = 1 << 18  # how much more than coming and going the arena may hold
 SLACK = 1.01
 
@@ -207,64 +208,97 @@ def blocks(inside: Sequence[Life], over: Mapping[str, str]) -> list[Block]:
     return [Block(tuple(x.name for x in c), c[0].nbytes, c[0].start, max(x.end for x in c)) for c in chains.values()]
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A block in the arena of the example. nbytes: what is counted for it. ends: it ends at the largest of these,
+    whatever the sizes are."""
+
+    block: Block
+    nbytes: Size
+    at: int
+    end: int
+    ends: tuple[Size, ...] = ()
+
+
 def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], Size]:
-    """Offsets of the first name of every block, and the arena's size. Blocks whose sizes are multiples of one unit (1,
-    or a product of symbols) share a region; others have slots."""
+    """Offsets of the first name of every block, and the arena's size.
+
+    The sizes of the example decide which block lies above which. A block then starts where those below it end that live
+    at one time with it: two such blocks never meet, whatever the sizes are."""
     offsets: dict[str, Size] = {}
-    regions: dict[Size, list[tuple[int, Block]]] = {}
-    others: list[Block] = []
-    for b in sorted(all_blocks, key=lambda b: (-hint(b.nbytes, hints), b.start, b.names)):
-        count, unit = _in_units(b.nbytes)
-        if count is None:
-            others.append(b)
-        else:
-            regions.setdefault(unit, []).append((-(-count // ALIGN) * ALIGN, b))
-    top: Size = 0
-    for unit, sized in regions.items():
-        room = 0
-        for at, size, b in _packed(sized):
-            offsets[b.names[0]] = add(top, mul(at, unit))
-            room = max(room, at + size)
-        top = add(top, mul(room, unit))
-    for nbytes, users in _slots(others):
-        offsets.update((u.names[0], top) for u in users)
-        top = add(top, mul(ceildiv(nbytes, ALIGN), ALIGN))
-    return offsets, top
+    placed: list[_Placed] = []
+    for x in _packed(all_blocks, hints):
+        starts = _largest(e for o in _right_below(x, placed) for e in o.ends)
+        offsets[x.block.names[0]] = reduce(smax, map(_aligned, starts))
+        placed.append(replace(x, ends=tuple(add(s, x.nbytes) for s in starts)))
+    return offsets, reduce(smax, map(_aligned, _largest(e for x in placed for e in x.ends)))
 
 
-def _in_units(nbytes: Size) -> tuple[int | None, Size]:
-    """(count, unit) with nbytes == count * unit, unit a product of symbols; count None for others."""
+def _packed(some: Sequence[Block], hints: Hints) -> list[_Placed]:
+    """The blocks from the lowest to the highest: each in turn, the largest first, got the tightest gap that fits."""
+    placed: list[_Placed] = []
+    largest = max((hint(b.nbytes, hints) for b in some), default=0)
+    for b in sorted(some, key=lambda b: (-hint(b.nbytes, hints), b.start, b.names)):
+        nbytes = _padded(b.nbytes, hints, largest // 64)
+        size = max(hint(_aligned(nbytes), hints), ALIGN)
+        at = _best_gap(sorted((o.at, o.end) for o in placed if _meet(o.block, b)), size)
+        placed.append(_Placed(b, nbytes, at, at + size))
+    return sorted(placed, key=lambda x: x.at)
+
+
+def _meet(a: Block, b: Block) -> bool:
+    """Whether two blocks live at one time."""
+    return a.start <= b.end and b.start <= a.end
+
+
+def _right_below(x: _Placed, placed: Sequence[_Placed]) -> list[_Placed]:
+    """Of the blocks that live at one time with x those on which no other of them lies."""
+    out: list[_Placed] = []
+    for o in reversed(placed):
+        if _meet(o.block, x.block) and not any(_meet(o.block, above.block) for above in out):
+            out.append(o)
+    return out
+
+
+def _padded(nbytes: Size, hints: Hints, spare: int) -> Size:
+    """What to count for so many bytes if starts are rounded down to multiples of ALIGN: a sum of products that are not
+    negative. Each is a multiple of ALIGN itself, which spares divisions, if that costs no more than spare bytes."""
     if isinstance(nbytes, int):
-        return nbytes, 1
-    if nbytes.const == 0 and len(nbytes.terms) == 1:
-        count = nbytes.terms[0][1]
-        unit = divided(nbytes, count)
-        if unit is not None and known_nonneg(unit):
-            return count, unit
-    return None, 1
+        return _aligned(nbytes + ALIGN - 1)
+    if not all(known_nonneg(_product(mono)) for mono, _ in nbytes.terms):
+        return mul(smax(ceildiv(nbytes, ALIGN), 0), ALIGN)
+    up = [mul(_product(mono), -(-c // ALIGN) * ALIGN) for mono, c in nbytes.terms]
+    whole = total([-(-nbytes.const // ALIGN) * ALIGN, *up])
+    return whole if hint(whole, hints) - hint(nbytes, hints) <= spare else add(nbytes, ALIGN - 1)
 
 
-def _packed(sized: Sequence[tuple[int, Block]]) -> list[tuple[int, int, Block]]:
-    """(offset, size, block): each block, in turn, in the tightest gap that fits."""
-    placed: list[tuple[int, int, Block]] = []
-    for size, b in sized:
-        rivals = [(at, at + n) for at, n, o in placed if o.start <= b.end and b.start <= o.end]
-        placed.append((_best_gap(sorted(rivals), size), size, b))
-    return placed
+def _aligned(start: Size) -> Size:
+    return mul(floordiv(start, ALIGN), ALIGN)
 
 
-def _slots(some: Sequence[Block]) -> list[tuple[Size, list[Block]]]:
-    """Slots of unlike sizes, each used by blocks that surely fit and do not live at one time."""
-    slots: list[tuple[Size, list[Block]]] = []
-    for b in some:
-        for room, users in slots:
-            free = all(u.end < b.start or b.end < u.start for u in users)
-            if free and (room == b.nbytes or known_le(b.nbytes, room)):
-                users.append(b)
-                break
-        else:
-            slots.append((b.nbytes, [b]))
-    return slots
+def _product(mono: Mono) -> Size:
+    return Expr(0, ((mono, 1),)) if mono else 1
+
+
+def _terms(e: Size) -> dict[Mono, int]:
+    """The coefficients of a sum of products; that of no factors is its constant."""
+    return {(): e} if isinstance(e, int) else {(): e.const, **dict(e.terms)}
+
+
+def _largest(some: Iterable[Size]) -> tuple[Size, ...]:
+    """Those that can be the largest of sums of products that are not negative; where that may be many, a bound."""
+    out: list[dict[Mono, int]] = [{}]
+    for e in map(_terms, dict.fromkeys(some)):
+        if not any(_covers(o, e) for o in out):
+            out = [*(o for o in out if not _covers(e, o)), e]
+    if len(out) > MAX_ENDS:
+        out = [{mono: max(o.get(mono, 0) for o in out) for o in out for mono in o}]
+    return tuple(total(mul(_product(mono), c) for mono, c in o.items()) for o in out)
+
+
+def _covers(a: Mapping[Mono, int], b: Mapping[Mono, int]) -> bool:
+    """Whether no term of b is greater than that of a."""
+    return all(a.get(mono, 0) >= b.get(mono, 0) for mono in (*a, *b))
 
 
 def _best_gap(busy: Sequence[tuple[int, int]], size: int) -> int:

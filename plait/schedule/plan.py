@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from plait.ir.checks import Check
 from plait.ir.loops import Alias, Assert, Buffer, Extern, Item, LoopProgram, Mutate, Node, check_of, walk
-from plait.ir.sizes import Atom, Expr, Size, free_symbols
+from plait.ir.sizes import Expr, Size, free_symbols, symbol
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Reduce:
 @dataclass(frozen=True, slots=True)
 class Store:
     """buf[index] = value (mode 'store'), or buf[index] (mode)= value for 'add', 'mul', 'min', 'max', or (mode 'sum', at
-    full level) the sum of value over the outer variables that index leaves out, which are `walked`.
+    full level) the sums of value over the outer points, which are dealt out to as many parts as `part` of an index has
+    values: a program walks the rows of one. Which they are is the target's choice.
 
     full: executed at every point of vars x rvars; otherwise once per point of vars. index is LOGICAL, over vars, rvars
     and Arg symbols $k, which mean index_args[k]. mask: nothing is stored where it is false. atomic: points of different
@@ -50,14 +51,18 @@ class Store:
 Stmt = Reduce | Store
 
 
-def walked(stmts: Iterable[Stmt], vars_: Iterable[Atom]) -> tuple[Atom, ...]:
-    """Of a kernel's outer variables, those that its stores of sums leave out: one thread runs through them in a
-    loop."""
-    for s in stmts:
-        if isinstance(s, Store) and s.mode == "sum":
-            used = frozenset[Atom]().union(*map(free_symbols, s.index))
-            return tuple(v for v in vars_ if v not in used)
-    return ()
+PART = "part"
+
+
+def part_of(parts: Size) -> Expr:
+    """One of the parts that a kernel's outer points are dealt out to."""
+    return symbol(PART, extent=parts)
+
+
+def walkers(stmts: Iterable[Stmt]) -> Size | None:
+    """How many programs walk the outer points of a kernel, a part each."""
+    sums = (s for s in stmts if isinstance(s, Store) and s.mode == "sum")
+    return next((a.extent for s in sums for e in s.index for a in free_symbols(e) if a.name == PART), None)
 
 
 def stmt_roots(s: Stmt) -> tuple[Node, ...]:

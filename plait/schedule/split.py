@@ -6,7 +6,6 @@ short one combines. What it takes to be worth a second kernel is the device's (`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
@@ -34,6 +33,7 @@ from plait.ir.sizes import (
     Atom,
     Size,
     add,
+    ceildiv,
     coefficient,
     contiguous_strides,
     floordiv,
@@ -43,7 +43,6 @@ from plait.ir.sizes import (
     mul,
     numel,
 )
-from plait.schedule.align import divided
 from plait.schedule.cost import Hints, hint, hint_numel
 from plait.schedule.deps import Bodies, extent, load_of, loop_outs, roots
 from plait.schedule.device import DeviceKind, kind_of
@@ -55,26 +54,31 @@ MERGED = ("sum", "prod", "max", "min", "any", "all", "xor")  # kinds that a part
 @dataclass(frozen=True, slots=True)
 class Parts:
     """How a reduction is cut: the first `whole` reduced axes as they are, then chunks * rest >= the extent of the next,
-    or 1 where that one stays. A chunk is `rest` points that follow each other or (dealt) every chunks-th one."""
+    or 1 where that one stays."""
 
     whole: int
     chunks: Size = 1
     rest: Size = 1
-    dealt: bool = False
 
 
-def split_reductions(program: LoopProgram, bodies: Bodies) -> LoopProgram:
-    """The program with long reductions in two stages."""
+def split_reductions(program: LoopProgram, bodies: Bodies) -> tuple[LoopProgram, dict[str, Reduction]]:
+    """The program with long reductions in two stages, and the sums that kernels which walk rows could make on the way:
+    what they were before they were cut, by the buffer of partial sums."""
     buffers = dict(program.buffers)
     ops: list[Op] = []
+    walks: dict[str, Reduction] = {}
     rows = _of_rows(program, bodies) if any(kind_of(b).walkers for b in buffers.values()) else set()
     for op in program.ops:
         found = _chunks(op, program.buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
         if found is None:
             ops.append(op)
-        else:
-            ops += _Split(*found, buffers, program.hints).ops()
-    return replace(program, ops=tuple(ops), buffers=buffers)
+            continue
+        cut, parts, walked = found
+        first, *rest = _Split(cut, parts, buffers, program.hints).ops()
+        ops += (first, *rest)
+        if walked and isinstance(first, Reduction) and isinstance(op, Reduction):
+            walks[loop_outs(first)[0]] = replace(op, outs=first.outs)
+    return replace(program, ops=tuple(ops), buffers=buffers), walks
 
 
 def _of_rows(program: LoopProgram, bodies: Bodies) -> set[tuple[str, int]]:
@@ -98,8 +102,9 @@ def _of_rows(program: LoopProgram, bodies: Bodies) -> set[tuple[str, int]]:
 
 def _chunks(
     op: Reduction, buffers: Mapping[str, Buffer], bodies: Bodies, hints: Hints, rows: Set[tuple[str, int]]
-) -> tuple[Reduction, Parts] | None:
-    """A reduction, perhaps over fewer axes, and how it is cut, or None where it stays whole."""
+) -> tuple[Reduction, Parts, bool] | None:
+    """A reduction, perhaps over fewer axes, how it is cut, and whether for programs that walk rows, or None where it
+    stays whole."""
     outer = hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
@@ -110,10 +115,9 @@ def _chunks(
     along = _along_memory(op, buffers, found)
     large = (b for n in found if hint_numel((b := buffers[load_of(n).buf]).shape, hints) == points)
     if not along and any((b.name, outer) in rows for b in large):
-        flat = _flattened(op, buffers, found)  # as others may sum what is the same rows to them
-        ends = [numel(map(extent, op.rvars[k:])) for k in range(1, len(op.rvars))] if flat is not op else []
-        if parts := _walked(flat, nbytes * points, outer, ends, kind):
-            return flat, parts
+        flat = _flattened(op, buffers, found)
+        if parts := _walked(flat, nbytes * points, outer, kind, hints):
+            return flat, parts, True
     units = outer if along else outer // kind.neighbours
     if points * nbytes < kind.split_nbytes or units >= kind.min_units:
         return None
@@ -129,27 +133,22 @@ def _chunks(
         op = _flattened(op, buffers, found)
     near = (1, 4) if along else (kind.fewer_across, kind.more_across)
     parts = _cut(op, want, aligned, along, near, hints)
-    return None if parts is None else (op, parts)
+    return None if parts is None else (op, parts, False)
 
 
-def _walked(op: Reduction, nbytes: int, row: int, ends: list[Size], kind: DeviceKind) -> Parts | None:
-    """Equal parts of the rows for programs that walk them side by side, or None where sums of columns are better made
-    apart. row: points of one. ends: what others may cut the rows by."""
-    sizes = [n for v in op.rvars if isinstance(n := extent(v), int)]
-    if op.kind != "sum" or nbytes < kind.walk_nbytes or len(sizes) < len(op.rvars):
+def _walked(op: Reduction, nbytes: int, row: int, kind: DeviceKind, hints: Hints) -> Parts | None:
+    """So many parts as programs walk the rows, or None where sums of columns are better made apart. row: points of
+    one. Where no kernel walks them, parts are equal if they can be."""
+    if op.kind != "sum" or op.body.dtype.nbytes < 4 or len(op.rvars) > 1:
         return None
-    want, whole = min(kind.walkers, kind.walk_points // max(row, 1), math.prod(sizes) // kind.walk_rows), 0
-    if want < 2:
+    size = extent(op.rvars[0])
+    want = min(kind.walkers, kind.walk_points // max(row, 1), hint(size, hints) // kind.walk_rows)
+    if nbytes < kind.walk_nbytes or row > kind.walk_row or want < 2:
         return None
-    while whole < len(sizes) - 1 and sizes[whole] <= want:
-        want, whole = -(-want // sizes[whole]), whole + 1
-    size = sizes[whole]
-    near = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
-    near = [d for d in near if all(divided(n, d) is not None or divided(d, n) is not None for n in ends)]
-    if not near:
-        return None
-    chunks = min(near, key=lambda d: abs(d - want))
-    return Parts(whole, chunks, size // chunks, dealt=True) if chunks > 1 else Parts(whole) if whole else None
+    if isinstance(size, int):
+        equal = [d for d in range(-(-want // 2), 2 * want + 1) if size % d == 0]
+        want = min(equal, key=lambda d: abs(d - want), default=want)
+    return Parts(0, want, ceildiv(size, want))
 
 
 def _flattened(op: Reduction, buffers: Mapping[str, Buffer], loads: tuple[Node, ...]) -> Reduction:
@@ -247,8 +246,6 @@ class _Split:
         if self.parts.chunks == 1:
             return inline(node("load", (), Load("body", (*outer, *chunk, *self.first_rvars)), dtype), producer)
         at = add(mul(chunk[-1], self.parts.rest), self.first_rvars[0])
-        if self.parts.dealt:
-            at = add(mul(self.first_rvars[0], self.parts.chunks), chunk[-1])
         index = (*outer, *chunk[:-1], at, *self.first_rvars[1:])
         size = extent(self.op.rvars[self.parts.whole])
         if mul(self.parts.chunks, self.parts.rest) == size:

@@ -16,7 +16,7 @@ from plait.ir.sizes import Atom, Size, free_symbols
 from plait.schedule.deps import extent, output_buffers
 from plait.schedule.kernels import all_nodes, inner_nodes
 from plait.schedule.memory import touched
-from plait.schedule.plan import Kernel, Plan, Reduce, Store, stmt_roots, walked
+from plait.schedule.plan import PART, Kernel, Plan, Reduce, Store, stmt_roots, walkers
 
 _PARTS = {"welford": (".mean", ".m2", ".count")}
 
@@ -153,10 +153,10 @@ class _Kernel:
             if not self.rvars:
                 raise self.fail(f"{s.buf} is stored at full level, but nothing is reduced")
             if s.mode == "sum":
-                outer = [a for v in self.kernel.vars if (a := v.symbol) is not None]
-                mine = walked([s], outer)
-                if s.mask or s.index_args or not mine or mine != walked(self.kernel.stmts, outer):
-                    raise self.fail(f"{s.buf} is no sum over the variables that are walked")
+                n = walkers([s])
+                mine = n is not None and n == walkers(self.kernel.stmts) and not self.vars & _symbols(s.index)
+                if s.mask or s.index_args or not mine:
+                    raise self.fail(f"{s.buf} is no sum of the rows that a program walks")
             return
         if any(r in self.inner for r in stmt_roots(s)) or self.rvars & _symbols(s.index):
             raise self.fail(f"{s.buf} is stored at outer level from values inside")
@@ -171,7 +171,7 @@ class _Kernel:
         known = {a.symbol.name for a in k.sizes if a.symbol is not None}
         known.update(a.name for a in (self.vars | self.rvars) if a is not None)
         for a in _symbols(tuple(exprs)):
-            if a.name not in known and not is_arg(a):
+            if a.name not in known and a.name != PART and not is_arg(a):
                 raise self.fail(f"nothing tells it the value of {a.name}")
 
 

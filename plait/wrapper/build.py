@@ -1,8 +1,8 @@
 """A Plan becomes a program of typed instructions.
 
 In: `schedule.plan.Plan` (kernels and calls in order, memory decided). Out: a `WrapperProgram` that names every tensor
-and symbol once, with the memory, the views of extern operands and the ends of lives spelled out. Decides nothing that
-costs time: fusion, order and memory are the scheduler's. Symbols are defined as soon as what they come from exists.
+and symbol once, with the memory and the views of extern operands spelled out. Decides nothing that costs time: fusion,
+order and memory are the scheduler's. Symbols are defined as soon as what they come from exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from plait.ir.loops import Alias, Assert, Buffer, Extern, ExternArg, Item, ListA
 from plait.ir.sizes import Expr, Size, free_symbols
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins
-from plait.wrapper.passes import place_frees
 
 ARENA = "arena"
 
@@ -27,7 +26,7 @@ _TRUSTED = ("aten::", "prims::", "plait::")
 
 
 def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Config | None = None) -> ins.WrapperProgram:
-    """The program of a plan, tensors freed after their last use.
+    """The program of a plan. Nothing is freed yet: `passes/place_frees.py` does it.
 
     bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others, the caller does).
     cfg: says which checks it makes beyond the necessary ones; None: none.
@@ -48,7 +47,7 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Confi
     b.add_return()
     callables = [s.callable_index + 1 for s in plan.steps if isinstance(s, Extern)]
     origins = [(s.name, "; ".join(s.origin)) for s in plan.steps if isinstance(s, Kernel) and s.origin]
-    program = ins.WrapperProgram(
+    return ins.WrapperProgram(
         name=name,
         inputs=tuple(b.inputs),
         body=tuple(b.body),
@@ -56,7 +55,6 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Confi
         n_callables=max([0, *callables]),
         origins=tuple(origins),
     )
-    return place_frees(program)
 
 
 def _definition(k: Kernel) -> ins.DefineKernel:

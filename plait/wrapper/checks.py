@@ -18,7 +18,7 @@ _BEFORE = (ins.DefineKernel, ins.Symbol, ins.AssertScalar, ins.AssertSizeStride,
 
 
 def check_finite(p: ins.WrapperProgram, infinities: bool) -> ins.WrapperProgram:
-    """The program with the checks; every message names what computed the value, with its source lines."""
+    """A program without Free, with the checks; every message names what computed the value, with its source lines."""
     return replace(p, body=tuple(_Checks(p, infinities).body()))
 
 
@@ -29,14 +29,13 @@ class _Checks:
     def __init__(self, p: ins.WrapperProgram, infinities: bool) -> None:
         self.program = p
         self.infinities = infinities
-        self.instructions = [i for i in p.body if not isinstance(i, ins.Free)]  # lives are longer now
         self.bases: dict[str, str] = {}
         self.last: dict[str, int] = {}
         self.makers: dict[str, list[str]] = {}
         self.seen: dict[str, set[str]] = {}
         self.origins = dict(p.origins)
         self.note = ""
-        for k, i in enumerate(self.instructions):
+        for k, i in enumerate(p.body):
             if isinstance(i, (ins.Alloc, ins.Place, ins.Reuse)):
                 self.last[i.name] = k
             elif isinstance(i, ins.View):
@@ -48,8 +47,8 @@ class _Checks:
     def body(self) -> Iterator[ins.Instr]:
         given = [i.name for i in self.program.inputs if isinstance(i, ins.TensorInput) and i.dtype.is_float]
         self.makers = {name: ["the caller"] for name in given}
-        first = next(k for k, i in enumerate(self.instructions) if not isinstance(i, _BEFORE))
-        for k, i in enumerate(self.instructions):
+        first = next(k for k, i in enumerate(self.program.body) if not isinstance(i, _BEFORE))
+        for k, i in enumerate(self.program.body):
             # At the end only those arguments that were written are looked at again.
             names = [*_reads(i), *(given if k == first or isinstance(i, ins.Return) else ())]
             for name in dict.fromkeys(names):

@@ -1,6 +1,6 @@
 """The wrapper IR: one program is a typed list of frozen instructions that know nothing of any target.
 
-Comes from `wrapper/build.py` (a Plan becomes instructions), is rewritten by `wrapper/passes.py`, checked by
+Comes from `wrapper/build.py` (a Plan becomes instructions), is rewritten by `wrapper/passes`, checked by
 `wrapper/verify.py`, printed and read back by `wrapper/text.py`, and handed to one of the targets. The meaning of
 every instruction is written where it is defined. No field holds a string of any programming language.
 

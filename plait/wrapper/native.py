@@ -1,6 +1,6 @@
 """The native target: a WrapperProgram becomes the compact plan bytes that the precompiled executor runs.
 
-Comes from `wrapper/passes.py`, goes to `runtime/load.py` or into the cache. The layout is written in
+Comes from `wrapper/passes`, goes to `runtime/load.py` or into the cache. The layout is written in
 `native/core/plan.cpp`; the executor verifies every plan before it runs it. Nothing is decided here: this is a writer.
 """
 

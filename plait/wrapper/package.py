@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import platform
+import reprlib
 import struct
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ InputSpec = tuple[Any, ...]
 Result = tuple[Any, ...]
 """Both as in capture/bound.py."""
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"PLAITPKG"
 _PAGE = 4096
 _WEIGHT_ALIGN = 64
@@ -54,15 +55,45 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Control:
+    """What stands for a call of Python: control flow around routines, by number.
+
+    kind: 'call', 'cond' (if it holds, if not), 'loop' (condition, body) or 'scan'. operands: what the routines take,
+    after the condition of a cond: (False, number of an operand of the call) or (True, an integer). carried, scanned:
+    how many of them change from round to round, and come in slices. strides: of the results, where promised.
+    """
+
+    kind: str
+    routines: tuple[int, ...]
+    operands: tuple[tuple[bool, int], ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    carried: int = 0
+    scanned: int = 0
+
+
+@dataclass(frozen=True)
+class Routine:
+    """A program that others call: operators alone, on any machine. controls: by number in its plan; they run routines
+    that stand before it."""
+
+    plan: bytes
+    constants: Sequence[torch.Tensor]
+    constant_devices: tuple[str, ...]
+    controls: tuple[Control, ...]
+
+
+@dataclass(frozen=True)
 class Contents:
     """A program as it goes into a package.
 
     inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a size as
-    ("symbol", name). names: of the caller's tensors. outputs: of the results. weights: by name; they live where the
+    ("symbol", name). names: of the caller's tensors and ints. outputs: of the results. weights: by name; they live where the
     plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where they are.
     checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
-    caller's tensor 0), "const 4", "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le".
+    caller's argument 0; "size 0 -1": this int itself), "const 4", "add", "mul", "floordiv", "mod", "min", "max",
+    "eq", "ne", "lt", "le".
     folded: names of weights that others were computed from. variants: best first. python: JSON that plait.load reads.
+    controls: by number in the plans. fixed: constants among the arguments: position among all of them, name, value.
     """
 
     name: str
@@ -78,6 +109,9 @@ class Contents:
     checks: tuple[tuple[str, ...], ...] = ()
     folded: tuple[str, ...] = ()
     constant_devices: tuple[str, ...] = ()
+    routines: tuple[Routine, ...] = ()
+    controls: tuple[Control, ...] = ()
+    fixed: tuple[tuple[int, str, Any], ...] = ()
 
 
 def write_package(path: str | os.PathLike[str], contents: Contents) -> None:
@@ -200,7 +234,12 @@ class _Sections:
         self._weight_numbers = {name: k for k, name in enumerate(c.weights)}
         tensors = [weights.add(name, t) for name, t in c.weights.items()]
         devices = c.constant_devices or ("",) * len(c.constants)
-        pairs = zip(c.constants, devices, strict=True)
+        pairs = list(zip(c.constants, devices, strict=True))
+        routines: list[bytes] = []
+        for r in c.routines:
+            plan = _text(self._blob("plan", f"routine {len(routines)}", r.plan))
+            routines.append(plan + _words(len(pairs)) + _list(map(_control, r.controls)))
+            pairs += zip(r.constants, r.constant_devices, strict=True)
         constants = [weights.add(f"constant {k}", t, device) for k, (t, device) in enumerate(pairs)]
         weights.place()
         inputs = [self._input(spec) for spec in c.inputs]
@@ -210,7 +249,8 @@ class _Sections:
             _list(_text(name) + _text(version) for name, version in versions.items()),
             _text(c.name), _words(c.single), _texts(mathtable.NAMES), _list(weights.describe_storages()),
             _list(weights.describe(*t) for t in tensors), _list(weights.describe(*t) for t in constants),
-            _texts(c.folded), _texts(c.names), _texts(self._symbols), _texts(c.outputs), _list(inputs),
+            _texts(c.folded), _list(routines), _list(map(_control, c.controls)), _list(map(_fixed, c.fixed)),
+            _texts(c.names), _texts(self._symbols), _texts(c.outputs), _list(inputs),
             _list(_result(r) for r in c.results), _list(_check(check) for check in c.checks), _list(variants),
         ))  # fmt: skip
 
@@ -220,6 +260,8 @@ class _Sections:
                 return _words(0, self._weight_numbers[name])
             case ("symbol", name):
                 return _words(2, self._symbol(name))
+            case ("int", arg, value):
+                return _words(3, arg) + self._dim(value)
             case ("tensor", arg, dtype, shape, strides, device):
                 head = _words(1, arg) + _text(dtype) + _text(device) + _list(self._dim(d) for d in shape)
                 if strides is None or strides == "contiguous":
@@ -261,6 +303,26 @@ def _result(r: Result) -> bytes:
         return _words(0)
     _, base, requires_grad, offset = r
     return _words(2, base, requires_grad, offset is not None, offset or 0)
+
+
+def _fixed(constant: tuple[int, str, Any]) -> bytes:
+    position, name, x = constant
+    kind, word, text = 5, 0, str(x)
+    if x is None or type(x) is str:
+        kind = 0 if x is None else 4
+    elif type(x) in (bool, int) and -(2**63) <= x < 2**63:
+        kind, word = 1 + (type(x) is int), int(x)
+    elif type(x) is float:
+        kind, (word,) = 3, struct.unpack("<q", struct.pack("<d", x))
+    return _words(position) + _text(name) + _words(kind, word) + _text(text) + _text(reprlib.repr(x))
+
+
+def _control(c: Control) -> bytes:
+    kind = ("call", "cond", "loop", "scan").index(c.kind)
+    strides = [_words(0) if s is None else _words(1) + _list(map(_words, s)) for s in c.strides]
+    operands = _list(_words(*o) for o in c.operands)
+    numbers = _list(map(_words, c.routines))
+    return _words(kind) + numbers + operands + _words(c.carried, c.scanned) + _list(strides)
 
 
 def _check(check: tuple[str, ...]) -> bytes:

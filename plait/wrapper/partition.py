@@ -4,21 +4,22 @@ A pass over the final instructions, run where CUDA graphs are wanted. What needs
 CPU, Python, sizes that depend on data, operators that wait for the device) is never recorded, and its reason is written
 down. Seeds are drawn first, so that a replay gets new random numbers as any input. Results for the caller that kernels
 alone write are allocated before the recorded work and patched into it. Those of operators have to be copied out of a
-recording: where the last operators make large ones, they run after it instead.
+recording: where the last operators make large ones, they run after it instead. Where the first instructions use large
+inputs up, such as the gradient of logits, they run before it: what they make and free is no memory of a recording.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import filterfalse, takewhile
+from itertools import filterfalse, pairwise, takewhile
 from typing import Any
 
 import torch
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs, root, symbols, used
+from plait.wrapper.walk import bases_of, defined, operands, refs, root, symbols, used
 
 MIN_STEPS = 2
 """Launches and calls that a recording must save."""
@@ -41,11 +42,12 @@ def partition(
     constants: Sequence[torch.Tensor],
     n_results: int | None = None,
     nbytes: Mapping[str, int] | None = None,
+    spent: Collection[str] = (),
 ) -> ins.WrapperProgram:
     """The program with a Partition before each part; unchanged where nothing runs on a GPU.
 
-    constants: its table of constants. n_results: as in the program that is returned. nbytes: plausible sizes of what
-    operators make."""
+    constants: its table of constants. n_results: as in the program that is returned. nbytes: plausible sizes.
+    spent: inputs that nobody needs after the call."""
     gpus = _gpus(program)
     if not gpus:
         return program
@@ -57,14 +59,17 @@ def partition(
     rest = body[len(head) :]
     facts = _Facts(program, constants)
     why = [reason for i in head if (reason := facts.why_not(i))]
-    parts = _give_arena(_leave_results(_cut(rest, facts), n_results, nbytes or {}))
-    rest = [i for p in parts for i in p.body]
-    hoisted = _outputs_of_kernels(program, head, rest, n_results)
-    out: list[ins.Instr] = [ins.Partition(False, "; ".join(why)), *head, *hoisted]
-    moved = {i.name for i in hoisted}
+    parts = _leave_results(_cut(rest, facts), n_results, nbytes or {})
+    parts = _give_arena(_leave_inputs(parts, spent, nbytes or {}))
+    moved = _outputs_of_kernels(program, head, [i for p in parts for i in p.body], n_results)
+    parts = [_Part(False, head, why), *parts]
+    for before, p in pairwise(parts):
+        if p.recorded:  # which what stands before it is not
+            before.body += [i for i in p.body if isinstance(i, ins.Alloc) and i.name in moved]
+            p.body = [i for i in p.body if not (isinstance(i, ins.Alloc) and i.name in moved)]
+    out: list[ins.Instr] = []
     for p in parts:
-        out.append(ins.Partition(p.recorded, "; ".join(dict.fromkeys(p.reasons))))
-        out += [i for i in p.body if not (isinstance(i, ins.Alloc) and i.name in moved)]
+        out += [ins.Partition(p.recorded, "; ".join(dict.fromkeys(p.reasons))), *p.body]
     return replace(program, body=tuple(out), n_results=n_results)
 
 
@@ -141,7 +146,7 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
         return parts
     values = last.body[-1]
     assert isinstance(values, ins.Return)
-    bases = _bases(last.body)
+    bases = bases_of(last.body)
     returned = {root(n, bases) for v in values.values[:n_results] for n in refs(v)}
     cut, ops = len(last.body), []
     while (at := _last_work(last.body[:cut])) >= 0:
@@ -156,6 +161,30 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
         return parts
     outside = _Part(False, last.body[cut:], [f"the caller gets what {op} makes" for op in reversed(ops)])
     return _joined([*before, _Part(True, last.body[:cut], last.reasons), outside])
+
+
+def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[str, int]) -> list[_Part]:
+    """The parts, where what the first one does with the large inputs that it uses up first, and with what kernels make
+    of them, is done before it: all of that is freed before anything else of the call needs memory."""
+    first, *others = parts
+    work = [k for k, i in enumerate(first.body) if isinstance(i, _WORK)]
+    if not first.recorded:
+        return parts
+    bases = bases_of(first.body)
+    large = {n for n in spent if nbytes.get(n, 0) >= COPIED_NBYTES} & {*used(first.body[work[0]])}
+    seen, cut = set(large), 0
+    for k in work:
+        i = first.body[k]
+        read = {root(n, bases) for n in used(i)}
+        if not read & seen:
+            break
+        if isinstance(i, ins.Launch) and read & large:
+            seen.update(n for n in i.outs if nbytes.get(n, 0) >= COPIED_NBYTES)
+        cut = k + 1
+    while cut and isinstance(first.body[cut], ins.Free):
+        cut += 1
+    before = _Part(False, first.body[:cut], [f"it uses {n} up" for n in sorted(large)])
+    return _joined([before, _Part(True, first.body[cut:], first.reasons), *others])
 
 
 def _last_work(body: Sequence[ins.Instr]) -> int:
@@ -266,11 +295,11 @@ def _seeds_first(program: ins.WrapperProgram) -> list[ins.Instr]:
 
 def _outputs_of_kernels(
     program: ins.WrapperProgram, head: list[ins.Instr], rest: list[ins.Instr], n_results: int | None
-) -> list[ins.Alloc]:
+) -> set[str]:
     """Allocations that the caller gets and that nothing but kernels touches, with sizes known before anything runs."""
     last = rest[-1]
     assert isinstance(last, ins.Return)
-    bases = _bases(rest)
+    bases = bases_of(rest)
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
     returned = {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
     touched = {
@@ -279,16 +308,11 @@ def _outputs_of_kernels(
         if not isinstance(i, (ins.Launch, ins.View, ins.Reuse, ins.Return, ins.AssertAlignment))
         for n in used(i)
     }
-    return [
-        i
+    return {
+        i.name
         for i in rest
         if isinstance(i, ins.Alloc) and i.name in returned - touched and i.device != "cpu" and symbols(i) <= known
-    ]
-
-
-def _bases(body: Iterable[ins.Instr]) -> dict[str, str]:
-    """Names on the memory of another -> that one."""
-    return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}
+    }
 
 
 def _give_arena(parts: list[_Part]) -> list[_Part]:
@@ -297,7 +321,7 @@ def _give_arena(parts: list[_Part]) -> list[_Part]:
     arena = next((i for i in body if isinstance(i, ins.Arena)), None)
     if arena is None:
         return parts
-    bases = _bases(body)
+    bases = bases_of(body)
     at = {i.name: {k} for k, p in enumerate(parts) for i in p.body if isinstance(i, ins.Place)}
     for k, p in enumerate(parts):
         for i in p.body:
@@ -321,7 +345,7 @@ def _give_arena(parts: list[_Part]) -> list[_Part]:
 def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
     """Inputs that recorded parts may find anywhere, for kernels alone read and write them, and those that have to stay
     where they are, be copied or be recorded again, because operators see them too."""
-    bases = _bases(program.body)
+    bases = bases_of(program.body)
     inputs = [i.name for i in program.inputs if isinstance(i, ins.TensorInput)]
     kernels: set[str] = set()
     others: set[str] = set()
@@ -337,7 +361,7 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
 def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
     """Memory of the caller's results that recorded parts write where it belongs, for kernels alone touch it, and memory
     that they make for themselves and copy from."""
-    bases = _bases(program.body)
+    bases = bases_of(program.body)
     last = program.body[-1]
     assert isinstance(last, ins.Return)
     returned = {root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}

@@ -1,4 +1,5 @@
-"""docs/instructions.md, written from the code: every instruction, what it means and what each target makes of it.
+"""docs/instructions.md, written from the code: every instruction, what it means and what each target makes of it, and
+every pass.
 
 `python -m plait.wrapper.table` writes the file; a test proves that it is up to date. Meanings are the docstrings of
 `wrapper/instructions.py`; the rest is one legal program with every instruction in it, put through the targets.
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from plait.wrapper import instructions as ins
+from plait.wrapper import passes
 from plait.wrapper.cpp import cpp_lines
 from plait.wrapper.fx import fx_lines
 from plait.wrapper.native import encode
@@ -116,6 +118,14 @@ def markdown() -> str:
         "| --- | --- | --- | --- | --- | --- |",
         *(_row(cls, *shown[cls]) for cls in ins.INSTRUCTIONS),
         "",
+        "## Passes",
+        "",
+        *_paragraphs(passes.__doc__),
+        "",
+        "| pass | file | what it does |",
+        "| --- | --- | --- |",
+        *(_pass(name, step) for name, step in passes.PASSES),
+        "",
         "## A program with all of them",
         "",
         "```python",
@@ -136,6 +146,17 @@ def _row(cls: type, i: ins.Instr, python: list[str], cpp: list[str], fx: list[st
     native = _NATIVE.get(cls, "ends the call" if cls is ins.Return else "one step")
     cells = (f"`{cls.__name__}`", f"`{_cell(line(i))}`", made, _CPP.get(cls, in_cpp), nodes or _FX[cls], native)
     return f"| {' | '.join(cells)} |"
+
+
+def _paragraphs(doc: str | None) -> list[str]:
+    return inspect.cleandoc(doc or "").splitlines()
+
+
+def _pass(name: str, step: passes.Pass) -> str:
+    module = inspect.getmodule(step)
+    assert module is not None
+    words = " ".join((module.__doc__ or "").split())
+    return f"| {name} | `{module.__name__.replace('.', '/')}.py` | {_cell(words)} |"
 
 
 def _cell(words: str) -> str:

@@ -6,6 +6,8 @@
 //   const plait::Package model = plait::Package::load("model.plait");
 //   std::vector<at::Tensor> results = model.run({ids, mask});
 //
+// Arguments may be nested in Python; here they are laid flat, in the order of inputs().
+//
 // A package is code: load only what you trust. Nothing in it runs before all of it was verified
 // against damage; nobody is kept from making one that does harm. The file must not be changed while
 // it is loaded: replace it by a rename.
@@ -19,6 +21,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "plait/errors.h"
@@ -41,22 +44,29 @@ class PLAIT_API Package {
     int64_t lowest = 0, highest = 0;
     std::string symbol;
   };
+  // What a call takes. None is std::monostate; a constant of Python that is no None, bool, int,
+  // float or str is the text that Python prints of it, such as "torch.float16".
+  using Value = std::variant<std::monostate, at::Tensor, int64_t, double, bool, std::string>;
   struct Input {
-    std::string name;
+    std::string name;  // with the path inside a nested argument: "x['a'][0]"
     at::ScalarType dtype;
     std::string device;
-    std::vector<Size> sizes;
+    std::vector<Size> sizes;  // of an integer one, its own bounds
+    enum class Kind { tensor, integer, constant } kind = Kind::tensor;
+    Value value;  // of a constant, which is built into the program: what it has to be
   };
 
   // Throws PackageError.
   static Package load(const std::string& path);
   static Package load(const std::string& path, const Options& options);
 
-  // Runs the program on its inputs, in the order of inputs(). A result that is no tensor comes as
-  // one without dimensions, None as an undefined one. No gradients are taken. Throws InputError for
+  // Runs the program on its tensors, in the order of inputs(); constants among these are as they
+  // have to be. A result that is no tensor comes as one without dimensions, None as an undefined one. No gradients are taken. Throws InputError for
   // inputs that do not fit, and what torch throws (c10::Error) where an operator or a check of a
   // kernel fails. On a GPU the work is put on torch's current stream.
-  std::vector<at::Tensor> run(at::ArrayRef<at::Tensor> inputs) const;
+  std::vector<at::Tensor> run(at::ArrayRef<at::Tensor> tensors) const;
+  // The same on all inputs. Throws InputError too for a constant that is another.
+  std::vector<at::Tensor> run_values(at::ArrayRef<Value> inputs) const;
 
   const std::vector<Input>& inputs() const;
   const std::vector<std::string>& outputs() const;

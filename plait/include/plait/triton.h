@@ -449,7 +449,10 @@ struct Option {
   Option(std::string_view name, const T& value);
   std::string name, value;
 };
-PLAIT_API const OptionSet* option_set(std::initializer_list<Option> options);
+PLAIT_API const OptionSet* option_set(std::span<const Option> options);
+inline const OptionSet* option_set(std::initializer_list<Option> options) {
+  return option_set(std::span(options.begin(), options.size()));
+}
 
 // -1: as Triton has it.
 struct Options {

@@ -1,45 +1,48 @@
-# find_package(plait): the targets plait::torch, with which a C++ program runs packages (plait/package.h), and plait::core,
-# with which it launches Triton kernels (plait/triton.h) and which needs no torch: COMPONENTS core asks for it alone.
-#
-# torch is the one that the Python beside plait has: PLAIT_TORCH_DIR names its folder, or PLAIT_PYTHON a Python to ask.
-# TorchConfig.cmake is not read: that of a CUDA build insists on a CUDA toolkit, and no CUDA header is needed here.
+# find_package(plait): the targets plait::core, with which a C or C++ program launches Triton kernels (plait/triton.h,
+# plait/triton_c.h) and which needs neither torch nor Python, and plait::torch, with which it also runs packages
+# (plait/package.h), and plait::ops, operators for torch (plait/ops.h). COMPONENTS core asks for the first alone; plait-torch.cmake finds torch.
 get_filename_component(_plait "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
-if(NOT TARGET plait::core)
-  add_library(plait::core SHARED IMPORTED)
-  set_target_properties(plait::core PROPERTIES
-    IMPORTED_LOCATION "${_plait}/lib/libplait_core.so"
-    INTERFACE_INCLUDE_DIRECTORIES "${_plait}/include"
-    INTERFACE_COMPILE_FEATURES cxx_std_20)
-endif()
-if(TARGET plait::torch OR plait_FIND_COMPONENTS STREQUAL "core")
-  return()
-endif()
 
-# Installed, plait lies beside torch.
-if(NOT PLAIT_TORCH_DIR AND EXISTS "${_plait}/../torch/lib/libtorch_cpu.so")
-  get_filename_component(PLAIT_TORCH_DIR "${_plait}/../torch" ABSOLUTE)
-endif()
-if(NOT PLAIT_TORCH_DIR)
-  find_program(PLAIT_PYTHON NAMES python3 python)
-  # find_spec finds torch without paying for its import.
-  execute_process(
-    COMMAND "${PLAIT_PYTHON}" -c
-            "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
-    OUTPUT_VARIABLE PLAIT_TORCH_DIR
-    OUTPUT_STRIP_TRAILING_WHITESPACE
-    ERROR_QUIET)
-endif()
-foreach(_name torch_cpu c10)
-  if(NOT EXISTS "${PLAIT_TORCH_DIR}/lib/lib${_name}.so")
+# The target plait::NAME, where this installation has its library.
+macro(_plait_library name library)
+  if(NOT TARGET plait::${name} AND EXISTS "${_plait}/lib/lib${library}.so")
+    add_library(plait::${name} SHARED IMPORTED)
+    set_target_properties(plait::${name} PROPERTIES
+      IMPORTED_LOCATION "${_plait}/lib/lib${library}.so"
+      INTERFACE_INCLUDE_DIRECTORIES "${_plait}/include")
+    get_property(_languages GLOBAL PROPERTY ENABLED_LANGUAGES)
+    if("CXX" IN_LIST _languages)
+      target_compile_features(plait::${name} INTERFACE cxx_std_20)
+    endif()
+  endif()
+  set(plait_${name}_FOUND FALSE)
+  if(TARGET plait::${name})
+    set(plait_${name}_FOUND TRUE)
+  endif()
+endmacro()
+
+_plait_library(core plait_core)
+if(NOT plait_FIND_COMPONENTS STREQUAL "core" AND EXISTS "${_plait}/lib/libplait.so")
+  # Beside Python's plait lies its torch.
+  if(NOT PLAIT_TORCH_DIR AND EXISTS "${_plait}/../torch/lib/libtorch_cpu.so")
+    get_filename_component(PLAIT_TORCH_DIR "${_plait}/../torch" ABSOLUTE)
+  endif()
+  include("${CMAKE_CURRENT_LIST_DIR}/plait-torch.cmake")
+  if(NOT TARGET plait::libtorch)
     set(plait_FOUND FALSE)
-    set(plait_NOT_FOUND_MESSAGE "no torch in '${PLAIT_TORCH_DIR}': set PLAIT_TORCH_DIR to the folder of torch, or PLAIT_PYTHON to a Python that has it")
+    set(plait_NOT_FOUND_MESSAGE "${PLAIT_TORCH_MISSING}")
     return()
   endif()
-endforeach()
+  _plait_library(torch plait)
+  _plait_library(ops plait_ops)
+  foreach(_name torch ops)
+    set_property(TARGET plait::${_name} APPEND PROPERTY INTERFACE_LINK_LIBRARIES plait::libtorch)
+  endforeach()
+endif()
 
-add_library(plait::torch SHARED IMPORTED)
-set_target_properties(plait::torch PROPERTIES
-  IMPORTED_LOCATION "${_plait}/lib/libplait.so"
-  INTERFACE_INCLUDE_DIRECTORIES "${_plait}/include;${PLAIT_TORCH_DIR}/include"
-  INTERFACE_COMPILE_FEATURES cxx_std_20
-  INTERFACE_LINK_LIBRARIES "${PLAIT_TORCH_DIR}/lib/libtorch_cpu.so;${PLAIT_TORCH_DIR}/lib/libc10.so")
+foreach(_name IN LISTS plait_FIND_COMPONENTS)
+  if(plait_FIND_REQUIRED_${_name} AND NOT plait_${_name}_FOUND)
+    set(plait_FOUND FALSE)
+    set(plait_NOT_FOUND_MESSAGE "this plait has no ${_name}")
+  endif()
+endforeach()

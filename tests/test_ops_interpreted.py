@@ -1,0 +1,46 @@
+"""plait's operators on a GPU, without one: C++ launches (native/ops), and Triton's interpreter runs what was launched
+on the memory of the GPU that fake_gpu.cpp plays. See operators.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+TRITON = Path(sys.prefix) / "triton"
+TORCH = Path(torch.__file__).parent
+OPS = ROOT / "plait" / "lib" / "libplait_ops.so"
+
+
+@pytest.mark.skipif(not OPS.exists(), reason="libplait_ops is not built")
+@pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
+def test_operators(tmp_path: Path) -> None:
+    includes = [f"-I{p}" for p in (ROOT / "native", TORCH / "include", TORCH / "include/torch/csrc/api/include")]
+    flags = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        f"-L{TORCH / 'lib'}",
+        f"-L{tmp_path}",
+        f"-Wl,-rpath,{TORCH / 'lib'}",
+    ]
+    driver, runtime = tmp_path / "libcuda.so.1", tmp_path / "libtorch_cuda.so"
+    fakes = [str(ROOT / "tests" / name) for name in ("fake_gpu.cpp", "fake_aten.cpp")]
+    for path, *args in (
+        (driver, *includes, *fakes, "-lc10", "-ltorch_cpu"),
+        (runtime, "-x", "c++", "-Wl,--no-as-needed", str(os.devnull), "-x", "none", str(driver)),
+    ):
+        build = [*flags, f"-Wl,-soname,{path.name}", "-o", str(path), *args]
+        subprocess.run(build, check=True, timeout=300)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-x", "tests/operators.py"]
+    path = os.pathsep.join((str(ROOT), str(TRITON)))
+    env = {**os.environ, "FAKE_GPU": str(tmp_path), "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1081,9 +1081,9 @@ def test_torch_adapter(tmp_path: Path) -> None:
 
 
 def test_the_page_compiles(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL)
     source = tmp_path / "page.cpp"
-    source.write_text(block)
+    source.write_text("".join(blocks))
     build("-fsyntax-only", "-Werror", source)
 
 

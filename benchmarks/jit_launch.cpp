@@ -36,7 +36,7 @@ struct Samples {
   }
 };
 
-alignas(64) float memory[64];
+float* memory;  // the kernels' arguments
 
 // The driver's own launch of a kernel of the pack, and ours. from_c: nullptr, or a launch through the C interface.
 template <class AdHoc, class Bind, class FromC>
@@ -89,8 +89,8 @@ void measure(const char* path, std::index_sequence<P...>, std::index_sequence<I.
       plait_triton_integer(static_cast<int64_t>(101 + 2 * I))...};
   const plait_triton_config at = plait_triton_grid(1, 1, 1, nullptr);
   race(path, std::to_string(n), entry, n,
-       [&] { kernel[{1, nullptr}]((static_cast<void>(P), memory + 0)..., static_cast<int>(101 + 2 * I)...); },
-       [&] { return kernel.bind({1}, (static_cast<void>(P), memory + 0)..., static_cast<int>(101 + 2 * I)...); },
+       [&] { kernel[{1, nullptr}]((static_cast<void>(P), memory)..., static_cast<int>(101 + 2 * I)...); },
+       [&] { return kernel.bind({1}, (static_cast<void>(P), memory)..., static_cast<int>(101 + 2 * I)...); },
        [&] { plait_triton_launch(c_kernel, &at, arguments.data(), n); });
 }
 
@@ -101,8 +101,8 @@ void measure_more(const char* path) {
   const Kernel tuned = from_pack(path, "tuned");
   const int n = 101;
   const auto grid = [n](const Meta& meta) { return cdiv(n, meta["BLOCK"]); };
-  race(path, "3, tuned", three, 3, [&] { tuned[{grid, nullptr}](memory + 0, memory + 0, n); },
-       [&] { return tuned.bind({grid}, memory + 0, memory + 0, n); }, nullptr);
+  race(path, "3, tuned", three, 3, [&] { tuned[{grid, nullptr}](memory, memory, n); },
+       [&] { return tuned.bind({grid}, memory, memory, n); }, nullptr);
   const Kernel described = from_pack(path, "described");
   const TensorDescriptor d{memory, DType::fp32, {8, 8}, {8, 1}, {8, 8}};
   race(path, "2 descriptors", three, 3, [&] { described[{1, nullptr}](d, d); }, [&] { return described.bind({1}, d, d); },
@@ -111,6 +111,13 @@ void measure_more(const char* path) {
 }  // namespace
 
 int main(int, char** argv) {
+  alignas(64) static float unused[64];  // a driver that does nothing has no memory
+  const plait::cuda::Driver& driver = plait::cuda::Driver::machine();
+  driver.need_context(0);
+  memory = unused;
+  void* device_memory = nullptr;
+  if (driver.allocate) driver.check(driver.allocate(&device_memory, sizeof unused, nullptr), "cuMemAllocAsync");
+  if (device_memory) memory = static_cast<float*>(device_memory);
   measure(argv[1], std::make_index_sequence<0>(), std::make_index_sequence<0>());
   measure(argv[1], std::make_index_sequence<2>(), std::make_index_sequence<1>());
   measure(argv[1], std::make_index_sequence<13>(), std::make_index_sequence<6>());

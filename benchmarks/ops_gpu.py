@@ -6,6 +6,7 @@ Gradients: one call of forward and backward. Usage: ops_gpu.py
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from table import render
 from torch import Tensor
 
 import plait.ops as ops
-from plait.runtime.triton_kernels import load
 
 CALLS, ROUNDS = 20, 15
 Call = Callable[[], object]
@@ -60,6 +60,15 @@ def device_us(calls: list[Call]) -> list[float]:
     return best
 
 
+def kernel_module() -> Any:
+    """The file of the kernels."""
+    spec = importlib.util.spec_from_file_location("operators", ops.KERNELS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=grad)
 
@@ -84,9 +93,8 @@ def eager_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def cases() -> list[tuple[str, Call, Call, Call | None]]:
     """Name, eager, plait, Triton from Python."""
-    add_kernel, norm_kernel, softmax_kernel = (
-        load(str(ops.KERNELS), f"{name}_kernel") for name in ("add", "rms_norm", "softmax")
-    )
+    kernels = kernel_module()
+    add_kernel, norm_kernel, softmax_kernel = kernels.add_kernel, kernels.rms_norm_kernel, kernels.softmax_kernel
     tl = triton.language
     found: list[tuple[str, Call, Call, Call | None]] = []
     for rows, n in ((8, 4096), (4096, 4096)):

@@ -86,7 +86,10 @@ int main(int argc, char** argv) {
   }
 
   uint64_t at[2] = {0, 0}, nbytes[2] = {0, 0};  // of the manifest, of the weights
-  for (const char* entry = whole.data() + 32; *entry; entry += 80) {
+  uint32_t n_sections = 0;
+  std::memcpy(&n_sections, whole.data() + 12, 4);
+  for (const char* entry = whole.data() + whole.size() - 80 * n_sections;
+       entry < whole.data() + whole.size(); entry += 80) {
     const int which = std::strcmp(entry, "manifest") == 0  ? 0
                       : std::strcmp(entry, "weights") == 0 ? 1
                                                            : -1;

@@ -341,6 +341,15 @@ def test_the_gradients_of_a_norm_read_the_rows_once(compile_only: None) -> None:
     assert "for offset in tl.range(0, 8, 1, num_stages=" in made.kernel_source
 
 
+def test_a_row_s_program_looks_up_what_its_loss_needs(compile_only: None) -> None:
+    mode, (x, y) = fakes((1048, 3000), (1048,))
+    with mode:
+        y = y.long()
+    made = record(lambda x, y: torch.nn.functional.cross_entropy(x, y), x, y, mode=mode)
+    rows, last = _kernels(made)
+    assert len(rows.outs) == 1 and rows.grid == 1048 and all(numel(b.shape) <= 1048 for b in last.args)
+
+
 def _kernels(made: CompileRecord) -> list[Kernel]:
     return [k for k in made.plan.steps if isinstance(k, Kernel)]
 

@@ -822,7 +822,9 @@ def decorators(folder: Path) -> None:
             lines.append(" ".join([name, *map(str, keep), *more]))
         return lines
 
+    os.environ["PLAIT_TRITON_RECORD"] = str(record := folder / "record")
     said, done = run(folder, "chosen", sys.executable, file, "-")
+    del os.environ["PLAIT_TRITON_RECORD"]
     assert got(said) == want
     starts = [
         "kernel hooked: TypeError: its @triton.autotune has a configuration with a pre_hook, a Python function that",
@@ -838,14 +840,15 @@ def decorators(folder: Path) -> None:
     assert got(again) == want
     assert sum(line.startswith("launch") for line in done) == len(want) + 1 < n_timed
 
-    listed = Path(f"{file}.list")
+    listed = Path(f"{file}.list").read_text().splitlines()
+    assert set(listed) < set(record.read_text().splitlines())
     output = str(folder / "decorated.pack")
-    plait.tools.pack.main([str(file), "-o", output, "--signatures", f"@{listed}"])
+    plait.tools.pack.main([str(file), "-o", output, "--signatures", f"@{record}"])
     said, done = run(folder, "chosen", "/bin/false", "/nowhere", output)
     assert got(said) == want and sum(line.startswith("launch") for line in done) == len(want)
 
     # What a pack lacks is asked for in words that make it.
-    lines = [x for x in listed.read_text().splitlines() if "n=2048" not in x]
+    lines = [x for x in listed if "n=2048" not in x]
     table = folder / "table"
     table.write_text("\n".join(lines))
     kernels = [x for x in lines if " @" not in x]
@@ -1078,9 +1081,9 @@ def test_torch_adapter(tmp_path: Path) -> None:
 
 
 def test_the_page_compiles(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs" / "triton-cpp.md").read_text(), re.DOTALL)
     source = tmp_path / "page.cpp"
-    source.write_text(block)
+    source.write_text("".join(blocks))
     build("-fsyntax-only", "-Werror", source)
 
 

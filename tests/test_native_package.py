@@ -16,7 +16,7 @@ from plait.errors import InputError, Unsupported
 from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Control, Routine, Variant, write_package
+from plait.wrapper.package import Contents, Control, Routine, Variant, Writer, write_package
 from tests.native_tools import SOURCE, alloc, extern, launch, library, program, ret, tensor
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +113,21 @@ def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
     assert {f.name for f in tmp_path.iterdir()} == {"a", "b"}
 
 
+def test_weights_that_went_ahead(tmp_path: Path) -> None:
+    """They are in place, or are written once more."""
+    base = torch.arange(100.0)
+    c = contents(weights={"w": base[:12].view(3, 4)}, constants=[base[20:32].view(3, 4)])
+    write_package(tmp_path / "p", c)
+    other = torch.randn(5000)
+    for early in (None, c.weights, {"w": torch.ones(3, 4)}, {"w": base[:32]}, {**c.weights, "v": other}, {"v": other}):
+        with Writer(tmp_path / "q", early) as writer:
+            writer.finish(c)
+        assert (tmp_path / "q").read_bytes() == (tmp_path / "p").read_bytes()
+    with pytest.raises(KeyError), Writer(tmp_path / "q", {"v": torch.ones(3 << 20)}):
+        raise KeyError
+    assert {f.name for f in tmp_path.iterdir()} == {"p", "q"}
+
+
 def test_weights_that_share_memory_share_it(tmp_path: Path) -> None:
     base = torch.arange(1000.0)
     weights = {"w": base[500:512].view(3, 4), "v": base[504:514].view(5, 2).t(), "e": torch.empty(0, 3)}
@@ -176,13 +191,14 @@ def test_what_is_missing_has_a_name(tmp_path: Path) -> None:
 
 def with_version(package: bytes, name: str, version: str) -> bytes:
     """Another version of the same length in the manifest, with right checksums."""
-    start, nbytes = struct.unpack_from("<2Q", package, 32 + 48)
+    table = len(package) - 80 * struct.unpack_from("<I", package, 12)[0]
+    entry = package.index(b"manifest\0", table)
+    start, nbytes = struct.unpack_from("<2Q", package, entry + 48)
     old = package.index(name.encode(), start) + len(name) + 8
     data = bytearray(package)
     data[old : old + len(version)] = version.encode()
-    struct.pack_into("<Q", data, 32 + 64, checksum(bytes(data[start : start + nbytes])))
-    table = 32 + 80 * struct.unpack_from("<I", data, 12)[0]
-    struct.pack_into("<Q", data, 24, checksum(bytes(data[:24] + data[32:table])))
+    struct.pack_into("<Q", data, entry + 64, checksum([data[start : start + nbytes]]))
+    struct.pack_into("<Q", data, 24, checksum([data[:24] + data[table:]]))
     return bytes(data)
 
 
@@ -223,9 +239,16 @@ def reference_checksum(data: bytes) -> int:
 def test_checksum() -> None:
     data = bytes(range(256)) * 5
     for n in (0, 1, 31, 32, 33, 1000):
-        assert checksum(data[:n]) == reference_checksum(data[:n])
-    assert checksum(b"") != checksum(bytes(1)) != checksum(bytes(2))
-    assert checksum(memoryview(data)[3:40]) == checksum(data[3:40])
+        assert checksum([data[:n]]) == reference_checksum(data[:n])
+        pieces = [data[:n], data[:70], data[:0], data[:n]]
+        aligned = b"".join(p + bytes(-len(p) % 64) for p in pieces[:-1]) + pieces[-1]
+        assert checksum(iter(pieces)) == reference_checksum(aligned)
+    assert checksum([]) != checksum([bytes(1)]) != checksum([bytes(2)])
+    assert checksum([memoryview(data)[3:40]]) == checksum([data[3:40]])
+    with pytest.raises(TypeError):
+        checksum([3])
+    with pytest.raises(ZeroDivisionError):
+        checksum(bytes(1 // n) for n in (1, 0))
 
 
 def test_damage_under_a_sanitizer(tmp_path: Path) -> None:

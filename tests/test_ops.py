@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ LIB = ROOT / "plait" / "lib"
 P: Any = torch.ops.plait
 
 TARGET = torch.tensor([1, 0, -100, 3])
+WEIGHT = torch.linspace(0.2, 1, 5, dtype=torch.float64)
 ANGLES = torch.linspace(-3, 3, 16, dtype=torch.float64).view(8, 2)
 TABLES = ANGLES.cos(), ANGLES.sin()
 
@@ -55,8 +55,10 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "rotary, tables": (P.rotary, ((1, 3, 2, 5), (4, 2), (4, 2))),
     "matmul": (P.matmul, ((2, 1, 2, 3), (2, 3, 2))),
     "linear": (P.matmul, ((2, 2, 3), (3, 2))),
-    **{f"cross_entropy {how}": (lambda x, how=how: loss(x, *how), ((4, 5),)) for how in product(
-        (None, torch.linspace(0.2, 1, 5, dtype=torch.float64)), (0, 1, 2), (0.0, 0.1))},
+    "cross_entropy": (lambda x: loss(x, None, 0, 0.0), ((4, 5),)),
+    "cross_entropy, mean": (lambda x: loss(x, WEIGHT, 1, 0.0), ((4, 5),)),
+    "cross_entropy, smoothed": (lambda x: loss(x, WEIGHT, 1, 0.1), ((4, 5),)),
+    "cross_entropy, smoothed sum": (lambda x: loss(x, None, 2, 0.1), ((4, 5),)),
 }  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def test_gradients(name: str) -> None:
     """Of both modes and of the second order."""
     op, shapes = GRADIENTS[name]
     x = [r(*s) for s in shapes]
-    assert gradcheck(op, x, check_forward_ad=True) and gradgradcheck(op, x)
+    assert gradcheck(op, x, check_forward_ad=True, fast_mode=True) and gradgradcheck(op, x, fast_mode=True)
 
 
 F32 = partial(r, dtype=torch.float32)
@@ -129,7 +131,7 @@ def test_programs(backend: str, dynamic: bool, programs: list[Any]) -> None:
 def test_plait_takes_them_apart() -> None:
     x, w, target = inputs(5)
     found = plait.explain(model, x, w, target, quiet=True)
-    assert found.externs == 0 if hasattr(found, "externs") else "0 calls of PyTorch's own operators" in str(found)
+    assert "0 calls of PyTorch's own operators" in str(found)
     with torch.no_grad():
         torch.testing.assert_close(plait.compile(model, (x, w, target))(x, w, target), model(x, w, target))
 

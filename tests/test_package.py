@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 import plait
-from plait.capture import package as writer
 from plait.errors import InputError, Unsupported, UserError
 from plait.runtime import signature as signatures
 from plait.runtime.signature import VALUE, Signature
 from plait.runtime.toolchain import ISAS
-from plait.wrapper.package import Contents
+from plait.wrapper.package import Contents, Writer
 from tests.against_eager import tree_equal
 from tests.package_programs import PROGRAMS, X, convolutions
 
@@ -57,7 +56,7 @@ def contents(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> Con
     """What plait.package would write."""
     seen: list[Contents] = []
     with monkeypatch.context() as m:
-        m.setattr(writer, "write_package", lambda path, c: seen.append(c))
+        m.setattr(Writer, "finish", lambda self, c: seen.append(c))
         plait.package(*args, **options)
     return seen[0]
 

@@ -19,9 +19,8 @@ from torch._higher_order_ops.scan import scan
 from torch.export import Dim, export
 
 import plait
-from plait.capture import package as writer
 from plait.errors import Unsupported
-from plait.wrapper.package import Contents, Control, write_package
+from plait.wrapper.package import Contents, Control, Writer, write_package
 
 ROOT = Path(__file__).parent.parent
 N = Dim("n", min=3, max=9)
@@ -119,7 +118,7 @@ def test_packages_agree_with_compile(tmp_path: Path, name: str) -> None:
 def contents(monkeypatch: pytest.MonkeyPatch, module: nn.Module) -> Contents:
     seen: list[Contents] = []
     with monkeypatch.context() as m:
-        m.setattr(writer, "write_package", lambda path, c: seen.append(c))
+        m.setattr(Writer, "finish", lambda self, c: seen.append(c))
         plait.package(module, "unused", (torch.randn(5, 4),))
     return seen[0]
 

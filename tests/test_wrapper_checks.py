@@ -29,7 +29,10 @@ def checks(program: Program, kind: type) -> list[Any]:
     return [i for i in program.record.wrapper.body if isinstance(i, kind)]
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+SLOW = ("gpt2", "llama", "vit")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS])
 def test_good_models_pass(name: str, programs: list[Program]) -> None:
     model, exact, x = build(name)
     model.eval(), exact.eval()

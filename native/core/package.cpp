@@ -3,10 +3,9 @@
 // All numbers are little-endian.
 //   0   8 bytes "PLAITPKG", u32 version, u32 number of sections, u64 bytes of the file,
 //       u64 checksum of the 24 bytes before it and of the table
-//   32  the table, 80 bytes a section: name (48 bytes, ASCII and then NULs), u64 offset, u64 bytes,
-//       u64 checksum, u64 0
-// then the sections in the order of the table, each at the next multiple of 4096; what lies between
-// is zero. So every byte of a file is checked. Sections: `manifest`; `python`, JSON for plait.load;
+// then the sections in the order of the table, and the table, each at the next multiple of 4096;
+// what lies between is zero. The table has 80 bytes a section: name (48 bytes, ASCII and then
+// NULs), u64 offset, u64 bytes, u64 checksum, u64 0. So every byte of a file is checked. Sections: `manifest`; `python`, JSON for plait.load;
 // `weights`, raw bytes; and what the variants in the manifest name: plans, kernels (shared
 // objects), cubins (see cubins.cpp).
 //
@@ -54,8 +53,7 @@ namespace plait {
 namespace {
 
 constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'P', 'K', 'G'};
-constexpr uint64_t kHeaderBytes = 32, kEntryBytes = 80, kNameBytes = 48, kPage = 4096,
-                   kWeightAlign = 64;
+constexpr uint64_t kHeaderBytes = 32, kEntryBytes = 80, kNameBytes = 48, kPage = 4096;
 constexpr size_t kChunk = 1 << 20;
 constexpr int64_t kMaxRank = 64;
 constexpr uint64_t kPrime = 0x9E3779B97F4A7C15u;
@@ -370,6 +368,12 @@ void Checksum::add(std::span<const std::byte> bytes) {
   lanes_[0] = a, lanes_[1] = b, lanes_[2] = c, lanes_[3] = d;
 }
 
+void Checksum::align() {
+  constexpr std::byte zeros[kBlock] = {};
+  n_bytes_ = (n_bytes_ + kBlock - 1) / kBlock * kBlock;  // add() has filled the last one
+  while (n_bytes_ % kWeightAlign != 0) add(zeros);
+}
+
 uint64_t Checksum::value() const {
   uint64_t h = n_bytes_;
   for (const uint64_t lane : lanes_) h = stir(h, lane);
@@ -458,17 +462,17 @@ void PackageFile::read_table() {
   const auto truncated = [&] {
     fail("truncated: it has " + std::to_string(have) + " of " + std::to_string(size_) + " bytes");
   };
-  const uint64_t table_end = kHeaderBytes + kEntryBytes * n_sections;
-  if (table_end > have && have < size_) truncated();
-  if (table_end > have) fail("damaged header");
+  if (have < size_) truncated();
+  const uint64_t table_bytes = kEntryBytes * n_sections;
+  if (size_ < kHeaderBytes || table_bytes > size_ - kHeaderBytes) fail("damaged header");
+  table_ = size_ - table_bytes;
   const auto promised = number<uint64_t>(head, 24);
   head.resize(24);
-  head.resize(24 + kEntryBytes * n_sections);
+  head.resize(24 + table_bytes);
   const auto table = std::span(head).subspan(24);
-  read(kHeaderBytes, table);
+  read(table_, table);
   if (checksum(head) != promised) fail("damaged header");
-  if (have < size_) truncated();
-  uint64_t at = table_end;
+  uint64_t at = kHeaderBytes;
   std::set<std::string> names;
   for (uint32_t k = 0; k < n_sections; ++k) {
     const auto entry = table.subspan(k * kEntryBytes, kEntryBytes);
@@ -488,11 +492,11 @@ void PackageFile::read_table() {
     at = s.offset + s.nbytes;
     sections_.push_back(std::move(s));
   }
-  if (at != size_ || have != size_) fail("damaged: bytes follow its last section");
+  if (next_page(at) != table_ || have != size_) fail("damaged: bytes follow its last section");
 }
 
 void PackageFile::read_sections(bool verify_weights) {
-  uint64_t end = kHeaderBytes + kEntryBytes * sections_.size();
+  uint64_t end = kHeaderBytes;
   for (Section& s : sections_) {
     require_zeros(end, s.offset);
     end = s.offset + s.nbytes;
@@ -510,6 +514,7 @@ void PackageFile::read_sections(bool verify_weights) {
     }
     if (sum.value() != s.checksum) fail("damaged section '" + s.name + "': its checksum is wrong");
   }
+  require_zeros(end, table_);
 }
 
 void PackageFile::require_zeros(uint64_t first, uint64_t last) {

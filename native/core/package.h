@@ -14,12 +14,14 @@
 namespace plait {
 
 inline constexpr uint32_t kPackageVersion = 2;
+inline constexpr uint64_t kWeightAlign = 64;  // of storages among the weights
 
 // A hash of 64 bits against damage. Whoever wants to deceive it can: it is not cryptographic.
 class Checksum {
  public:
   static constexpr size_t kBlock = 32;
-  void add(std::span<const std::byte> bytes);  // all pieces but the last are multiples of kBlock
+  void add(std::span<const std::byte> bytes);  // a multiple of kBlock, or align() or nothing follows
+  void align();                                // zeros up to the next multiple of kWeightAlign
   uint64_t value() const;
 
  private:
@@ -136,7 +138,7 @@ class PackageFile {
 
   std::string path_;
   int file_ = -1;
-  uint64_t size_ = 0;
+  uint64_t size_ = 0, table_ = 0;
   std::vector<Section> sections_;
   Manifest manifest_;
 };

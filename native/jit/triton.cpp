@@ -1,6 +1,8 @@
 // native/jit/triton.cpp: from a call to a launch. What a hit does is launch(Sites&, Call) down to
 // Record::launch; everything else happens once a key.
 #include <alloca.h>
+#include <fcntl.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <map>
@@ -101,6 +103,35 @@ struct Flight {
   }
 };
 
+// Signatures and facts go to a file as they are met: a process may end as it likes.
+class Recorder {
+ public:
+  Recorder() {
+    if (const char* path = std::getenv("PLAIT_TRITON_RECORD")) open(path);
+  }
+  void open(const std::string& path) {
+    const std::scoped_lock lock(mutex_);
+    if (file_ >= 0) close(file_);
+    file_ = path.empty() ? -1 : ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (file_ < 0 && !path.empty()) throw Error("cannot write the record " + path, "(all)");
+  }
+  void note(std::string line) {
+    const std::scoped_lock lock(mutex_);
+    if (file_ < 0) return;
+    line += '\n';  // one write: other processes may have the same file
+    if (write(file_, line.data(), line.size()) != static_cast<ssize_t>(line.size()))
+      throw Error("the record cannot be written", line);
+  }
+
+ private:
+  std::mutex mutex_;
+  int file_ = -1;
+};
+Recorder& recorder() {
+  static auto* made = new Recorder;
+  return *made;
+}
+
 bool is_capturing(const cuda::Driver& driver, Stream stream) {
   int capturing = 0;
   driver.check(driver.is_capturing(of_driver(stream), &capturing), "cuStreamIsCapturing");
@@ -119,7 +150,10 @@ class Function {
     const auto lock = provider->hold(mutex_);
     if (signature_) return *signature_;
     Signature made(name, provider->describe(file, name));
-    for (const std::string& fact : made.facts) facts.read(name, fact);
+    for (const std::string& fact : made.facts) {
+      facts.read(name, fact);
+      recorder().note(name + " @" + fact);
+    }
     return signature_.emplace(std::move(made));
   }
   Flight& flight(const Request& r) const {
@@ -134,6 +168,11 @@ class Function {
       const auto flying = provider->hold(flight.mutex);
       if (!flight.signature.empty()) signatures.push_back(flight.signature);
     }
+  }
+
+  void learn(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
+             const std::string& result) const {
+    recorder().note(name + " @" + facts.add(kind, names, told, result));
   }
 
   // What decides whether a value is part of a key.
@@ -452,7 +491,7 @@ const Record* Site::make(const Call& call) {
   }
   std::unique_ptr<Record> record = prepare(asked, chosen);
   note_miss(*record);
-  const std::scoped_lock lock(mutex_);
+  const auto lock = function->provider->hold(mutex_);
   if (const Record* found = search(call)) return found;  // another thread was faster
   publish(record.get(), call);
   return record.release();
@@ -514,8 +553,9 @@ const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) c
     loaded = std::make_unique<Loaded>(driver, binary, record.specialization.slots);
     ++counts().loaded;
   }
-  if (!timed)
-    flight.signature = function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
+  if (!timed && flight.signature.empty())
+    recorder().note(flight.signature =
+                        function->name + " " + text + (request.options.empty() ? "" : " ") + request.options);
   return &loaded->kernel;
 }
 
@@ -544,7 +584,7 @@ std::string Site::ask(const Asked& asked, const std::string& kind, const Setting
   for (const std::string_view name : split(std::string_view(answer).substr(0, line), ','))
     if (!name.empty()) names.emplace_back(name);
   const std::string result = line < answer.size() ? answer.substr(line + 1) : "";
-  function->facts.add(kind, names, told, result);
+  function->learn(kind, names, told, result);
   return result;
 }
 
@@ -594,7 +634,7 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
     file.write(*best);
     ++counts().tuned;
   }
-  function->facts.add(kind, names, told, *best);
+  function->learn(kind, names, told, *best);
   return read_settings(*best);
 }
 
@@ -674,7 +714,7 @@ namespace {
 Site& new_site(Sites& sites, const Call& call) {
   static std::mutex mutex;
   call.function->signature();  // may take long: not under the lock
-  const std::scoped_lock lock(mutex);
+  const auto lock = call.function->provider->hold(mutex);
   Site* first = sites.all.load(std::memory_order_acquire);
   Site* site = first;
   while (site && site->function != call.function) site = site->next;
@@ -905,6 +945,7 @@ Stats stats() {
   const std::scoped_lock lock(c.mutex);
   return {c.hits, c.misses, c.compiled, c.loaded, c.tuned, c.last_miss};
 }
+void record_to(const std::string& path) { recorder().open(path); }
 void count_hits(bool on) { counting.store(on); }
 
 void set_tuning(const Tuning* given) { tuning.store(given, std::memory_order_release); }
@@ -962,8 +1003,12 @@ Kernel jit(const std::string& file, const std::string& function, std::shared_ptr
 std::vector<std::string> signatures() {
   std::vector<std::string> found;
   Functions& f = functions();
-  const std::scoped_lock lock(f.mutex);
-  for (const auto& [key, function] : f.all) function.list(found);
+  std::vector<const detail::Function*> all;
+  {
+    const std::scoped_lock lock(f.mutex);
+    for (const auto& [key, function] : f.all) all.push_back(&function);
+  }
+  for (const detail::Function* function : all) function->list(found);
   return found;
 }
 

@@ -74,6 +74,10 @@ std::vector<std::string> values_of(const std::vector<std::string>& names, const 
   return values;
 }
 
+std::string line_of(const std::string& kind, const std::string& told, const std::string& result) {
+  return kind + (told.empty() ? "" : " ") + told + std::string(kArrow) + result;
+}
+
 std::string hash_of(const std::string& text) {
   uint64_t a = 0xcbf29ce484222325, b = 0x9e3779b97f4a7c15;
   for (const unsigned char c : text) {
@@ -124,10 +128,11 @@ std::optional<std::string> Facts::find(const std::string& kind, const Settings& 
   return std::nullopt;
 }
 
-void Facts::add(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
-                const std::string& result) {
+std::string Facts::add(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
+                       const std::string& result) {
   const std::scoped_lock lock(mutex_);
   all_[kind][names][values_of(names, told)] = result;
+  return line_of(kind, conditions(names, told), result);
 }
 
 std::vector<std::string> Facts::names() const {
@@ -146,7 +151,7 @@ std::vector<std::string> Facts::lines() const {
       for (const auto& [values, result] : results) {
         Settings told;
         for (size_t k = 0; k < names.size(); ++k) told.emplace_back(names[k], values[k]);
-        found.push_back(kind + (told.empty() ? "" : " ") + write_settings(told) + std::string(kArrow) + result);
+        found.push_back(line_of(kind, write_settings(told), result));
       }
   return found;
 }

@@ -17,8 +17,9 @@ class Facts {
  public:
   void read(const std::string& function, std::string_view line);  // throws Error
   std::optional<std::string> find(const std::string& kind, const Settings& told) const;
-  void add(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
-           const std::string& result);
+  // Says how the new one is written.
+  std::string add(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
+                  const std::string& result);
   std::vector<std::string> names() const;  // of all that a fact depends on
   std::vector<std::string> lines() const;
 

@@ -1,6 +1,5 @@
 // native/ops/register.cpp: the operators' schemas, and what of them is the same on every device: those that are made
 // of primitives, gradients, autocast, and the functions of plait/ops.h.
-#include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
 #include <plait/ops.h>
 #include <plait/triton.h>
@@ -239,8 +238,11 @@ Tensor bmm_autograd(const Tensor& a, const Tensor& b) {
 }
 
 // ---- operators made of primitives
+// No number among tensors: tracing would make one of it again, which only ATen's own operators take.
 Tensor add_number(const Tensor& self, const at::Scalar& other, const at::Scalar& alpha) {
-  return call::add(self, at::native::wrapped_scalar_tensor(other), alpha);
+  const auto type = at::result_type(self, other);
+  const bool is_real = self.dim() > 0 && at::isFloatingType(type);  // it is not rounded
+  return call::add(self.to(type), at::scalar_tensor(other, at::dtype(is_real ? at::kDouble : type)), alpha);
 }
 
 Three norm_of(const Tensor& input, const Maybe& residual, c10::SymIntArrayRef normalized_shape, const Maybe& weight,

@@ -72,12 +72,22 @@ PyObject* module_math_addresses(PyObject*, PyObject* names) {
   });
 }
 
-PyObject* module_checksum(PyObject*, PyObject* buffer) {
-  Py_buffer bytes;
-  if (PyObject_GetBuffer(buffer, &bytes, PyBUF_SIMPLE) < 0) return nullptr;
-  const uint64_t sum = checksum({static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
-  PyBuffer_Release(&bytes);
-  return PyLong_FromUnsignedLongLong(sum);
+PyObject* module_checksum(PyObject*, PyObject* pieces) {
+  const Ref iterator(PyObject_GetIter(pieces));
+  if (!iterator.get()) return nullptr;
+  Checksum sum;
+  for (;;) {
+    const Ref piece(PyIter_Next(iterator.get()));
+    if (!piece.get()) break;
+    Py_buffer bytes;
+    if (PyObject_GetBuffer(piece.get(), &bytes, PyBUF_SIMPLE) < 0) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    sum.align();
+    sum.add({static_cast<const std::byte*>(bytes.buf), static_cast<size_t>(bytes.len)});
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&bytes);
+  }
+  return PyErr_Occurred() ? nullptr : PyLong_FromUnsignedLongLong(sum.value());
 }
 
 PyMethodDef module_methods[] = {
@@ -86,7 +96,8 @@ PyMethodDef module_methods[] = {
     {"trim_arenas", module_trim_arenas, METH_NOARGS, "Frees every idle block of the arena pool."},
     {"math_addresses", module_math_addresses, METH_O,
      "Addresses of math functions by name, 0 where this process has none."},
-    {"checksum", module_checksum, METH_O, "The checksum of bytes that packages use: fast, not cryptographic."},
+    {"checksum", module_checksum, METH_O,
+     "The checksum of pieces of bytes that packages use, each at the next multiple of 64: fast, not cryptographic."},
     {"load_cubin", module_load_cubin, METH_VARARGS,
      "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,

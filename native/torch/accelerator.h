@@ -5,6 +5,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "core/cuda.h"
 
@@ -15,6 +16,9 @@ class Accelerator {
   explicit Accelerator(c10::Device device);  // throws LoadError where torch has no such device
 
   c10::Device device() const { return device_; }
+  // Whether it is torch's current device. To ask takes less than a guard, which asks the driver for
+  // the state of a context at its end.
+  bool is_current() const { return guard_->getDevice() == device_; }
   // The stream that torch's operators would be put on by this thread. Makes sure of a context.
   cuda::Stream stream() const;
   // From torch's caching allocator, for use on the current stream of the current device.
@@ -26,6 +30,7 @@ class Accelerator {
  private:
   c10::Device device_;
   c10::Allocator* allocator_;
+  const c10::impl::DeviceGuardImplInterface* guard_;
 };
 
 }  // namespace plait

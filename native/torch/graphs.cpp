@@ -359,6 +359,9 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
       if (c.node)
         driver.check(driver.copy_node(c.node, &c.params), "cuGraphMemcpyNodeGetParams");
     make_room(shared, *r, made.limit);
+    for (const Recording* lender : r->lenders)
+      if (std::find(shared.recordings.begin(), shared.recordings.end(), lender) == shared.recordings.end())
+        throw std::runtime_error("memory that it was lent has gone");
     r->host = capture;
   } catch (const c10::Error& error) {
     failed = error.what_without_backtrace();
@@ -591,7 +594,8 @@ void Program::run_below(Frame& f, const PartitionInfo& p) const {
 // records a graph of their own.
 bool Program::run_graphs(Frame& f) const {
   Shared& shared = Shared::of(gpu_->device().index());
-  const c10::DeviceGuard on_gpu(gpu_->device());
+  std::optional<c10::DeviceGuard> on_gpu;
+  if (!gpu_->is_current()) on_gpu.emplace(gpu_->device());
   if (!shared.busy) f.stream = gpu_->stream();
   if (shared.busy || is_capturing(f.stream)) {
     ++graphs_->counts.bypassed;

@@ -722,7 +722,7 @@ void Program::run_steps(Frame& f) const {
   const bool profiled = at::hasCallbacks();
   std::optional<c10::DeviceGuard> on_gpu;
   if (gpu_) {
-    on_gpu.emplace(gpu_->device());
+    if (!gpu_->is_current()) on_gpu.emplace(gpu_->device());
     f.stream = gpu_->stream();
   }
   if (!needs_guard_) return walk(f, profiled);

@@ -6,7 +6,7 @@ An ExportedProgram comes with its example and its dynamic sizes: it is traced ag
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,8 +75,18 @@ def _dynamic_shapes(
     found = [_open(node.meta.get("val"), program.range_constraints, dims) for node in users]
     if not any(found):
         return None
-    by_position, by_name = pytree.tree_unflatten(found, spec)
+    by_position, by_name = _shaped(spec, iter(found))
     return dict(inspect.signature(module.forward).bind(*by_position, **by_name).arguments)
+
+
+def _shaped(spec: pytree.TreeSpec, found: Iterator[Any]) -> Any:
+    """The tree of spec, in which a class stands as the list of its fields, as dynamic_shapes has it."""
+    if spec.is_leaf():
+        return next(found)
+    children = [_shaped(child, found) for child in spec.children()]
+    if spec.type not in pytree.BUILTIN_TYPES:
+        return children
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
 
 
 def _open(value: Any, ranges: Mapping[Any, Any], dims: dict[Any, Any]) -> Any:

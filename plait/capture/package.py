@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from plait.capture.bound import Result, argument_specs, captured_from, views_of_
 from plait.capture.control import controls_of
 from plait.capture.exported import Examples, Program, source_of
 from plait.capture.program import collector_paused, guarded
-from plait.capture.trace import Traced, trace
+from plait.capture.trace import Traced, state_of, trace
 from plait.compile import Portable, compile_portable
 from plait.config import Config
 from plait.errors import Unsupported, UserError
@@ -29,7 +28,7 @@ from plait.graph.fold import fold_weights
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Routine, Variant, write_package
+from plait.wrapper.package import Contents, Routine, Variant, Writer
 
 GPUS = ("sm_100", "sm_90", "sm_80")
 """What GPU kernels are built for where nothing else is asked."""
@@ -65,18 +64,19 @@ def package(
     named = [name for name in (cfg.isa, cfg.gpu_arch) if name != "auto"]
     isas, archs = _machines(named if machines is None else machines)
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
-    with collector_paused():
+    state = state_of(source[0])
+    for weight, x in state.items():
+        if x.is_meta:
+            raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")
+    with Writer(path, None if fold else state) as out, collector_paused():
         traced = trace(*source, "plait.package", None if device is None else _numbered(torch.device(device)))
-        for weight, x in traced.state.items():
-            if x.is_meta:
-                raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")
         folded: Sequence[str] = ()
         if fold:
             traced, folded = _folded(traced)
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")  # equal bytes every time
         results = tuple(views_of_inputs(traced.graph))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
-    write_package(Path(path), _contents(captured.name, traced, results, made, folded, cfg))
+        out.finish(_contents(captured.name, traced, results, made, folded, cfg))
 
 
 def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:

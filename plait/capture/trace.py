@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ def trace(
         _check_argument(name, x, who)
     env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
     is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
-    state = {**dict(module.named_parameters()), **dict(_buffers(module))}
+    state = state_of(module)
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
 
@@ -144,12 +144,15 @@ def trace(
     return Traced(graph, mutated, state, fakes, signature, facts)
 
 
-def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers by name, without the constants of subgraphs of an exported program: tracing meets these as they are."""
+def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, without the constants of subgraphs of an exported program: tracing meets these as
+    they are."""
+    state: dict[str, torch.Tensor] = dict(module.named_parameters())
     for name, x in module.named_buffers():
         path, _, last = name.rpartition(".")
         if not (last.startswith("_tensor_constant") and isinstance(module.get_submodule(path), GraphModule)):
-            yield name, x
+            state[name] = x
+    return state
 
 
 def _check_argument(name: str, x: Any, who: str) -> None:

@@ -31,7 +31,7 @@ _outer: ContextVar[generated.Keys | None] = ContextVar("plait_fx_outer", default
 
 
 @contextmanager
-def below_autograd() -> Iterator[None]:
+def python_below_autograd() -> Iterator[None]:
     """`generated.below_autograd`, with Python functions of graphs called in the dispatch state of who enters."""
     token = _outer.set(generated.dispatch_state())
     try:

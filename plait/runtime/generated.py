@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,11 +158,24 @@ def kernel(library: str, name: str, checks: Checks = ()) -> Kernel:
 
 
 # ---------------------------------------------------------------------------------------------- the call
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """ATen calls inside go straight to the kernels: no gradients, no autocast, no version counters."""
-    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
-        yield
+class below_autograd:
+    """ATen calls inside go straight to the kernels: no gradients, no autocast, no version counters.
+
+    A class, since every call enters it and a generator would cost as much as the guards."""
+
+    guards: Any
+
+    def __enter__(self) -> None:
+        self.with_gradients = torch.is_grad_enabled()
+        self.guards = torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast()
+        torch._C._set_grad_enabled(False)
+        for guard in self.guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for guard in reversed(self.guards):
+            guard.__exit__(*error)
+        torch._C._set_grad_enabled(self.with_gradients)
 
 
 Keys = tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]

@@ -67,9 +67,15 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> tuple[LoopProgram,
     buffers = dict(program.buffers)
     ops: list[Op] = []
     walks: dict[str, Reduction] = {}
-    rows = _of_rows(program, bodies) if any(kind_of(b).walkers for b in buffers.values()) else set()
+    rows: set[tuple[str, int]] = set()
+    results: dict[str, int] = {}
+    if any(kind_of(b).walkers for b in buffers.values()):
+        rows, results = _of_rows(program, bodies)
     for op in program.ops:
-        found = _chunks(op, program.buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
+        if isinstance(op, Reduction) and _asks_rows(op, bodies, results):
+            value, op = _valued(op, buffers)
+            ops.append(value)
+        found = _chunks(op, buffers, bodies, program.hints, rows) if isinstance(op, Reduction) else None
         if found is None:
             ops.append(op)
             continue
@@ -81,9 +87,9 @@ def split_reductions(program: LoopProgram, bodies: Bodies) -> tuple[LoopProgram,
     return replace(program, ops=tuple(ops), buffers=buffers), walks
 
 
-def _of_rows(program: LoopProgram, bodies: Bodies) -> set[tuple[str, int]]:
+def _of_rows(program: LoopProgram, bodies: Bodies) -> tuple[set[tuple[str, int]], dict[str, int]]:
     """What reductions along memory read, and what is computed from their results at every point, each with the length
-    of their rows."""
+    of their rows; and the results."""
     rows: set[tuple[str, int]] = set()
     results: dict[str, int] = {}
     for op in program.ops:
@@ -97,7 +103,25 @@ def _of_rows(program: LoopProgram, bodies: Bodies) -> set[tuple[str, int]]:
             length = hint_numel(map(extent, op.rvars), program.hints)
             rows.update((b, length) for b in read)
             results.update(dict.fromkeys(loop_outs(op), length))
-    return rows
+    return rows, results
+
+
+def _asks_rows(op: Reduction, bodies: Bodies, results: Mapping[str, int]) -> bool:
+    """Whether a reduction over rows looks something up in each, and asks for what the row was reduced to: work for the
+    many programs that had the rows."""
+    loads = [(n, load_of(n)) for n in bodies.of(roots(op)).loads]
+    looked_up = any(len(n.args) > load.masked for n, load in loads)
+    return not op.vars and looked_up and any(x.buf in results and x.index == op.rvars for _, x in loads)
+
+
+def _valued(op: Reduction, buffers: dict[str, Buffer]) -> tuple[Pointwise, Reduction]:
+    """What a reduction reduces as a loop of its own, and the rest."""
+    stem = next(o for o in op.outs if o is not None)
+    shape = tuple(extent(v) for v in op.rvars)
+    name, dtype = f"{stem}_value", op.body.dtype
+    buffers[name] = Buffer(name, dtype, shape, contiguous_strides(shape), buffers[stem].device)
+    value = Pointwise(name, op.rvars, op.body, origin=op.origin)
+    return value, replace(op, body=node("load", (), Load(name, op.rvars), dtype))
 
 
 def _chunks(

@@ -31,7 +31,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.dtypes import TO_TORCH
 from plait.lower.pycall import PythonCall
 from plait.runtime import generated
-from plait.runtime.fxops import PythonFunction, below_autograd, triton_function
+from plait.runtime.fxops import PythonFunction, python_below_autograd, triton_function
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Loaded, Parts, promises
@@ -74,11 +74,13 @@ class FxProgram:
                 f"one FX graph with kernels on {' and '.join(gpus)}", hint="options={'wrapper': 'native'}"
             )
         raw = _read_by_kernels(program) if gpus else []
+        python = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in program.body)
+        below = python_below_autograd if python else generated.below_autograd
 
         def call(args: list[object]) -> tuple[object, ...]:
             generated.check_inputs(args, signature)
             device = torch.cuda.device(gpus[0]) if gpus else contextlib.nullcontext()
-            with below_autograd(), device:
+            with below(), device:
                 for k in raw:  # Triton reads memory as it is
                     args[k] = generated.without_lazy_bits(args[k])  # type: ignore[arg-type]
                 if in_list:
@@ -273,7 +275,7 @@ class _Maker:
             case ins.Symbol():
                 env[i.name] = self.source(i)
             case ins.AssertScalar():
-                self.effect(aten._assert_scalar.default, (self.size(i.expr), i.message))
+                self.effect(aten._assert_scalar.default, (self.size(i.expr), i.message.replace("\0", "\\0")))
             case ins.AssertSizeStride():
                 self.require_layout(i)
             case ins.AssertAlignment():

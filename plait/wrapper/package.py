@@ -7,16 +7,16 @@ verifies them. Equal contents give equal bytes; a file appears whole or not at a
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import reprlib
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -34,6 +34,7 @@ VERSION = 2
 _MAGIC = b"PLAITPKG"
 _PAGE = 4096
 _WEIGHT_ALIGN = 64
+_PIECE = 1 << 22  # of weights: it is summed while caches still have it
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _OPERATORS = {"const": 0, "size": 1, "add": 2, "mul": 3, "floordiv": 4, "mod": 5, "min": 6, "max": 7, "eq": 8,
               "ne": 9, "lt": 10, "le": 11}  # fmt: skip
@@ -88,7 +89,8 @@ class Contents:
 
     inputs: in the program's order, as in capture/bound.py, a weight as ("bound", name, None), a size as
     ("symbol", name). names: of the caller's tensors and ints. outputs: of the results. weights: by name; they live
-    where the plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where they are.
+    where the plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where
+    they are.
     checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
     caller's argument 0; "size 0 -1": this int itself), "const 4", "add", "mul", "floordiv", "mod", "min", "max",
     "eq", "ne", "lt", "le".
@@ -114,47 +116,91 @@ class Contents:
     fixed: tuple[tuple[int, str, Any], ...] = ()
 
 
-def write_package(path: str | os.PathLike[str], contents: Contents) -> None:
-    """Writes the file at path, in place of what is there. Raises Unsupported for what a package cannot hold, OSError
-    where nothing can be written."""
-    weights = _Weights()
-    sections = _Sections(contents, weights)
-    target = Path(path).absolute()
-    handle, name = tempfile.mkstemp(prefix=".new-", suffix=target.suffix, dir=target.parent)
-    fresh = Path(name)
-    try:
-        with os.fdopen(handle, "w+b") as out:
-            _write(out, sections.blobs, weights)
+class Writer:
+    """A file that becomes a package at path: `finish` puts it in the place of what is there. `with` cleans up.
+
+    weights: those that it will have, as far as that is known: they are written by a thread, while others compile.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        self._target = Path(path).absolute()
+        handle, name = tempfile.mkstemp(prefix=".new-", suffix=self._target.suffix, dir=self._target.parent)
+        self._fresh, self._file = Path(name), handle
+        self._early = _Weights()
+        for weight, x in (weights or {}).items():
+            self._early.add(weight, x)
+        self._early.place()
+        self._rest: Future[Iterable[memoryview]] = Future()
+        self._stopped = False
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead = self._thread.submit(_native.checksum, self._written_ahead())
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        if not self._rest.done():
+            self._rest.set_result(())
+        self._thread.shutdown()
+        os.close(self._file)
+        self._fresh.unlink(missing_ok=True)
+
+    def finish(self, contents: Contents) -> None:
+        """Raises Unsupported for what a package cannot hold, OSError where nothing can be written."""
+        weights = _Weights()
+        blobs = _Sections(contents, weights).blobs
+        early = self._early.places()
+        fits = weights.places()[: len(early)] == early
+        self._rest.set_result(self._written(weights, len(early)) if fits else ())
+        checksum = self._ahead.result()
+        if not fits:  # a constant widens a storage, say
+            os.ftruncate(self._file, 0)
+            checksum = _native.checksum(self._written(weights))
+        table = [("weights", _PAGE, weights.nbytes, checksum)]
+        end = _PAGE + weights.nbytes
+        for name, blob in blobs.items():
+            start = _next_page(end)
+            self._write(blob, start)
+            table.append((name, start, len(blob), _native.checksum([blob])))
+            end = start + len(blob)
+        entries = b"".join(struct.pack("<48s4Q", name.encode("ascii"), *numbers, 0) for name, *numbers in table)
+        start = _next_page(end)
+        head = _MAGIC + struct.pack("<IIQ", VERSION, len(table), start + len(entries))
+        self._write(entries, start)
+        self._write(head + struct.pack("<Q", _native.checksum([head + entries])), 0)
         umask = os.umask(0)
         os.umask(umask)
-        fresh.chmod(0o666 & ~umask)
-        fresh.rename(target)
-    finally:
-        fresh.unlink(missing_ok=True)
+        self._fresh.chmod(0o666 & ~umask)
+        self._fresh.rename(self._target)
+
+    def _written_ahead(self) -> Iterator[memoryview]:
+        yield from self._written(self._early)
+        yield from self._rest.result()
+
+    def _written(self, weights: _Weights, first: int = 0) -> Iterator[memoryview]:
+        """The bytes of weights from a storage on, each piece after it was written."""
+        for offset, piece in weights.pieces(first):
+            if self._stopped:
+                return
+            self._write(piece, _PAGE + offset)
+            yield piece
+
+    def _write(self, data: bytes | memoryview, start: int) -> None:
+        view = memoryview(data)
+        while view:
+            n = os.pwrite(self._file, view, start)
+            view, start = view[n:], start + n
 
 
-def _write(out: BinaryIO, blobs: Mapping[str, bytes], weights: _Weights) -> None:
-    sizes = {name: len(blob) for name, blob in blobs.items()} | {"weights": weights.nbytes}
-    places = {}
-    end = 32 + 80 * len(sizes)
-    for name, nbytes in sizes.items():
-        start = -(-end // _PAGE) * _PAGE
-        places[name] = (start, nbytes)
-        end = start + nbytes
-    out.truncate(end)
-    for name, blob in blobs.items():
-        out.seek(places[name][0])
-        out.write(blob)
-    weights.write(out, places["weights"][0])
-    out.flush()
-    table = b""
-    with mmap.mmap(out.fileno(), end, access=mmap.ACCESS_READ) as whole, memoryview(whole) as view:
-        for name, (start, nbytes) in places.items():
-            with view[start : start + nbytes] as part:
-                table += struct.pack("<48s4Q", name.encode("ascii"), start, nbytes, _native.checksum(part), 0)
-    head = _MAGIC + struct.pack("<IIQ", VERSION, len(sizes), end)
-    out.seek(0)
-    out.write(head + struct.pack("<Q", _native.checksum(head + table)) + table)
+def write_package(path: str | os.PathLike[str], contents: Contents) -> None:
+    """Writes the file at path, in place of what is there, whole or not at all. Raises as `Writer.finish`."""
+    with Writer(path) as writer:
+        writer.finish(contents)
+
+
+def _next_page(end: int) -> int:
+    return -(-end // _PAGE) * _PAGE
 
 
 _Stored = tuple[str, torch.Tensor, tuple[str, int]]
@@ -214,15 +260,20 @@ class _Weights:
         """What the manifest says of all storages."""
         return [_words(s.offset, s.last - s.first) + _text(device) for (device, _), s in self.storages.items()]
 
-    def write(self, out: BinaryIO, start: int) -> None:
-        """Writes all bytes, from start on."""
-        for s in self.storages.values():
+    def places(self) -> list[tuple[tuple[str, int], int, int, int]]:
+        """What bytes are where."""
+        return [(key, s.first, s.last, s.offset) for key, s in self.storages.items()]
+
+    def pieces(self, first: int = 0) -> Iterator[tuple[int, memoryview]]:
+        """All bytes from a storage on, by offset."""
+        for s in list(self.storages.values())[first:]:
             if s.last == s.first:
                 continue
             raw = torch.empty(0, dtype=torch.uint8, device=s.tensor.device).set_(s.tensor.untyped_storage())
             kept = raw[s.first : s.last].cpu()
-            out.seek(start + s.offset)
-            out.write((ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr()))
+            whole = memoryview((ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr())).cast("B")
+            for start in range(0, len(whole), _PIECE):
+                yield s.offset + start, whole[start : start + _PIECE]
 
 
 class _Sections:

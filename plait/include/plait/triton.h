@@ -547,7 +547,7 @@ class PLAIT_API Provider {
   virtual std::string evaluate(const Question& question);
   // How many kernels it compiles at once.
   virtual unsigned concurrency() const { return 1; }
-  // Locks what is locked while it is asked. One that takes other locks itself says here how to wait.
+  // Locks what may be locked while it is asked. One that takes another lock then says here how to wait.
   virtual std::unique_lock<std::mutex> hold(std::mutex& mutex) const { return std::unique_lock(mutex); }
   // The function's parameters, a line each; native/jit/specialize.h says how.
   virtual std::string describe(const std::string& file, const std::string& function) = 0;
@@ -780,6 +780,8 @@ PLAIT_API Kernel from_pack(const std::string& path, const std::string& function)
 // What is compiled or was found in packs so far, a signature each as `python -m plait.tools.pack` takes it:
 // a warmed program's list makes the pack that it needs; what decorators decided is in it, too.
 PLAIT_API std::vector<std::string> signatures();
+// The same, line by line to a file as it happens; $PLAIT_TRITON_RECORD is one from the start. "": no more.
+PLAIT_API void record_to(const std::string& path);
 
 // What calls of this process met. hits: counted from count_hits(true) on. misses: calls whose key was new to
 // their place in the program. last_miss: the kernel and its specialization, and that of the call before it.

@@ -169,22 +169,24 @@ def _lines(outer, inner, n, x_outer, FLAT: tl.constexpr, ROWS: tl.constexpr):
     """Of this program's lines of n elements: where each starts in x and in a contiguous result, and whether it exists.
 
     FLAT: inner is 1 and lines are whole rows. Else a program has lines that lie beside each other."""
-    if FLAT:
-        r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        return (r * x_outer)[:, None], (r * n)[:, None], (r < outer)[:, None]
-    blocks = tl.cdiv(inner, ROWS)
+    blocks = 1 if FLAT else tl.cdiv(inner, ROWS)
     o = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    return (o * x_outer + i)[:, None], (o * n * inner + i)[:, None], (i < inner)[:, None]
+    x_at, y_at, alive = o * x_outer + i, o * n * inner + i, i < inner
+    if FLAT:
+        r = o * ROWS + i
+        x_at, y_at, alive = r * x_outer, r * n, r < outer
+    return x_at[:, None], y_at[:, None], alive[:, None]
 
 
 @triton.jit
 def _along(first, inner, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """Positions in a line, and how far into memory they are."""
     k = (first + tl.arange(0, BLOCK))[None, :]
-    if FLAT:
-        return k, k
-    return k, k.to(tl.int64) * inner
+    at = k
+    if not FLAT:
+        at = k.to(tl.int64) * inner
+    return k, at
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """plait as a part of other CMake projects and in a prefix of its own, where there is no Python; and the programs of
-examples/triton, run with a driver whose GPU is the host."""
+examples/triton_launch, run with a driver whose GPU is the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.runtime.cubin import Cubin, pack
 from tests.test_jit import TRITON
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples" / "triton"
+EXAMPLES = ROOT / "examples" / "triton_launch"
 TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 # {how}: as a folder, or as something fetched. What the outer project has set stays.

@@ -1,5 +1,5 @@
-"""The programs of examples/triton on a GPU: their kernels from a pack and compiled when launched. Collected where torch
-has a CUDA device."""
+"""The programs of examples/triton_launch on a GPU: their kernels from a pack and compiled when launched. Collected
+where torch has a CUDA device."""
 
 from __future__ import annotations
 

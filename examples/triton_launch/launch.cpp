@@ -1,4 +1,4 @@
-// examples/triton/launch.cpp: Triton kernels launched from C++.
+// examples/triton_launch/launch.cpp: Triton kernels launched from C++.
 //
 // Usage: launch_cpp KERNELS [PYTHON]
 //   KERNELS  a pack, for a process without Python: `plait pack kernels.py --signatures @signatures.txt`;

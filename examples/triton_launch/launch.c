@@ -1,4 +1,4 @@
-/* examples/triton/launch.c: a Triton kernel launched from C. Usage as launch.cpp's: launch_c KERNELS [PYTHON] */
+/* examples/triton_launch/launch.c: a Triton kernel launched from C. Usage as launch.cpp's: launch_c KERNELS [PYTHON] */
 #include <math.h>
 #include <plait/triton_c.h>
 

@@ -1,4 +1,4 @@
-// examples/triton/launch.rs: a Triton kernel launched from Rust, through plait/triton_c.h.
+// examples/triton_launch/launch.rs: a Triton kernel launched from Rust, through plait/triton_c.h.
 //
 // rustc --edition=2021 -O -L native=FOLDER -C link-arg=-Wl,-rpath,FOLDER launch.rs, where FOLDER has libplait_core.so:
 // it is the parent of what `plait --cmake-dir` prints. Usage as launch.cpp's: launch KERNELS [PYTHON]

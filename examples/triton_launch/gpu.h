@@ -1,5 +1,5 @@
-/* examples/triton/gpu.h: memory on the GPU, for C and C++. A program of your own has that already, from the CUDA runtime
- * or as tensors; here the driver is asked, found at run time, so that no CUDA toolkit is needed. */
+/* examples/triton_launch/gpu.h: memory on the GPU, for C and C++. A program of your own has that already, from the CUDA
+ * runtime or as tensors; here the driver is asked, found at run time, so that no CUDA toolkit is needed. */
 #ifndef GPU_H
 #define GPU_H
 

@@ -126,7 +126,9 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
         _find_tools(captured, cfg)
     lowered, plan = _plan(captured, cfg, log)
     kinds = {s.device.partition(":")[0] for s in plan.steps if isinstance(s, Kernel)}
-    rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [("isa", isas[-1:])]
+    on_gpu = any(b.device != "cpu" for b in lowered.program.buffers.values())
+    anywhere = ("gpu_arch", ["ptx_0"]) if on_gpu else ("isa", isas[-1:])  # without kernels
+    rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [anywhere]
     machines = list(product(*(found for _, found in rows)))
     cfgs = [cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)}) for found in machines]
     sources = log("emit kernels", lambda: [_emit(plan, c) for c in cfgs])

@@ -123,6 +123,8 @@ def test_weights_that_went_ahead(tmp_path: Path) -> None:
         with Writer(tmp_path / "q", early) as writer:
             writer.finish(c)
         assert (tmp_path / "q").read_bytes() == (tmp_path / "p").read_bytes()
+    with pytest.raises(Unsupported, match="'v', a Tensor of layout"):
+        Writer(tmp_path / "q", {"v": torch.eye(3).to_sparse()})
     with pytest.raises(KeyError), Writer(tmp_path / "q", {"v": torch.ones(3 << 20)}):
         raise KeyError
     assert {f.name for f in tmp_path.iterdir()} == {"p", "q"}

@@ -56,7 +56,19 @@ def sizes_vary_and_weights_fold(folder: Path) -> None:
     assert isinstance(name, str) and (low, high, width) == (0, None, 16)
 
 
-CASES = {f.__name__: f for f in (every_gpu_has_kernels, sizes_vary_and_weights_fold)}
+def what_has_no_kernels_runs_on_any_gpu(folder: Path) -> None:
+    def branch(x: torch.Tensor, holds: torch.Tensor) -> torch.Tensor:
+        return torch.cond(holds, lambda x: x.logical_not(), lambda x: x.clone(), (x,))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        c = contents(monkeypatch, branch, "unused", (X > 0, torch.tensor(True)), device="cuda")
+    assert [(v.machine, v.kernels, v.cubins) for v in c.variants] == [("ptx_0", None, None)]
+    assert c.inputs[0] == ("tensor", 0, "b1", (6, 16), (16, 1), "cuda:0") and len(c.routines) == 2
+
+
+CASES = {
+    f.__name__: f for f in (every_gpu_has_kernels, sizes_vary_and_weights_fold, what_has_no_kernels_runs_on_any_gpu)
+}
 
 
 @pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")

@@ -120,16 +120,17 @@ class Writer:
     """A file that becomes a package at path: `finish` puts it in the place of what is there. `with` cleans up.
 
     weights: those that it will have, as far as that is known: they are written by a thread, while others compile.
+    Raises Unsupported for one that a package cannot hold.
     """
 
     def __init__(self, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        self._target = Path(path).absolute()
-        handle, name = tempfile.mkstemp(prefix=".new-", suffix=self._target.suffix, dir=self._target.parent)
-        self._fresh, self._file = Path(name), handle
         self._early = _Weights()
         for weight, x in (weights or {}).items():
             self._early.add(weight, x)
         self._early.place()
+        self._target = Path(path).absolute()
+        handle, name = tempfile.mkstemp(prefix=".new-", suffix=self._target.suffix, dir=self._target.parent)
+        self._fresh, self._file = Path(name), handle
         self._rest: Future[Iterable[memoryview]] = Future()
         self._stopped = False
         self._thread = ThreadPoolExecutor(1)

@@ -20,12 +20,12 @@ from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_no
 from plait.kernel.space import Space, atom_expr, coefficient, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_passes import center_of, peak_of, plan_passes, rescales, scale_of
-from plait.kernel.triton_tiles import Group, Tile, held_dtypes
+from plait.kernel.triton_tiles import BUSY, CACHE, Group, Tile, guess, held_dtypes
 from plait.schedule.plan import PART, Reduce, Store
 
 NEAR = {
     "tanh": "p_near_tanh({0})", "exp": "p_ex2({0} * 1.4426950408889634)",
-    "truediv": "({0} / {1})", "reciprocal": "(1.0 / {0})",
+    "truediv": "({0} / {1})", "reciprocal": "(1.0 / {0})", "logistic": "({0} * p_rcp({1}))",
 }  # fmt: skip
 """Ops that are sooner done where a few of the last bits do not matter."""
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
@@ -113,7 +113,8 @@ class Writer:
         for k, p in enumerate(self.passes.loops):
             if self.tile.looped and len(loaded) > 1:
                 self.later = frozenset().union(*loaded[k + 1 :])
-            self._pass(p)
+            back = k % 2 == 1 and not self.running and self._outgrows_cache()
+            self._pass(p, back)
         self.later = None
         for s in self.passes.last:
             self._store(s, inner=False)
@@ -152,7 +153,15 @@ class Writer:
         """A size expression that holds no loop variable."""
         return self._text(e, {})
 
-    def _pass(self, stmts: Sequence[Reduce | Store]) -> None:
+    def _outgrows_cache(self) -> bool:
+        """Whether the rows that a device works on at once leave its cache before they are read again: then what was
+        read last is read first. Programs that keep a value a lane are two a multiprocessor, others one."""
+        row = math.prod(guess(extent(r)) for r in self.space.rvars)
+        nbytes = row * sum(d.nbytes for d in held_dtypes(self.space, self.space.vars))
+        return nbytes * (BUSY if self.passes.rescaled else BUSY // 2) > CACHE
+
+    def _pass(self, stmts: Sequence[Reduce | Store], back: bool) -> None:
+        """back: from the end of rows to their beginning."""
         looped = self.tile.looped
         started: list[tuple[Reduce, tuple[str, ...]]] = []
         if looped:
@@ -180,23 +189,26 @@ class Writer:
             self.inside = True
             self._block_of(stmts, begun)
             self.inside = False
-            self._loop(0 if self.begin is None else r.block, str(last), r.block, [*head, *self.loop_lines])
+            self._loop(0 if self.begin is None else r.block, str(last), r.block, [*head, *self.loop_lines], back)
         self._block_of(stmts, begun)
         if self.begin is not None:  # the two ends
             self._loop(0, str(last + 1), last, [*head, mask, *self.loop_lines])
         elif cut:
             self.outer_lines += [f"offset = {last}", *head, mask, *self.loop_lines]
         else:
-            self._loop(0, self._points(r), r.block, [*head, *([] if r.full else [mask]), *self.loop_lines])
+            self._loop(0, self._points(r), r.block, [*head, *([] if r.full else [mask]), *self.loop_lines], back)
         self.begin = None
         for s, names in started:
             self._finish(s, names)
 
-    def _loop(self, first: int, end: str, step: int, lines: Sequence[str]) -> None:
-        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead."""
+    def _loop(self, first: int, end: str, step: int, lines: Sequence[str], back: bool = False) -> None:
+        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead. back: last block
+        first."""
         n = self.tile.num_stages
         span = f"range({first}, {end}, {step})" if n == 1 else f"tl.range({first}, {end}, {step}, num_stages={n})"
-        self.outer_lines += [f"for offset in {span}:", *(f"    {line}" for line in lines)]
+        if back:
+            lines = [f"offset = ({end} - {first + 1}) // {step} * {step} + {2 * first} - done", *lines]
+        self.outer_lines += [f"for {'done' if back else 'offset'} in {span}:", *(f"    {line}" for line in lines)]
 
     def _walk(self) -> None:
         """All passes for a block of rows after the other, and the sums of their columns, stored at the end."""
@@ -528,7 +540,7 @@ class Writer:
             return f"p_as_bf16({self.value(n.args[0].args[0])})"
         args = tuple(self.value(a) for a in n.args)
         if n.op in OPS:
-            near = NEAR.get(n.op) if n in self.narrow else None
+            near = NEAR.get("logistic" if _is_logistic(n) else n.op) if n in self.narrow else None
             return near.format(*args) if near else render(n.op, n.args[-1].dtype, args)
         writers: dict[str, Callable[[Node, tuple[str, ...]], str]] = {
             "load": self._load, "index": self._index, "bounded": self._bounded,
@@ -720,9 +732,16 @@ def narrow(space: Space) -> frozenset[Node]:
         if n.dtype == f32 and n not in shown:
             found.add(n)
         ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
-        if not ends and not (n in found and n.op in ("add", "sub", "mul", "neg", "where")):
+        if not ends and not (n in found and n.op in ("add", "sub", "mul", "neg", "where", "truediv", "reciprocal")):
             shown.update(n.args)
     return frozenset(found)
+
+
+def _is_logistic(n: Node) -> bool:
+    """Whether it is a quotient by 1 + exp(x), whose reciprocal needs no scale."""
+    b = n.args[1] if n.op == "truediv" else n
+    ops = {a.op: a for a in b.args} if b.op == "add" else {}
+    return "exp" in ops and "const" in ops and ops["const"].attr == 1
 
 
 def _is_rounding(n: Node) -> bool:

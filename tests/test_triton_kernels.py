@@ -115,11 +115,6 @@ def test_blocks_of_rows_that_begin_anywhere_begin_where_vectors_do() -> None:
         assert "along" not in emit_kernel(kernel_of(*whole), "k").text
 
 
-def test_rows_that_outgrow_the_cache_are_read_again_from_their_ends() -> None:
-    back = {n: "- done" in emit_kernel(kernel_of(*n), "k").text for n in (("softmax", 65537), ("softmax", 40003))}
-    assert back == {("softmax", 65537): True, ("softmax", 40003): False}
-
-
 def test_a_share_of_a_softmax_is_the_nearest_float32() -> None:
     """What the kernel computes, where a fused product and sum has 64 bits: no further off than a division."""
     text = emit_kernel(kernel_of("softmax", 700), "k").text

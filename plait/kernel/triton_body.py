@@ -20,7 +20,7 @@ from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_no
 from plait.kernel.space import Space, atom_expr, coefficient, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_passes import center_of, peak_of, plan_passes, rescales, scale_of
-from plait.kernel.triton_tiles import BUSY, CACHE, Group, Tile, guess, held_dtypes
+from plait.kernel.triton_tiles import Group, Tile, held_dtypes
 from plait.schedule.plan import PART, Reduce, Store
 
 NEAR = {
@@ -113,8 +113,7 @@ class Writer:
         for k, p in enumerate(self.passes.loops):
             if self.tile.looped and len(loaded) > 1:
                 self.later = frozenset().union(*loaded[k + 1 :])
-            back = k % 2 == 1 and not self.running and self._outgrows_cache()
-            self._pass(p, back)
+            self._pass(p)
         self.later = None
         for s in self.passes.last:
             self._store(s, inner=False)
@@ -153,15 +152,7 @@ class Writer:
         """A size expression that holds no loop variable."""
         return self._text(e, {})
 
-    def _outgrows_cache(self) -> bool:
-        """Whether the rows that a device works on at once leave its cache before they are read again: then what was
-        read last is read first. Programs that keep a value a lane are two a multiprocessor, others one."""
-        row = math.prod(guess(extent(r)) for r in self.space.rvars)
-        nbytes = row * sum(d.nbytes for d in held_dtypes(self.space, self.space.vars))
-        return nbytes * (BUSY if self.passes.rescaled else BUSY // 2) > CACHE
-
-    def _pass(self, stmts: Sequence[Reduce | Store], back: bool) -> None:
-        """back: from the end of rows to their beginning."""
+    def _pass(self, stmts: Sequence[Reduce | Store]) -> None:
         looped = self.tile.looped
         started: list[tuple[Reduce, tuple[str, ...]]] = []
         if looped:
@@ -189,26 +180,23 @@ class Writer:
             self.inside = True
             self._block_of(stmts, begun)
             self.inside = False
-            self._loop(0 if self.begin is None else r.block, str(last), r.block, [*head, *self.loop_lines], back)
+            self._loop(0 if self.begin is None else r.block, str(last), r.block, [*head, *self.loop_lines])
         self._block_of(stmts, begun)
         if self.begin is not None:  # the two ends
             self._loop(0, str(last + 1), last, [*head, mask, *self.loop_lines])
         elif cut:
             self.outer_lines += [f"offset = {last}", *head, mask, *self.loop_lines]
         else:
-            self._loop(0, self._points(r), r.block, [*head, *([] if r.full else [mask]), *self.loop_lines], back)
+            self._loop(0, self._points(r), r.block, [*head, *([] if r.full else [mask]), *self.loop_lines])
         self.begin = None
         for s, names in started:
             self._finish(s, names)
 
-    def _loop(self, first: int, end: str, step: int, lines: Sequence[str], back: bool = False) -> None:
-        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead. back: last block
-        first."""
+    def _loop(self, first: int, end: str, step: int, lines: Sequence[str]) -> None:
+        """A loop over the blocks of a dimension. Loads are under way num_stages - 1 blocks ahead."""
         n = self.tile.num_stages
         span = f"range({first}, {end}, {step})" if n == 1 else f"tl.range({first}, {end}, {step}, num_stages={n})"
-        if back:
-            lines = [f"offset = ({end} - {first + 1}) // {step} * {step} + {2 * first} - done", *lines]
-        self.outer_lines += [f"for {'done' if back else 'offset'} in {span}:", *(f"    {line}" for line in lines)]
+        self.outer_lines += [f"for offset in {span}:", *(f"    {line}" for line in lines)]
 
     def _walk(self) -> None:
         """All passes for a block of rows after the other, and the sums of their columns, stored at the end."""

@@ -36,8 +36,6 @@ WALK_AHEAD = 1 << 14
 """Bytes of rows that are on their way to such a block while it works on others: at least two blocks of rows."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
-CACHE = 50_000_000
-"""Bytes of its cache."""
 TILE = 64
 """Edge of a square tile: both directions move whole 128-byte lines of 16-bit elements."""
 
@@ -99,7 +97,7 @@ def plan_tile(space: Space) -> Tile:
     """Chooses the tile of a kernel."""
     votes = _unit_strides(space)
     if n := walkers(space.stmts):
-        return _walk(space, guess(n), votes)
+        return _walk(space, _known(n), votes)
     if space.rvars:
         return _reduction(space, votes)
     axes = _fastest_last(space.vars, votes)
@@ -107,7 +105,7 @@ def plan_tile(space: Space) -> Tile:
         across = _across(axes, votes)
         if across is not None:
             return _square(axes, across)
-    points = guess(trip_count(axes))
+    points = _known(trip_count(axes))
     block = min(_power(points), BLOCK_POINTS)
     # A small tensor is cut finer, so that more than a handful of multiprocessors work on it.
     while block > 128 and points // block < 256:
@@ -122,8 +120,8 @@ def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
     """Two dimensions, each with its own contiguous axis."""
     fast = axes[-1]
     rest = (*(a for a in axes if a not in (fast, across)), across)
-    x = min(_power(guess(extent(fast))), TILE)
-    y = min(_power(guess(trip_count(rest))), max(TILE, BLOCK_POINTS // x))
+    x = min(_power(_known(extent(fast))), TILE)
+    y = min(_power(_known(trip_count(rest))), max(TILE, BLOCK_POINTS // x))
     return Tile((Group("y", rest, y), Group("x", (fast,), x)), False, _warps(x * y, 16))
 
 
@@ -131,7 +129,7 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     outer = _fastest_last(space.vars, votes)
     ordered = any(isinstance(s, Reduce) and (s.running or s.kind in ("argmax", "argmin")) for s in space.stmts)
     inner = space.rvars if ordered else _fastest_last(space.rvars, votes)
-    length, rows = guess(trip_count(inner)), guess(trip_count(outer))
+    length, rows = _known(trip_count(inner)), _known(trip_count(outer))
     along = sum(votes.get(r, 0) for r in inner)
     beside = sum(votes.get(v, 0) for v in outer)
     known = isinstance(trip_count(inner), int)
@@ -171,8 +169,8 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
 def _walk(space: Space, n: int, votes: dict[Atom, int]) -> Tile:
     """Whole rows, a few at a time, where a row is short."""
     inner = _fastest_last(space.rvars, votes)
-    r = _power(guess(trip_count(inner)))
-    x = max(1, min(_power(guess(trip_count(space.vars)) // n), WALK_POINTS // r))
+    r = _power(_known(trip_count(inner)))
+    x = max(1, min(_power(_known(trip_count(space.vars)) // n), WALK_POINTS // r))
     nbytes = x * r * sum(d.nbytes for d in held_dtypes(space, space.vars))
     stages = 1 + max(2 if nbytes <= 2 * WALK_AHEAD else 1, min(3, WALK_AHEAD // max(nbytes, 1)))
     warps = _warps(x * r, WALK_EACH)
@@ -258,9 +256,9 @@ def _unit_strides(space: Space) -> dict[Atom, int]:
     axes = (*space.vars, *space.rvars)
     for offset, dtype in _accesses(space):
         used = free_symbols(offset)
-        nbytes = dtype.nbytes * math.prod(guess(extent(a)) for a in axes if a in used)
+        nbytes = dtype.nbytes * math.prod(_known(extent(a)) for a in axes if a in used)
         for a in axes:
-            if is_contiguous(offset, a) and guess(extent(a)) > 1:
+            if is_contiguous(offset, a) and _known(extent(a)) > 1:
                 votes[a] = votes.get(a, 0) + nbytes
     return votes
 
@@ -275,13 +273,13 @@ def _fastest_last(axes: tuple[Atom, ...], votes: dict[Atom, int]) -> tuple[Atom,
 
 def _across(axes: tuple[Atom, ...], votes: dict[Atom, int]) -> Atom | None:
     """A second axis that accesses are contiguous along, long enough for a tile."""
-    others = [a for a in axes[:-1] if votes.get(a, 0) and guess(extent(a)) >= 8]
-    if not others or guess(extent(axes[-1])) < 8:
+    others = [a for a in axes[:-1] if votes.get(a, 0) and _known(extent(a)) >= 8]
+    if not others or _known(extent(axes[-1])) < 8:
         return None
     return max(others, key=lambda a: votes[a])
 
 
-def guess(n: Size) -> int:
+def _known(n: Size) -> int:
     """A size, or a guess where it is known at run time only."""
     if isinstance(n, int):
         return n

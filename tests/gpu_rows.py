@@ -70,9 +70,11 @@ def gate(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
 
 
 def near(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
-    """What shows in 16 bits only: (1 + erf x) tanh x + exp(-x^2) / (x^2 + 2), rounded on the way, and less a sum."""
+    """What shows in 16 bits only: (1 + erf x) tanh x / (1 + exp -x) + exp(-x^2) / (x^2 + 2), rounded on the way, and
+    less a sum."""
     square = node("mul", (x, x))
     one = node("mul", (node("add", (node("erf", (x,)), const(1.0, d))), node("tanh", (x,))))
+    one = node("truediv", (one, node("add", (const(1.0, d), node("exp", (node("neg", (x,)),))))))
     two = node("truediv", (node("exp", (node("neg", (square,)),)), node("add", (square, const(2.0, d)))))
     value = node("add", (cast(cast(one, bf16), d), two))
     return (Reduce("s", "sum", two),), node("sub", (value, node("mul", (_acc("s", d), const(1e-6, d)))))

@@ -25,7 +25,7 @@ from plait.schedule.plan import PART, Reduce, Store
 
 NEAR = {
     "tanh": "p_near_tanh({0})", "exp": "p_ex2({0} * 1.4426950408889634)",
-    "truediv": "({0} / {1})", "reciprocal": "(1.0 / {0})",
+    "truediv": "({0} / {1})", "reciprocal": "(1.0 / {0})", "logistic": "({0} * p_rcp({1}))",
 }  # fmt: skip
 """Ops that are sooner done where a few of the last bits do not matter."""
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
@@ -528,7 +528,7 @@ class Writer:
             return f"p_as_bf16({self.value(n.args[0].args[0])})"
         args = tuple(self.value(a) for a in n.args)
         if n.op in OPS:
-            near = NEAR.get(n.op) if n in self.narrow else None
+            near = NEAR.get("logistic" if _is_logistic(n) else n.op) if n in self.narrow else None
             return near.format(*args) if near else render(n.op, n.args[-1].dtype, args)
         writers: dict[str, Callable[[Node, tuple[str, ...]], str]] = {
             "load": self._load, "index": self._index, "bounded": self._bounded,
@@ -720,9 +720,16 @@ def narrow(space: Space) -> frozenset[Node]:
         if n.dtype == f32 and n not in shown:
             found.add(n)
         ends = n.op == "cast" and n.dtype.name in ("f16", "bf16")
-        if not ends and not (n in found and n.op in ("add", "sub", "mul", "neg", "where")):
+        if not ends and not (n in found and n.op in ("add", "sub", "mul", "neg", "where", "truediv", "reciprocal")):
             shown.update(n.args)
     return frozenset(found)
+
+
+def _is_logistic(n: Node) -> bool:
+    """Whether it is a quotient by 1 + exp(x), whose reciprocal needs no scale."""
+    b = n.args[1] if n.op == "truediv" else n
+    ops = {a.op: a for a in b.args} if b.op == "add" else {}
+    return "exp" in ops and "const" in ops and ops["const"].attr == 1
 
 
 def _is_rounding(n: Node) -> bool:

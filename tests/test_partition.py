@@ -244,6 +244,11 @@ def test_what_uses_large_inputs_up_comes_before_the_recording(spent: str, large:
     assert isinstance(before[-1], Alloc) and before[-1].name == "b"  # only once what was spent is free
 
 
+def test_all_that_would_be_recorded_uses_an_input_up() -> None:
+    made = cut(FIRST + "c, = call_python(0, 'lib.f')(m)\nreturn (c,)\n", None, dict.fromkeys("xp", COPIED_NBYTES), "x")
+    assert parts(made)[1] == (False, "it uses x up; too little work to record; lib.f is a Python function")
+
+
 def test_a_recording_is_not_left_with_too_little() -> None:
     made = cut("c, = call('aten::mm')(x, y)\nd, = call('aten::mm')(c, y)\nreturn (d,)\n", None, LARGE)
     assert parts(made) == [(False, ""), (False, "too little work to record; the caller gets what aten::mm makes")]

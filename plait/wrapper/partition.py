@@ -181,7 +181,7 @@ def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[st
         if isinstance(i, ins.Launch) and read & large:
             seen.update(n for n in i.outs if nbytes.get(n, 0) >= COPIED_NBYTES)
         cut = k + 1
-    while cut and isinstance(first.body[cut], ins.Free):
+    while 0 < cut < len(first.body) and isinstance(first.body[cut], ins.Free):
         cut += 1
     before = _Part(False, first.body[:cut], [f"it uses {n} up" for n in sorted(large)])
     return _joined([before, _Part(True, first.body[cut:], first.reasons), *others])

@@ -103,7 +103,7 @@ void Function::list(std::vector<std::string>& signatures) const {
 }
 
 void Function::learn(const std::string& kind, const std::vector<std::string>& names, const Settings& told,
-           const std::string& result) const {
+                     const std::string& result) const {
   recorder().note(name + " @" + facts.add(kind, names, told, result));
 }
 

@@ -127,7 +127,7 @@ struct Record {
   const std::vector<uint64_t>* mask = nullptr;  // of the words that the key has
   std::vector<uint64_t> key;
   std::vector<std::string> strings;
-  std::vector<uint32_t> offsets;          // of each parameter in the call's words, in bytes
+  std::vector<uint32_t> offsets;                // of each parameter in the call's words, in bytes
   std::vector<uint32_t> defaults, fixes, made;  // slots that are not simply the call's
   std::vector<uint32_t> descriptors;            // the first slot of each
   bool plain = true;                            // there are none of them

@@ -442,7 +442,7 @@ void threads() {
   for (const auto& [key, n] : fake->n_compiled)
     if (n != 1) std::printf("%s was compiled %d times\n", key.c_str(), n);
   for (const auto& [key, n] : fake->n_asked) std::printf("%s was asked %d times\n", key.c_str(), n);
-  std::printf("%zu kernels\n", fake->n_compiled.size());
+  std::printf("%zu kernels, %zu keys tuned\n", fake->n_compiled.size(), stats().tuned);
 }
 
 // What is known is launched without memory of the heap: one key after another, keys that take turns, bound.

@@ -67,7 +67,8 @@ def module() -> Any:
 def launched(symbol: str) -> tuple[Any, list[Item]]:
     """The function, and what it was specialized to."""
     name, _, specialization = (FOLDER / symbol).read_text().partition(" ")
-    return getattr(module(), name), read_specialization(specialization)
+    function = getattr(module(), name)
+    return function.fn if hasattr(function, "configs") else function, read_specialization(specialization)
 
 
 def value_of(item: Item, words: Any) -> Any:
@@ -111,6 +112,7 @@ stub = FOLDER / "python"
 stub.write_text(STUB)
 stub.chmod(0o755)
 ops.use_python(str(stub))
+ops.use_tiles("first")
 
 
 def on_gpu(t: Any) -> Any:

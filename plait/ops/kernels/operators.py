@@ -410,29 +410,35 @@ def cross_entropy_backward_kernel(
 TILES = (  # BM, BN, BK, num_warps, num_stages
     (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4),
     (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 32, 8, 3), (128, 64, 32, 4, 3), (64, 64, 32, 4, 3),
-    (32, 64, 128, 4, 4), (32, 32, 32, 4, 3), (16, 128, 64, 4, 5), (16, 64, 128, 4, 4), (16, 32, 256, 4, 3),
-    (16, 16, 256, 4, 4), (16, 16, 32, 4, 3), (64, 16, 128, 4, 4), (32, 16, 256, 4, 3),
+    (32, 64, 128, 4, 4), (32, 32, 32, 4, 3), (16, 128, 64, 4, 5), (16, 64, 128, 4, 4), (16, 32, 128, 4, 4),
+    (16, 16, 256, 4, 4), (16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (32, 16, 256, 4, 3),
 )  # fmt: skip
 SHARED = 200 << 10
 """Bytes that tiles may take of a multiprocessor."""
+MULTIPROCESSORS = 132
 
 
 def fitting(configs, named, **constants):
-    """The tiles that are worth a trial: no larger than the matrices, of those the larger half, deep ones first."""
+    """The tiles that are worth a trial: of those no larger than the matrices, the largest, which suit batches, and those
+    of which there are about as many as multiprocessors."""
     most_m, most_n, most_k = (max(16, named[f"{name}_like"]) for name in "mnk")
     itemsize = named["a"].dtype.itemsize
 
     def fits(c):
         bm, bn, bk = (c.kwargs[name] for name in ("BM", "BN", "BK"))
         nbytes = (bm + bn) * bk * itemsize * c.num_stages
-        return bm <= most_m and bn <= most_n and nbytes <= SHARED and bm * bn * itemsize <= 1 << 16
+        within = bm <= most_m and bn <= most_n and bk <= max(32, most_k)
+        return within and nbytes <= SHARED and bm * bn * itemsize <= 1 << 16
 
     def area(c):
         return c.kwargs["BM"] * c.kwargs["BN"]
 
-    found = [c for c in configs if fits(c) and c.kwargs["BK"] <= max(32, most_k)]
-    largest = max(map(area, found))
-    return sorted((c for c in found if 8 * area(c) >= largest), key=area, reverse=True)[:6]
+    def distance(c):
+        n_tiles = most_m * most_n / area(c)
+        return max(n_tiles / MULTIPROCESSORS, MULTIPROCESSORS / n_tiles)
+
+    found = sorted(filter(fits, configs), key=area, reverse=True)
+    return list(dict.fromkeys([*found[:3], *sorted(found, key=distance)[:4]]))
 
 
 @triton.autotune(

@@ -419,8 +419,8 @@ MULTIPROCESSORS = 132
 
 
 def fitting(configs, named, **constants):
-    """The tiles that are worth a trial: of those no larger than the matrices, the largest, which suit batches, and those
-    of which there are about as many as multiprocessors."""
+    """The tiles that are worth a trial: of those no larger than the matrices, the largest, which suit batches, and
+    those of which there are about as many as multiprocessors."""
     most_m, most_n, most_k = (max(16, named[f"{name}_like"]) for name in "mnk")
     itemsize = named["a"].dtype.itemsize
 

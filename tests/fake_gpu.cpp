@@ -305,6 +305,21 @@ int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t nbytes, void*) {
 }
 int cuEventCreate(void**, unsigned) { return 0; }
 int cuEventRecord(void*, void*) { return 0; }
+int cuEventSynchronize(void*) { return 0; }
+int cuEventElapsedTime(float* ms, void*, void*) {
+  *ms = 1;
+  return 0;
+}
+int cuEventDestroy_v2(void*) { return 0; }
+int cuMemsetD8Async(void*, unsigned char, size_t, void*) { return 0; }
+int cuDeviceGetName(char* name, int size, int) {
+  std::strncpy(name, "fake", static_cast<size_t>(size));
+  return 0;
+}
+int cuDriverGetVersion(int* version) {
+  *version = 12090;
+  return 0;
+}
 int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
 
 int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {

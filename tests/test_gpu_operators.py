@@ -26,6 +26,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.g
 CUDA = partial(ops_cases.moved, device="cuda")
 
 
+@pytest.fixture(autouse=True)
+def _untuned() -> None:
+    ops.use_tiles("first")
+
+
 @pytest.mark.parametrize("case", ops_cases.CASES, ids=str)
 def test_against_float64(case: ops_cases.Case) -> None:
     ops_cases.check(case, CUDA, Tensor.cpu)
@@ -55,6 +60,17 @@ def test_graphs_and_streams() -> None:
     x.normal_()
     graph.replay()
     torch.testing.assert_close(out, torch.softmax(F.rms_norm(x + r, (128,), w) @ (x + r).t(), -1), atol=1e-4, rtol=1e-4)
+
+
+def test_tiles_are_tuned() -> None:
+    a, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((300, 256), (256, 500)))
+    graph = torch.cuda.CUDAGraph()
+    ops.use_tiles("tune")
+    ops.matmul(a, b)
+    with torch.cuda.graph(graph):
+        out = ops.matmul(a[:290], b[:, :490])  # sizes like those
+    graph.replay()
+    torch.testing.assert_close(out, a[:290] @ b[:, :490])
 
 
 def test_autocast() -> None:

@@ -135,6 +135,13 @@ void use_pack(const std::string& path) {
   chosen.store(new Kernels([&](const char* name) { return triton::from_pack(pack, name); }), std::memory_order_release);
 }
 
+void use_tiles(const std::string& how) {
+  static constexpr triton::Tuning ways[] = {{triton::Miss::tune}, {triton::Miss::first}, {triton::Miss::error}};
+  const size_t k = how == "tune" ? 0 : how == "first" ? 1 : 2;
+  TORCH_CHECK(k != 2 || how == "error", "plait::ops::use_tiles wants tune, first or error, not ", how);
+  triton::set_tuning(&ways[k]);
+}
+
 void use_python(const std::string& python) {
   const auto provider = triton::worker(python);
   chosen.store(new Kernels([&](const char* name) { return triton::jit(kernel_file(), name, provider); }),
@@ -394,18 +401,15 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   if (out.numel() == 0) return out;
   const int64_t m = a.size(1), n = b.size(2), k = a.size(2);
   if (k == 0) return out.zero_();
-  const bool is_double = a.scalar_type() == at::kDouble, is_float = a.scalar_type() == at::kFloat;
-  const bool tf32 = is_float && at::globalContext().allowTF32CuBLAS();
-  const char* precision = tf32 ? "tf32" : is_float ? "tf32x3" : "ieee";
-  const int64_t most = is_double ? 32 : is_float && !tf32 ? 64 : 128;
-  const int64_t bm = std::clamp<int64_t>(pow2(m), 16, most);
-  const int64_t bn = std::clamp<int64_t>(pow2(n), 16, bm == 16 ? std::min<int64_t>(most, 32) : most);
-  const int64_t bk = bm == 16 ? 128 : is_float || is_double ? 32 : 64;
+  const bool is_float = a.scalar_type() == at::kFloat;
+  const char* precision = !is_float ? "ieee" : at::globalContext().allowTF32CuBLAS() ? "tf32" : "tf32x3";
   const Here here(a);
-  Launch launch = here.on(a.size(0) * up(m, bm) * up(n, bn), bm * bn >= 128 * 128 ? 8 : 4);
-  launch.options.num_stages = 3;
-  kernels().bmm[launch](a, b, out, m, n, k, a.stride(0), a.stride(1), a.stride(2), b.stride(0), b.stride(1),
-                        b.stride(2), sums_of(a), precision, bm, bn, bk, 8);
+  const auto grid = [n_batches = a.size(0), m, n](const triton::Meta& meta) {
+    return triton::Grid(n_batches * up(m, meta["BM"]) * up(n, meta["BN"]));
+  };
+  kernels().bmm[{grid, reinterpret_cast<triton::Stream>(here.stream)}](
+      a, b, out, m, n, k, pow2(m), pow2(n), pow2(k), a.stride(0), a.stride(1), a.stride(2), b.stride(0), b.stride(1),
+      b.stride(2), sums_of(a), precision);
   return out;
 }
 

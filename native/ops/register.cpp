@@ -419,6 +419,7 @@ TORCH_LIBRARY_FRAGMENT(plait, m) {
         {at::Tag::pt2_compliant_tag});
   m.def("_bmm(Tensor a, Tensor b) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("_use_pack(str path) -> ()", [](std::string path) { use_pack(path); });
+  m.def("_use_tiles(str how) -> ()", [](std::string how) { use_tiles(how); });
   m.def("_signatures() -> str[]", [] { return triton::signatures(); });
   m.def("_use_python(str python) -> ()", [](std::string python) { use_python(python); });
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -46,6 +46,12 @@ def use_pack(path: str | Path) -> None:
 def use_python(python: str = sys.executable) -> None:
     """Kernels are compiled, and cached, by this Python from now on: the default, with the Python that runs."""
     _ops._use_python(python)
+
+
+def use_tiles(how: Literal["tune", "first", "error"]) -> None:
+    """What happens to a product of a size that was not met before: its tiles are timed, and the choice kept on disk
+    (the default); the first ones are taken; or it is an error. For all kernels with @triton.autotune in the process."""
+    _ops._use_tiles(how)
 
 
 def signatures() -> list[str]:

@@ -51,4 +51,8 @@ PLAIT_API at::Tensor matmul(const at::Tensor& self, const at::Tensor& other);
 PLAIT_API void use_pack(const std::string& path);
 PLAIT_API void use_python(const std::string& python);
 
+// What happens to a product of a size that was not met before: its tiles are timed and kept on disk ("tune"), the
+// first ones are taken ("first"), or it is an error ("error"). For all kernels with @triton.autotune in the process.
+PLAIT_API void use_tiles(const std::string& how);
+
 }  // namespace plait::ops

@@ -407,12 +407,52 @@ def cross_entropy_backward_kernel(
 
 
 # ---------------------------------------------------------------------------------------------- matmul
-@triton.jit
+TILES = (  # BM, BN, BK, num_warps, num_stages
+    (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 32, 8, 3), (128, 64, 32, 4, 3), (64, 64, 32, 4, 3),
+    (32, 64, 128, 4, 4), (32, 32, 32, 4, 3), (16, 128, 64, 4, 5), (16, 64, 128, 4, 4), (16, 32, 128, 4, 4),
+    (16, 16, 256, 4, 4), (16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (32, 16, 256, 4, 3),
+)  # fmt: skip
+SHARED = 200 << 10
+"""Bytes that tiles may take of a multiprocessor."""
+MULTIPROCESSORS = 132
+
+
+def fitting(configs, named, **constants):
+    """The tiles that are worth a trial: of those no larger than the matrices, the largest, which suit batches, and
+    those of which there are about as many as multiprocessors."""
+    most_m, most_n, most_k = (max(16, named[f"{name}_like"]) for name in "mnk")
+    itemsize = named["a"].dtype.itemsize
+
+    def fits(c):
+        bm, bn, bk = (c.kwargs[name] for name in ("BM", "BN", "BK"))
+        nbytes = (bm + bn) * bk * itemsize * c.num_stages
+        within = bm <= most_m and bn <= most_n and bk <= max(32, most_k)
+        return within and nbytes <= SHARED and bm * bn * itemsize <= 1 << 16
+
+    def area(c):
+        return c.kwargs["BM"] * c.kwargs["BN"]
+
+    def distance(c):
+        n_tiles = most_m * most_n / area(c)
+        return max(n_tiles / MULTIPROCESSORS, MULTIPROCESSORS / n_tiles)
+
+    found = sorted(filter(fits, configs), key=area, reverse=True)
+    return list(dict.fromkeys([*found[:3], *sorted(found, key=distance)[:4]]))
+
+
+@triton.autotune(
+    [triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 8}, num_warps=w, num_stages=s) for m, n, k, w, s in TILES],
+    key=["m_like", "n_like", "k_like", "PRECISION"], prune_configs_by={"early_config_prune": fitting},
+)  # fmt: skip
+@triton.jit(do_not_specialize=["m_like", "n_like", "k_like"])
 def bmm_kernel(
-    a, b, out, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a, b, out, M, N, K, m_like, n_like, k_like, a_batch, a_m, a_k, b_batch, b_k, b_n, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = a @ b for every batch; out is contiguous. Programs that run together share rows of a and columns of b."""
+    """out = a @ b for every batch; out is contiguous. Programs that run together share rows of a and columns of b.
+
+    m_like, ...: powers of two; what is chosen for one size serves all that are like it."""
     n_m, n_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     batch = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
     tile = tl.program_id(0) % (n_m * n_n)

@@ -104,7 +104,9 @@ def test_commands_exist(page: Path) -> None:
 def test_environment_variables_exist() -> None:
     files = [ROOT / "CMakeLists.txt", *(ROOT / "plait" / "lib" / "cmake" / "plait").glob("*.cmake")]
     cmake = "".join(file.read_text() for file in files)
+    native = "".join(file.read_text() for file in (ROOT / "native").rglob("*.cpp"))
     known = {row.env for row in plait.config._rows()} | {"PLAIT_", *re.findall(r"PLAIT_[A-Z_]+", cmake)}
+    known |= {*re.findall(r'getenv\("(PLAIT_[A-Z_]+)"\)', native)}
     mentioned = {v for page in PAGES for v in re.findall(r"\bPLAIT_[A-Z_]*", page.read_text())}
     assert mentioned <= known and {"PLAIT_DEBUG", "PLAIT_CACHE_DIR", "PLAIT_CXX"} <= mentioned
 

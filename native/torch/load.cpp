@@ -389,6 +389,7 @@ class Loader {
     const SlotInfo& i = info(s);
     if (!i.folded) {
       need(std::vector<ExprId>{i.offset});
+      if (i.kind == Kind::place) need(i.meta.ids);  // whether it fits is asked
       push(StepKind::pointer, s);
     }
     if (!i.header) return;

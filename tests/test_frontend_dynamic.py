@@ -21,6 +21,11 @@ def rand(*shape: int) -> Tensor:
     return torch.linspace(-20, 20, torch.Size(shape).numel()).sin().reshape(shape)
 
 
+def noise(*shape: int) -> Tensor:
+    """No element near its neighbours, so that a norm's quotient loses nothing."""
+    return torch.arange(float(torch.Size(shape).numel())).mul(13).sin().reshape(shape)
+
+
 def counted(fn: Callable[..., Any], **kwargs: Any) -> tuple[Callable[..., Any], Any]:
     """fn compiled by plait, and the counter whose frame_count says how often."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("plait")
@@ -37,7 +42,24 @@ def serves(
     assert counter.frame_count == compiles
 
 
+def attend(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """Twice, so that buffers of several unknown sizes lie above each other in the arena."""
+    b, t, d = x.shape
+    for _ in range(2):
+        q, k, v = (F.layer_norm(x, (d,)) @ w).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+        x = x + (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).transpose(1, 2).reshape(b, t, d)
+        x = x + F.gelu(F.layer_norm(x, (d,)) @ u) @ u.t()
+    return x
+
+
 CASES: dict[str, tuple[Callable[..., Any], list[Callable[[], Sequence[Any]]]]] = {
+    "batch and length": (
+        attend,
+        [
+            lambda n=n, t=t: (noise(n, t, 32), rand(32, 96) / 32, rand(32, 128) / 32)
+            for n, t in ((4, 48), (33, 5), (3, 64), (11, 17))
+        ],
+    ),
     "batch": (lambda x, w: F.gelu(x @ w).softmax(-1), [lambda n=n: (rand(n, 6), rand(6, 5)) for n in (2, 3, 7, 33)]),
     "both sizes": (lambda x: F.layer_norm(x, x.shape[1:]), [lambda n=n: (rand(n, n + 3),) for n in (2, 5, 17)]),
     "reduction": (lambda x: (x.sum(0), x.mean(1), x.amax()), [lambda n=n: (rand(n, 2 * n + 1),) for n in (2, 4, 40)]),

@@ -727,8 +727,7 @@ def narrow(space: Space) -> frozenset[Node]:
 
 def _is_logistic(n: Node) -> bool:
     """Whether it is a quotient by 1 + exp(x), whose reciprocal needs no scale."""
-    b = n.args[1] if n.op == "truediv" else n
-    ops = {a.op: a for a in b.args} if b.op == "add" else {}
+    ops = {a.op: a for a in n.args[1].args} if n.op == "truediv" and n.args[1].op == "add" else {}
     return "exp" in ops and "const" in ops and ops["const"].attr == 1
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -215,13 +216,22 @@ def main() -> None:
             def runner(kernels: list[Kernel]) -> Callable[..., int]:
                 return Runner(kernels, Path(folder))
 
-        found = [check(name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)]
-        found += [check(name, 40003, runner, 40008) for name in CASES]
-        found += [extremes(name, n, runner) for name in ("layer_norm", "softmax", "exp_sum") for n in (700, 40000)]
+        jobs: list[Callable[[], str]] = [
+            partial(check, name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)
+        ]
+        jobs += [partial(check, name, 40003, runner, 40008) for name in CASES]
+        jobs += [
+            partial(extremes, name, n, runner) for name in ("layer_norm", "softmax", "exp_sum") for n in (700, 40000)
+        ]
         for d in (f32, bf16):  # in equal parts and unequal ones
-            found += [walked(n, (k, 3), d, runner) for n, k in ((70, 20), (300, 7), (2048, 4), (2048, 5))]
-            found += [walked(n, (symbol("s", lo=1), 3), d, runner, s=s) for n, s in ((300, 9), (2048, 5), (70, 1))]
-        found += [columns(*shape, d, runner) for d in (f32, bf16) for shape in ((70, 64), (300, 100), (2000, 192))]
+            jobs += [partial(walked, n, (k, 3), d, runner) for n, k in ((70, 20), (300, 7), (2048, 4), (2048, 5))]
+            jobs += [
+                partial(walked, n, (symbol("s", lo=1), 3), d, runner, s=s) for n, s in ((300, 9), (2048, 5), (70, 1))
+            ]
+        jobs += [
+            partial(columns, *shape, d, runner) for d in (f32, bf16) for shape in ((70, 64), (300, 100), (2000, 192))
+        ]
+        found = [job() for job in jobs[:: int((sys.argv[1:] or "1")[0])]]
     wrong = [text for text in found if text]
     print("\n".join([*wrong, f"{len(found)} reductions, {len(wrong)} wrong"]))
     sys.exit(1 if wrong else 0)

@@ -26,7 +26,7 @@ def test_many_random_graphs(first: int) -> None:
             check(generate(seed), dynamic=seed % 3 == 2, backward=backward)
 
 
-@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("seed", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_failure_prints_a_program_that_fails(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*args: object) -> None:
         raise AssertionError("plait is further off")

@@ -51,6 +51,9 @@ class Pointwise(nn.Module):
         return torch.softmax(F.gelu(F.layer_norm(y, (1024,))), -1)
 
 
+SOME = ("gpt2", "unet")
+"""Models that stand for all where a test would take long."""
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     **{n: (MODELS[n][0], partial(tokens, 128)) for n in ("gpt2", "bert", "llama")},
     **{n: (MODELS[n][0], partial(images, 128)) for n in ("vit", "resnet", "unet")},
@@ -98,7 +101,7 @@ def test_peak(name: str, mode: Callable[..., object], record_property: Callable[
     record_property("peak", compare_peaks(make, mode, data()))
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS])
 @pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
 def test_peak_at_another_batch(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
     """A program compiled for any batch, at a larger and a smaller batch than it was compiled with."""

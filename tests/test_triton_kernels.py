@@ -55,15 +55,16 @@ def test_every_op_has_a_row() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("first", [pytest.param(7000, marks=pytest.mark.slow), 8000])
-def test_random_kernels_in_the_interpreter(first: int) -> None:
-    out = run("-m", "tests.gpu_kernels", str(first), "12", TRITON_INTERPRET="1")
-    assert "12 kernels interpreted, 0 wrong" in out
+@pytest.mark.parametrize("first, n", [(8000, 5), pytest.param(7000, 24, marks=pytest.mark.slow)])
+def test_random_kernels_in_the_interpreter(first: int, n: int) -> None:
+    out = run("-m", "tests.gpu_kernels", str(first), str(n), TRITON_INTERPRET="1")
+    assert f"{n} kernels interpreted, 0 wrong" in out
 
 
 @needs_triton
-def test_rows_and_columns_too_long_for_a_block_in_the_interpreter() -> None:
-    assert "74 reductions, 0 wrong" in run("-m", "tests.gpu_rows", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("every, n", [(2, 37), pytest.param(1, 74, marks=pytest.mark.slow)])
+def test_rows_and_columns_too_long_for_a_block_in_the_interpreter(every: int, n: int) -> None:
+    assert f"{n} reductions, 0 wrong" in run("-m", "tests.gpu_rows", str(every), TRITON_INTERPRET="1")
 
 
 @needs_triton

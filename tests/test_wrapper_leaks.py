@@ -89,7 +89,12 @@ def leave_nothing(work: Callable[[], None], times: int, nbytes: int) -> None:
     assert growth[0] < nbytes and max(growth[1:]) <= 0, growth
 
 
-@pytest.mark.parametrize("target", TARGETS)
+def some(*now: str) -> list[Any]:
+    """All targets, of which these are not slow."""
+    return [pytest.param(t, marks=[] if t in now else pytest.mark.slow) for t in TARGETS]
+
+
+@pytest.mark.parametrize("target", some("native", "fx"))
 def test_thousands_of_calls(target: str) -> None:
     parts = Parts({"cpu": library()}, callables=(lambda y: y + 1, lambda node, label, t: None))
     made = TARGETS[target](everything(), parts)
@@ -114,7 +119,7 @@ def fn(x: Tensor) -> tuple[Tensor, ...]:
     return values.view(-1, 2).sum(0), where.T, x.exp()
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", some("python", "cpp"))
 def test_a_hundred_programs(target: str, captured: Captured) -> None:
     cfg = replace(Config.from_env(), wrapper=target)
     x = torch.randn(4, 6)

@@ -133,3 +133,6 @@ MODELS = {
     "resnet": (ResNet, images),
     "unet": (UNet, images),
 }
+
+SOME = ("gpt2", "resnet", "unet")
+"""Models that stand for all where a test of each would take long: the others are slow."""

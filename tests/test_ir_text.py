@@ -43,7 +43,7 @@ from plait.wrapper import show
 from plait.wrapper.table import EXAMPLE
 from plait.wrapper.text import read as read_wrapper
 from tests.fuzz_kernels import Maker
-from tests.models import MODELS
+from tests.models import MODELS, SOME
 from tests.test_schedule_fuzz import Fuzzer
 
 s0 = sz.symbol("s0", lo=2)
@@ -277,7 +277,7 @@ def reads_back(p: object) -> None:
         assert read_plan(plan_text(p), p.program) == p
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS])
 def test_models_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, data = MODELS[name]
     torch._dynamo.reset()

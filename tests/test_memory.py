@@ -17,7 +17,7 @@ from benchmarks.memory import allocator_peak, peak
 from plait.config import Config
 from plait.runtime.load import arena_stats
 from plait.schedule import schedule
-from tests.models import MODELS, images, tokens
+from tests.models import MODELS, SOME, images, tokens
 from tests.schedule_tools import Builder
 
 MIB = 1 << 20
@@ -50,9 +50,6 @@ class Pointwise(nn.Module):
         y = torch.tanh(x) * torch.sigmoid(x) * self.scale - torch.exp(x)
         return torch.softmax(F.gelu(F.layer_norm(y, (1024,))), -1)
 
-
-SOME = ("gpt2", "unet")
-"""Models that stand for all where a test would take long."""
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     **{n: (MODELS[n][0], partial(tokens, 128)) for n in ("gpt2", "bert", "llama")},
@@ -94,7 +91,9 @@ def compare_peaks(make: Callable[[], nn.Module], mode: Callable[..., object], fi
     return "; ".join(lines)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in MODELS and n not in SOME else []) for n in CASES]
+)
 @pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
 def test_peak(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
     make, data = CASES[name]

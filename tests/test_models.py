@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import MODELS
+from tests.models import MODELS, SOME
 
 
 def distance(a: Tensor, truth: Tensor) -> float:
@@ -96,7 +96,7 @@ def test_training_step(name: str) -> None:
     trains_as_eager(name, *build(name))
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS])
 def test_dynamic_batch(name: str) -> None:
     model, exact, _ = build(name)
     model.eval(), exact.eval()

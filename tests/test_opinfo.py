@@ -84,6 +84,7 @@ def mixed(op: Any) -> list[Case]:
     return [c for c in cases if traceable(c)]
 
 
+@pytest.mark.slow
 def test_there_are_samples() -> None:
     """An op without a sample that can be traced passes every test here."""
     some = ALL[::10]

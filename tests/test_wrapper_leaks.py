@@ -94,7 +94,7 @@ def some(*now: str) -> list[Any]:
     return [pytest.param(t, marks=[] if t in now else pytest.mark.slow) for t in TARGETS]
 
 
-@pytest.mark.parametrize("target", some("native", "fx"))
+@pytest.mark.parametrize("target", some("native"))
 def test_thousands_of_calls(target: str) -> None:
     parts = Parts({"cpu": library()}, callables=(lambda y: y + 1, lambda node, label, t: None))
     made = TARGETS[target](everything(), parts)
@@ -119,7 +119,7 @@ def fn(x: Tensor) -> tuple[Tensor, ...]:
     return values.view(-1, 2).sum(0), where.T, x.exp()
 
 
-@pytest.mark.parametrize("target", some("python", "cpp"))
+@pytest.mark.parametrize("target", some("python"))
 def test_a_hundred_programs(target: str, captured: Captured) -> None:
     cfg = replace(Config.from_env(), wrapper=target)
     x = torch.randn(4, 6)

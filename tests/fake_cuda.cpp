@@ -194,6 +194,7 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** gr
   *n = 1;
   return 0;
 }
+int cuStreamGetCaptureInfo_v3() { return 801; }
 int cuGraphAddKernelNode_v2(void** node, void* graph, void* const* dependencies, size_t n,
                             const plait::cuda::NodeParams* p) {
   note("add to %zu behind %zu %zu: %s grid %u %u %u block %u first %lld\n", reinterpret_cast<size_t>(graph), n,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -12,20 +13,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from plait.errors import Unsupported
-from plait.kernel.triton import TritonKernel, emit_kernel
+from plait.kernel.triton import EARLY, TritonKernel, emit_kernel
 from plait.runtime.triton_worker import load_module
 from tests.fuzz_kernels import Maker
 
+ACCESS = re.compile(r"\b(ld|st|atom|red|cp)\.(?!param)")
+"""An instruction that reads or writes memory."""
+
 
 def compiled(kernel: TritonKernel, capability: int, folder: Path) -> bytes:
-    """The cubin of a kernel."""
+    """The cubin of a kernel. One that may start early touches no memory before it waits."""
     fn = getattr(load_module(kernel.name, kernel.text, folder), kernel.name)
     source = ASTSource(fn, dict(kernel.signature), {}, {})
     options = {
         "num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "debug": kernel.checks,
         "sanitize_overflow": False,
     }  # fmt: skip
-    cubin = triton.compile(source, GPUTarget("cuda", capability, 32), options).asm["cubin"]
+    made = triton.compile(source, GPUTarget("cuda", capability, 32), options).asm
+    before, wait, _ = made["ptx"].partition("griddepcontrol.wait")
+    assert bool(wait) == kernel.early and not (wait and ACCESS.search(before))
+    cubin = made["cubin"]
     assert isinstance(cubin, bytes)
     return cubin
 
@@ -38,7 +45,7 @@ def main() -> None:
         for seed in range(first, first + count):
             kernel = dataclasses.replace(Maker(seed).kernel(), name=f"fuzz_{seed}")
             try:
-                made = emit_kernel(kernel, kernel.name)
+                made = emit_kernel(kernel, kernel.name, early=capability >= EARLY)
             except Unsupported:
                 n += 1
                 continue

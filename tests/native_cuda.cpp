@@ -46,6 +46,9 @@ int main(int, char** argv) {
   kernel.launch(stream(0), 3, parameters);
   expect_error([&] { kernel.launch(stream(0), uint64_t{1} << 28, parameters); });
   kernel.set_node(reinterpret_cast<GraphExec>(21), reinterpret_cast<GraphNode>(22), 3, parameters);
+  Driver older(argv[1]);
+  older.records_early = false;
+  Kernel(older, "all 3 512", all, 1).launch(stream(0), 3, parameters);
   all.shared = 232448;
   expect_error([&] { Kernel(driver, "all 3 512", all, 1); });
   expect_error([&] { Kernel(driver, "other 3 0", facts("missing"), 1); });

@@ -55,9 +55,10 @@ def second_process_compiles_nothing(folder: Path) -> None:
 
 def equal_jobs_are_compiled_once(folder: Path) -> None:
     pool = CubinPool(2)
-    one, two, other = pool.compile([JOB, JOB, replace(JOB, num_warps=8)], Config(cache_dir=str(folder)))
-    assert one is two and other.num_warps == 8
-    assert len(list(folder.glob("cubins/*/*.cubin"))) == 2
+    jobs = [JOB, JOB, replace(JOB, num_warps=8), replace(JOB, early=True)]
+    one, two, other, early = pool.compile(jobs, Config(cache_dir=str(folder)))
+    assert one is two and other.num_warps == 8 and early.pdl and not one.pdl
+    assert len(list(folder.glob("cubins/*/*.cubin"))) == 3
     pool.stop()
 
 

@@ -34,6 +34,12 @@ set all 14 1
 launch all grid 48 1 1 block 256 1 1 shared 100000 stream 0 extra 0 first 42 \
 attribute 6 1 0 0 attribute 2 1 0 0 attribute 4 16 1 1 attribute 5 1 0 0
 node 22 of 21: all grid 48 1 1 block 256 1 1 shared 100000 extra 0 kernel 0 context 0 first 42
+set all 9 100
+set all 8 231936
+set all 14 1
+launch all grid 48 1 1 block 256 1 1 shared 100000 stream 0 extra 0 first 42 \
+attribute 2 1 0 0 attribute 4 16 1 1 attribute 5 1 0 0
+unload all
 unload all
 unload other
 unload short

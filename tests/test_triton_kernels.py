@@ -6,6 +6,7 @@ beside the environment (`make env`), and runs in processes that get that folder 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from plait.config import Config
 from plait.errors import Unsupported
 from plait.ir.dtypes import DType, bf16, f32, i16, i64
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
@@ -74,6 +76,15 @@ def test_random_kernels_compile(capability: str, tmp_path: Path) -> None:
         "-m", "tests.gpu_compile", capability, "9000", "8", TRITON_CACHE_DIR=str(tmp_path)
     )  # fmt: skip
     assert f"8 kernels for sm_{capability}" in out
+
+
+@pytest.mark.parametrize("arch, early", [("sm_80", False), ("ptx_80", False), ("sm_90", True), ("ptx_100", True)])
+def test_kernels_that_can_wait_start_early(arch: str, early: bool) -> None:
+    """Launched so without waiting, a kernel would read what is not written yet."""
+    (job,) = TritonTarget().emit([kernel_of("softmax", 700)], frozenset(), Config(gpu_arch=arch)).units
+    first = job.text.rpartition("def ")[2].splitlines()[1]
+    assert (first == "    tl.extra.cuda.gdc_wait()", job.text.count("gdc_wait"), job.early) == (early, early, early)
+    assert json.loads(job.frame())["options"]["launch_pdl"] is early
 
 
 def _helper(name: str) -> Callable[[np.ndarray], np.ndarray]:

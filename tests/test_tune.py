@@ -426,7 +426,7 @@ def test_the_emitted_kernel_is_the_tuned_one(monkeypatch: pytest.MonkeyPatch, tm
     assert not plain.notes and clock.asked == 0
     twin = replace(kernel, name="twin")
     tuned = TritonTarget().emit([kernel, twin], frozenset(), replace(cfg, autotune=True))
-    assert clock.asked == 1 and tuned.text == emit_kernel(kernel, "doubled", tiles[-1]).text != plain.text
+    assert clock.asked == 1 and tuned.text == emit_kernel(kernel, "doubled", tiles[-1], True).text != plain.text
     (note,) = tuned.notes
     assert note.startswith("doubled: 10.0 us, ") and f"-> 5.0 us, {describe(tiles[-1])}" in note
     assert tuned.entry_points == {"doubled": "doubled", "twin": "doubled"}

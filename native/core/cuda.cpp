@@ -48,6 +48,7 @@ Driver::Driver(const char* library) {
   find(handle, parameter, "cuFuncGetParamInfo", false);
   find(handle, is_capturing, "cuStreamIsCapturing");
   find(handle, capture_info, "cuStreamGetCaptureInfo_v2");
+  records_early = dlsym(handle, "cuStreamGetCaptureInfo_v3");
   find(handle, set_node, "cuGraphExecKernelNodeSetParams_v2");
   find(handle, copy_node, "cuGraphMemcpyNodeGetParams");
   find(handle, set_copy_node, "cuGraphExecMemcpyNodeSetParams");
@@ -143,7 +144,7 @@ void Kernel::prepare_shared(uint32_t bytes) {
 }
 
 void Kernel::prepare_attributes() {
-  if (facts_.pdl) attributes_.push_back({Attribute::serialization, 0, {1}});
+  if (facts_.pdl && driver_.records_early) attributes_.push_back({Attribute::serialization, 0, {1}});
   if (facts_.cooperative) attributes_.push_back({Attribute::cooperative, 0, {1}});
   if (num_ctas_ == 1) return;
   attributes_.push_back({Attribute::cluster_dimension, 0, {num_ctas_, 1, 1}});

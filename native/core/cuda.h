@@ -139,6 +139,8 @@ class Driver {
   int (*record_event)(Event, Stream);
   int (*wait_event)(Stream, Event, unsigned);
   int (*synchronize)();
+  // Whether graphs can hold a kernel that starts before the one ahead of it has ended: since 12.3.
+  bool records_early;
   int (*allocate)(void**, size_t, Stream);  // these two are null in drivers before 11.2
   int (*free)(void*, Stream);
 

@@ -36,6 +36,8 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 """
+EARLY = 90
+"""The first compute capability whose kernels can wait for the one before."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class TritonKernel:
 
     text: a module that defines function `name`. signature: Triton's type of each argument: pointers in the order of
     Kernel.args, then one i64 a size symbol. grid: number of programs, an expression over the size symbols.
-    checks: it holds run-time checks, which are compiled in with debug=True. aligned: positions of pointers that are
-    multiples of 16.
+    checks: it holds run-time checks, which are compiled in with debug=True. early: it may start before what is ahead of
+    it in its stream has ended, for which it waits. aligned: positions of pointers that are multiples of 16.
     """
 
     name: str
@@ -55,6 +57,7 @@ class TritonKernel:
     num_warps: int
     num_stages: int
     checks: bool
+    early: bool
     aligned: tuple[int, ...] = ()
 
 
@@ -74,7 +77,7 @@ class TritonTarget:
         taken: set[str] = set()
         symbols = {key: symbol_for(k.name, taken) for key, k in distinct.items()}
         tuned, notes = _tuned(distinct, symbols, capability, cfg) if cfg.autotune else ({}, {})
-        made = {key: _unit(k, symbols[key], key, tuned.get(key)) for key, k in distinct.items()}
+        made = {key: _unit(k, symbols[key], key, tuned.get(key), capability) for key, k in distinct.items()}
         units = {k.name: made[key] for k, key in zip(kernels, keys, strict=True)}
         return Source(
             text="\n\n".join(unit.text for unit in made.values()),
@@ -102,8 +105,9 @@ def _key(kernel: Kernel, unaligned: Set[str]) -> Key:
     return Key(structure(kernel), aligned, kernel.device)
 
 
-def _unit(kernel: Kernel, symbol: str, key: Key, tile: Tile | None) -> TritonKernel:
-    return replace(emit_kernel(kernel, symbol, tile), aligned=key.aligned)
+def _unit(kernel: Kernel, symbol: str, key: Key, tile: Tile | None, capability: Mapping[str, int]) -> TritonKernel:
+    early = capability[key.device] >= EARLY
+    return replace(emit_kernel(kernel, symbol, tile, early), aligned=key.aligned)
 
 
 def _tuned(
@@ -112,22 +116,20 @@ def _tuned(
     """The measured tile of each kernel, and a line on how it was found."""
     tiles = {key: candidates(_space(k)) for key, k in kernels.items()}
     contests = {
-        key: _contest(k, symbols[key], key, tiles[key], capability[key.device])
-        for key, k in kernels.items()
-        if len(tiles[key]) > 1
+        key: _contest(k, symbols[key], key, tiles[key], capability) for key, k in kernels.items() if len(tiles[key]) > 1
     }
     outcomes = dict(zip(contests, tune(list(contests.values()), cfg), strict=True))
     chosen = {key: tiles[key][outcome.choice] for key, outcome in outcomes.items()}
     return chosen, {key: outcome.text(contests[key]) for key, outcome in outcomes.items()}
 
 
-def _contest(kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile], capability: int) -> Contest:
+def _contest(kernel: Kernel, symbol: str, key: Key, tiles: Sequence[Tile], capability: Mapping[str, int]) -> Contest:
     hints = kernel.hint_of
 
     def version(k: int) -> tuple[Job, int]:
         # Buffers have no values here that checks would pass; what they guard reads element 0 then.
-        unit = replace(_unit(kernel, symbol, key, tiles[k]), checks=False)
-        return _job(unit, capability), hint(unit.grid, hints)
+        unit = replace(_unit(kernel, symbol, key, tiles[k], capability), checks=False)
+        return _job(unit, capability[key.device]), hint(unit.grid, hints)
 
     buffers = tuple(Scratch(b.dtype.name, _span(b, hints) * b.dtype.nbytes) for b in kernel.args)
     sizes = tuple(hint(e, hints) for e in kernel.sizes)
@@ -150,6 +152,7 @@ def _job(unit: TritonKernel, capability: int) -> Job:
         num_stages=unit.num_stages,
         aligned=unit.aligned,
         checks=unit.checks,
+        early=unit.early,
     )
 
 
@@ -163,7 +166,7 @@ def compute_capability(device: str, cfg: Config) -> int:
     return int(cfg.gpu_arch.partition("_")[2])
 
 
-def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> TritonKernel:
+def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None, early: bool = False) -> TritonKernel:
     """The module of one kernel. tile: other than the planned one. Raises Unsupported where points collide in a way
     that Triton has no atomic for."""
     dtypes = {b.name: b.dtype.name for b in kernel.args}
@@ -180,6 +183,8 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
     lines = writer.write()
     # Triton's own launcher hands small numbers over in 32 bits, ours all in 64.
     lines = [f"{s} = {s}.to({'tl.int64' if wide else 'tl.int32'})" for s in names.values()] + lines
+    if early:  # before the first access to memory
+        lines.insert(0, "tl.extra.cuda.gdc_wait()")
     pointers = [f"p{k}" for k in range(len(kernel.args))]
     body = "".join(f"    {line}\n" for line in lines)
     # Through Triton's own launcher a size of 1 would become a constant without a type.
@@ -191,7 +196,7 @@ def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None) -> Triton
         **{p: POINTERS[b.dtype.name] for p, b in zip(pointers, kernel.args, strict=True)},
         **dict.fromkeys(names.values(), "i64"),
     }
-    return TritonKernel(symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, writer.checks)
+    return TritonKernel(symbol, text, signature, tile.grid, tile.num_warps, tile.num_stages, writer.checks, early)
 
 
 def _space(kernel: Kernel) -> Space:

@@ -56,7 +56,8 @@ _OTHER_VARIABLES = {
 class Job:
     """One kernel to compile. text: a module that defines function `name`. signature: Triton's type of each argument.
     aligned: positions of pointers that are multiples of 16. capability: such as 90 for sm_90. ptx: its image is the
-    assembler's input, which the driver of any newer GPU takes too."""
+    assembler's input, which the driver of any newer GPU takes too. early: launches say that it waits by itself for what
+    is ahead of it in its stream (programmatic dependent launch)."""
 
     name: str
     text: str
@@ -67,12 +68,13 @@ class Job:
     aligned: tuple[int, ...] = ()
     checks: bool = False
     ptx: bool = False
+    early: bool = False
 
     def frame(self) -> str:
         """The job as a worker reads it, with what this process's environment tells the compiler."""
         options = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "debug": self.checks,
-            "sanitize_overflow": False,
+            "sanitize_overflow": False, "launch_pdl": self.early,
         }  # fmt: skip
         facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),

@@ -122,6 +122,12 @@ static void bound(void) {
   told(plait_triton_prepare(get("two"), &config, &any, 1));
   told(plait_triton_signatures(text, sizeof text, &needed));
   printf("%s", text);
+  plait_triton_counts before, after;
+  plait_triton_count_hits(1);
+  told(plait_triton_stats(&before, NULL, 0));
+  told(plait_triton_launch(kernel, &config, &x, 1));
+  told(plait_triton_stats(&after, text, 20));
+  printf("%d %d %d [%s]\n", (int)(after.hits - before.hits), (int)after.misses, (int)after.loaded, text);
 }
 
 static void errors(void) {
@@ -172,6 +178,15 @@ static void errors(void) {
   told(plait_triton_option_set(a, 1, &set));
   told(plait_triton_bind(one, &config, a, 1, NULL));
   told(plait_triton_bound_launch(NULL, NULL));
+  told(plait_triton_option_set(NULL, 1, &set));
+  told(plait_triton_signatures(NULL, 9, &(size_t){0}));
+  told(plait_triton_stats(NULL, NULL, 0));
+  plait_triton_bound* resolved = NULL;
+  a[0] = at(16);
+  told(plait_triton_bind(one, &config, a, 1, &resolved));
+  struct CUgraphNode_st* node = NULL;
+  told(plait_triton_bound_add_to(resolved, NULL, NULL, 1, &node));
+  plait_triton_bound_free(resolved);
 }
 
 static plait_triton_status blocks(void* n, const plait_triton_meta* meta, int64_t* grid) {
@@ -195,7 +210,9 @@ static void tuned(void) {
   told(plait_triton_launch(kernel, &config, arguments, 2));
   arguments[0].n = 4096;
   told(plait_triton_launch(kernel, &config, arguments, 2));
+  const plait_triton_error* error = plait_triton_last_error();
   told(plait_triton_launch(kernel, &config, arguments, 2));
+  if (plait_triton_last_error() != error) printf("a launch that succeeded changed the last error\n");
   plait_triton_bound* resolved = NULL;
   told(plait_triton_bind(kernel, &config, arguments, 2, &resolved));
   told(plait_triton_bound_launch(resolved, stream(6)));

@@ -64,6 +64,10 @@ one *fp32:D
 scratch *fp32:D
 two *fp32:D
 two *fp32
+fine
+fine
+fine
+1 4 4 [two *fp32:D, before]
 """
 TUNED = """\
 fine
@@ -114,6 +118,11 @@ fine
 2 an option is None, a number, a bool or a text [] [] -1
 2 a text, or where a result goes, is NULL [] [] -1
 2 a text, or where a result goes, is NULL [] [] -1
+2 the options are NULL [] [] -1
+2 a text, or where a result goes, is NULL [] [] -1
+2 a text, or where a result goes, is NULL [] [] -1
+fine
+2 the nodes that it is behind are NULL [] [] -1
 """
 
 
@@ -168,7 +177,7 @@ def test_bound_launches_hooks_and_scratch_memory(folder: Path) -> None:
         f"launch one {head} 3 extra 0 first 32 20 0 0", f"launch one {head} 4 extra 0 first 32 20 0 0",
         f"launch one {head} 4 extra 0 first 64 40 0 0", "add to 9 behind 1 3: one grid 7 1 1 block 128 first 64",
         f"node 77 of 11: one {head[:-7]} extra 0 kernel 0 context 0 first 64",
-        f"launch scratch {head} 0 extra 0 first 32 20 800 0",
+        f"launch scratch {head} 0 extra 0 first 32 20 800 0", f"launch one {head} 0 extra 0 first 32 20 0 0",
     ]  # fmt: skip
 
 

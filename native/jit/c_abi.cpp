@@ -18,7 +18,7 @@ static_assert(sizeof(plait_triton_argument) == 32 && sizeof(plait_triton_config)
 static_assert(PLAIT_TRITON_FP8E5B16 == static_cast<int>(DType::fp8e5b16));
 
 namespace {
-constexpr uint32_t kMaxArguments = 1 << 14;  // more than a kernel can have bytes of parameters
+constexpr uint32_t kMaxArguments = 1 << 12;  // a kernel has 4 KiB of parameters, more on new devices
 
 // The call of a function of the interface is wrong.
 struct Invalid : std::invalid_argument {
@@ -99,23 +99,25 @@ TensorDescriptor descriptor_of(const plait_triton_descriptor* d) {
           d->nan ? Padding::nan : Padding::zero};
 }
 
-void write(Writer& w, const plait_triton_argument& a) {
-  if (a.kind == PLAIT_TRITON_POINTER) [[likely]]  // before the rest: 1 ns for each
-    return Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a.dtype)});
+// By value: a Writer whose address is known lives in memory, and each argument would wait for the one before.
+Writer put(Writer w, const plait_triton_argument& a) {
   switch (a.kind) {
-    case PLAIT_TRITON_NONE: return Traits<std::nullopt_t>::write(w, std::nullopt);
-    case PLAIT_TRITON_INTEGER: return Traits<int64_t>::write(w, a.value.integer);
-    case PLAIT_TRITON_NATURAL: return Traits<uint64_t>::write(w, a.value.natural);
-    case PLAIT_TRITON_NUMBER: return Traits<double>::write(w, a.value.number);
-    case PLAIT_TRITON_BOOLEAN: return Traits<bool>::write(w, a.value.integer != 0);
-    case PLAIT_TRITON_DTYPE: return Traits<DType>::write(w, dtype_of(a.dtype));
+    case PLAIT_TRITON_NONE: Traits<std::nullopt_t>::write(w, std::nullopt); break;
+    case PLAIT_TRITON_POINTER: Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a.dtype)}); break;
+    case PLAIT_TRITON_INTEGER: Traits<int64_t>::write(w, a.value.integer); break;
+    case PLAIT_TRITON_NATURAL: Traits<uint64_t>::write(w, a.value.natural); break;
+    case PLAIT_TRITON_NUMBER: Traits<double>::write(w, a.value.number); break;
+    case PLAIT_TRITON_BOOLEAN: Traits<bool>::write(w, a.value.integer != 0); break;
+    case PLAIT_TRITON_DTYPE: Traits<DType>::write(w, dtype_of(a.dtype)); break;
     case PLAIT_TRITON_STRING:
     case PLAIT_TRITON_FUNCTION:
       need(a.value.string || a.n == 0, "an argument's text is NULL");
-      return Traits<std::string_view>::write(w, {a.value.string, a.n});
-    case PLAIT_TRITON_DESCRIPTOR: return Traits<TensorDescriptor>::write(w, descriptor_of(a.value.descriptor));
-    default: return Traits<std::tuple<>>::write(w, {});  // its elements follow
+      Traits<std::string_view>::write(w, {a.value.string, a.n});
+      break;
+    case PLAIT_TRITON_DESCRIPTOR: Traits<TensorDescriptor>::write(w, descriptor_of(a.value.descriptor)); break;
+    default: Traits<std::tuple<>>::write(w, {});  // its elements follow
   }
+  return w;
 }
 
 // The 8 bytes before an argument's name; all but its dtype are of its kind.
@@ -125,6 +127,8 @@ uint64_t head_of(const plait_triton_argument& a) {
   std::memcpy(&head, &a, sizeof head);
   return head;
 }
+
+bool is_named(const char* a, const char* b) { return a == b || (a && b && std::strcmp(a, b) == 0); }
 
 // The kinds of one list of arguments, and what was launched with them. They are never freed.
 struct Shape {
@@ -141,7 +145,6 @@ struct Shape {
         need(a.n < (ends.empty() ? arguments.size() : ends.back()) - k, "a tuple has more elements than follow it");
         leaf.n_inside = static_cast<uint16_t>(a.n);
         ends.push_back(k + 1 + a.n);
-        tuples.push_back(k);
       }
       heads.push_back(head_of(a) & kHead);
       n_values += leaf.n_words();
@@ -150,21 +153,29 @@ struct Shape {
     }
   }
 
-  bool fits(Given arguments) const {
+  // Writes what they are; false if they are not of these kinds.
+  bool write(Given arguments, const Writer& to) const {
     if (arguments.size() != heads.size()) return false;
-    uint64_t different = 0;
-    for (size_t k = 0; k < heads.size(); ++k) {
+    uint64_t* words = to.words;
+    std::string_view* strings = to.strings;
+    for (size_t k = 0; k < arguments.size(); ++k) {
       const plait_triton_argument& a = arguments[k];
-      different |= (head_of(a) & kHead) ^ heads[k];
-      if (a.name != leaves[k].name && !(a.name && leaves[k].name && std::strcmp(a.name, leaves[k].name) == 0))
+      Writer w{to.states + k, words, strings};
+      if ((head_of(a) & kHead) != heads[k] || !is_named(a.name, leaves[k].name)) return false;
+      if (a.kind == PLAIT_TRITON_POINTER)  // these two here: 2 ns less for each
+        Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a.dtype)});
+      else if (a.kind == PLAIT_TRITON_INTEGER)
+        Traits<int64_t>::write(w, a.value.integer);
+      else if (a.kind != PLAIT_TRITON_TUPLE || a.n == leaves[k].n_inside)
+        strings = (w = put(w, a)).strings;
+      else
         return false;
+      words = w.words;
     }
-    for (const size_t k : tuples) different |= arguments[k].n ^ leaves[k].n_inside;
-    return different == 0;
+    return true;
   }
 
   std::vector<uint64_t> heads;
-  std::vector<size_t> tuples;
   std::deque<std::string> names;
   std::vector<Leaf> leaves;
   size_t n_values = 0, n_strings = 0;
@@ -177,13 +188,14 @@ struct plait_triton_kernel {
   plait_triton_kernel(const Kernel& kernel, std::string name)
       : function(kernel[{1}].function), name(std::move(name)) {}
 
-  Shape& shape(Given arguments) {
+  // The shape of these arguments, which are written to w.
+  Shape& write(Given arguments, const Writer& w) {
     Shape* found = last.load(std::memory_order_acquire);
-    if (!found || !found->fits(arguments)) [[unlikely]] {
-      found = search(arguments);
-      if (!found) found = make(arguments);
-      last.store(found, std::memory_order_release);
-    }
+    if (found && found->write(arguments, w)) [[likely]]
+      return *found;
+    found = search(arguments, w);
+    if (!found) found = make(arguments, w);
+    last.store(found, std::memory_order_release);
     return *found;
   }
 
@@ -191,15 +203,16 @@ struct plait_triton_kernel {
   const std::string name;
 
  private:
-  Shape* search(Given arguments) const {
+  Shape* search(Given arguments, const Writer& w) const {
     Shape* found = all.load(std::memory_order_acquire);
-    while (found && !found->fits(arguments)) found = found->next;
+    while (found && !found->write(arguments, w)) found = found->next;
     return found;
   }
-  Shape* make(Given arguments) {
+  Shape* make(Given arguments, const Writer& w) {
     auto made = std::make_unique<Shape>(arguments);
     const std::scoped_lock lock(mutex);
-    if (Shape* found = search(arguments)) return found;
+    if (Shape* found = search(arguments, w)) return found;
+    made->write(arguments, w);
     made->next = all.load(std::memory_order_relaxed);
     all.store(made.get(), std::memory_order_release);
     return made.release();
@@ -221,8 +234,7 @@ struct plait_triton_bound : Bound {
     for (size_t k = 0; k < index; ++k) word += shape.leaves[k].n_words();
     uint8_t state = 0;
     std::array<uint64_t, 16> words;
-    Writer w{&state, words.data(), nullptr};
-    write(w, value);
+    put({&state, words.data(), nullptr}, value);
     detail::change(*plan_, index, {&state, 1}, word, {words.data(), leaf.n_words()});
   }
 
@@ -249,10 +261,11 @@ struct GridOf {
 
   Grid operator()(const Meta& meta) const {
     int64_t grid[3] = {1, 1, 1};
-    last = nullptr;
+    const plait_triton_error* before = std::exchange(last, nullptr);
     if (function(user, reinterpret_cast<const plait_triton_meta*>(&meta), grid) != PLAIT_TRITON_OK)
       throw Error(std::string("its grid's function failed") + (last ? ": " : "") + (last ? last->message : ""),
                   kernel->name);
+    last = before;
     return {grid[0], grid[1], grid[2]};
   }
 };
@@ -265,13 +278,12 @@ void with_call(plait_triton_kernel* kernel, const plait_triton_config* config, c
   need(config->size >= sizeof *config && config->reserved == 0, "the configuration is of no known version");
   need(n <= kMaxArguments, "too many arguments");
   const Given all(arguments, n);
-  Shape& shape = kernel->shape(all);
-  const size_t first = detail::n_head_words + detail::n_state_words(n), n_words = first + shape.n_values;
-  auto* words = static_cast<uint64_t*>(alloca(n_words * sizeof(uint64_t)));
-  auto* strings = static_cast<std::string_view*>(alloca(shape.n_strings * sizeof(std::string_view)));
+  const size_t first = detail::n_head_words + detail::n_state_words(n);
+  auto* words = static_cast<uint64_t*>(alloca((first + n * Leaf{Kind::descriptor}.n_words()) * sizeof(uint64_t)));
+  auto* strings = static_cast<std::string_view*>(alloca(n * sizeof(std::string_view)));
   words[first - 1] = 0;  // the bytes beyond the last state
-  Writer w{reinterpret_cast<uint8_t*>(words + detail::n_head_words), words + first, strings};
-  for (const plait_triton_argument& a : all) write(w, a);
+  Shape& shape = kernel->write(all, {reinterpret_cast<uint8_t*>(words + detail::n_head_words), words + first, strings});
+  const size_t n_words = first + shape.n_values;
   const Options options{option(config->num_warps), option(config->num_stages), option(config->num_ctas),
                         option(config->maxnreg), config->cooperative != 0, config->pdl != 0, of(config->others)};
   const Launch launch = config->grid_of
@@ -334,6 +346,7 @@ plait_triton_status plait_triton_meta_get(const plait_triton_meta* meta, const c
 plait_triton_status plait_triton_option_set(const plait_triton_argument* options, size_t n,
                                             const plait_triton_options** set) {
   return guarded([&] {
+    need(options || n == 0, "the options are NULL");
     std::vector<Option> made;
     for (const plait_triton_argument& o : Given(options, n)) {
       const std::string_view name = there(o.name);
@@ -392,7 +405,10 @@ plait_triton_status plait_triton_bound_set(plait_triton_bound* bound, size_t ind
 
 plait_triton_status plait_triton_bound_add_to(const plait_triton_bound* bound, CUgraph_st* graph,
                                               CUgraphNode_st* const* behind, size_t n_behind, CUgraphNode_st** node) {
-  return guarded([&] { *there(node) = there(bound)->add_to(graph, {behind, n_behind}); });
+  return guarded([&] {
+    need(behind || n_behind == 0, "the nodes that it is behind are NULL");
+    *there(node) = there(bound)->add_to(graph, {behind, n_behind});
+  });
 }
 
 plait_triton_status plait_triton_bound_update(const plait_triton_bound* bound, CUgraphExec_st* graph,
@@ -419,14 +435,31 @@ plait_triton_status plait_triton_set_tuning(plait_triton_miss on_miss, const cha
   });
 }
 
+namespace {
+// What fits of a text.
+void copy(const std::string& text, char* to, size_t size) {
+  if (size == 0) return;
+  const size_t n = std::min(size - 1, text.size());
+  std::memcpy(there(to), text.data(), n);
+  to[n] = 0;
+}
+}  // namespace
+
 plait_triton_status plait_triton_signatures(char* to, size_t size, size_t* needed) {
   return guarded([&] {
     std::string all;
     for (const std::string& signature : signatures()) all += signature + "\n";
     *there(needed) = all.size() + 1;
-    if (size == 0) return;
-    const size_t n = std::min(size - 1, all.size());
-    std::memcpy(to, all.data(), n);
-    to[n] = 0;
+    copy(all, to, size);
   });
 }
+
+plait_triton_status plait_triton_stats(plait_triton_counts* counts, char* last_miss, size_t size) {
+  return guarded([&] {
+    const Stats now = stats();
+    *there(counts) = {now.hits, now.misses, now.compiled, now.loaded, now.tuned};
+    copy(now.last_miss, last_miss, size);
+  });
+}
+
+void plait_triton_count_hits(int on) { count_hits(on != 0); }

@@ -21,7 +21,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define PLAIT_TRITON_ABI 1
+#define PLAIT_TRITON_ABI 2
 #define PLAIT_TRITON_C __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -208,6 +208,14 @@ PLAIT_TRITON_C plait_triton_status plait_triton_set_tuning(plait_triton_miss on_
 /* Signatures of all that is compiled so far, a line each, as `plait pack --signatures` takes them. Writes what fits
  * into `size` bytes, the last one zero; `needed` is what all of it takes. */
 PLAIT_TRITON_C plait_triton_status plait_triton_signatures(char* text, size_t size, size_t* needed);
+
+/* What calls of this process met; since version 2. hits: counted after plait_triton_count_hits(1). misses: calls whose key
+ * was new to their place. last_miss: as much of what the last one was as fits into `size` bytes, the last one zero. */
+typedef struct plait_triton_counts {
+  uint64_t hits, misses, compiled, loaded, tuned;
+} plait_triton_counts;
+PLAIT_TRITON_C plait_triton_status plait_triton_stats(plait_triton_counts* counts, char* last_miss, size_t size);
+PLAIT_TRITON_C void plait_triton_count_hits(int on);
 
 static inline plait_triton_config plait_triton_grid(int64_t x, int64_t y, int64_t z, plait_triton_stream stream) {
   plait_triton_config config;

@@ -201,6 +201,25 @@ def extremes(name: str, length: int, runner: Callable[[list[Kernel]], Callable[.
     return "" if same else f"{name} of {length}: {got} of extreme rows is not {want['out'].reshape(ROWS, length)[:, 0]}"
 
 
+def shares(length: int, runner: Callable[[list[Kernel]], Callable[..., int]]) -> str:
+    """A softmax that is kept in 16 bits and used, another quotient by its sum beside it; what is wrong, or ""."""
+    (i,), (r,) = loop_vars("i", (ROWS,)), loop_vars("r", (length,))
+    x = cast(node("load", (), Load("x", (i, r)), bf16), f32)
+    stmts, share = softmax(x, f32)
+    used = node("mul", (cast(cast(share, bf16), f32), x))
+    kept = {"share": share, "used": used, "other": node("truediv", (x, share.args[1]))}
+    stmts = (*stmts, *(Store(n, (i, r), cast(value, bf16), True) for n, value in kept.items()))
+    args = tuple(strided(n, bf16, (ROWS, length)) for n in ("x", *kept))
+    kernel = Kernel("shares", (i,), (r,), stmts, args, tuple(kept), ())
+    data = np.random.default_rng(4).standard_normal(ROWS * length).astype(np.float32)
+    x16 = (data.view(np.uint32) >> 16).astype(np.uint16)
+    mine, want = ({"x": x16} | {n: np.zeros_like(x16) for n in kept} for _ in range(2))
+    runner([kernel])(kernel, mine)
+    run_kernel(kernel, want)
+    wrong = [n for n in kept if not np.allclose(_wide(mine[n]), _wide(want[n]), rtol=8e-3, atol=0)]
+    return f"{wrong} of a softmax of {length}" if wrong else ""
+
+
 def _wide(a: np.ndarray) -> np.ndarray:
     return (a.astype(np.uint32) << 16).view(np.float32) if a.dtype == np.uint16 else a
 
@@ -220,6 +239,7 @@ def main() -> None:
             partial(check, name, length, runner) for name in CASES for length in (700, 40000, 65536 + 1)
         ]
         jobs += [partial(check, name, 40003, runner, 40008) for name in CASES]
+        jobs += [partial(shares, n, runner) for n in (700, 40000)]
         jobs += [
             partial(extremes, name, n, runner) for name in ("layer_norm", "softmax", "exp_sum") for n in (700, 40000)
         ]

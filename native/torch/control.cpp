@@ -167,7 +167,8 @@ ControlValues Control::scan(ControlValues given) const {
                     x.tensor.size(0) == whole[0].tensor.size(0),
                 "a scan needs tensors with as many slices, at least one");
   for (int64_t i = 0; i < whole[0].tensor.size(0); ++i) {
-    for (size_t k = 0; k < sliced; ++k) given[carried + k].tensor = whole[k].tensor.select(0, i);
+    for (size_t k = 0; k < sliced; ++k)  // the body was traced with copies of slices
+      given[carried + k].tensor = whole[k].tensor.select(0, i).contiguous();
     ControlValues next = routines_[0]->run(given);
     for (size_t k = carried; k < next.size(); ++k)
       stacked[k - carried].push_back(std::move(next[k].tensor));

@@ -61,7 +61,8 @@ class Writer:
         self.begun: dict[tuple[Size, int], tuple[str, str]] = {}  # what the first block begins at, and how far before
         self.n = 0
         self.checks = False
-        self.reciprocals: dict[Node, tuple[str, str]] = {}  # divisor -> two numbers in its place
+        self.scaled: dict[Node, tuple[str, str]] = {}  # divisor -> two numbers in its place, see _quotient
+        self.halves: dict[Node, tuple[str, str]] = {}  # as well, see _share
 
     # ------------------------------------------------------------------------------------------ levels
     def _fresh(self, prefix: str) -> str:
@@ -497,7 +498,7 @@ class Writer:
 
     def _needs(self, n: Node) -> tuple[Node, ...]:
         """Nodes whose values must exist before this one: its arguments and what its index is made of."""
-        found = n.args[0].args if _is_narrow_quotient(n) else n.args
+        found = n.args[0].args if self._is_narrow_quotient(n) else n.args
         if (below := self._under(n)) is not None:
             found = (below[1],)
         elif _is_rounding(n):
@@ -517,7 +518,7 @@ class Writer:
         return out
 
     def _node(self, n: Node) -> str:
-        if _is_narrow_quotient(n):
+        if self._is_narrow_quotient(n):
             return self._quotient(n)
         if n.op == "truediv" and self._is_softmax(*n.args):
             return self._share(*n.args)
@@ -554,17 +555,24 @@ class Writer:
                 return a.op, a.args[0]
         return None
 
+    def _is_narrow_quotient(self, n: Node) -> bool:
+        """Whether it is a quotient that becomes a 16-bit float, but for those that `_share` writes."""
+        if n.op != "cast" or n.dtype.name not in ("f16", "bf16"):
+            return False
+        (a,) = n.args
+        return a.op == "truediv" and a.dtype == f32 and not self._is_softmax(*a.args)
+
     def _quotient(self, n: Node) -> str:
         """A quotient that becomes a 16-bit float. Where the divisor is the same all along a row, its reciprocal is: one
         rounding of 24 bits more does not show in 11. A small divisor is scaled, so that its reciprocal is finite."""
         a, b = n.args[0].args
         if "r" not in self._names(self._all_deps(a)) or "r" in self._names(self._all_deps(b)):
             return cast(render("truediv", f32, (self.value(a), self.value(b))), f32, n.dtype)
-        if b not in self.reciprocals:
+        if b not in self.scaled:
             inner = self.along in self._names(self._all_deps(b))
             scale = self._define(f"tl.where(tl.abs({self.value(b)}) < 2.0**-64, 2.0**64, 1.0)", inner)
-            self.reciprocals[b] = scale, self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", inner)
-        return cast(f"({' * '.join((self.value(a), *self.reciprocals[b]))})", f32, n.dtype)
+            self.scaled[b] = scale, self._define(f"tl.div_rn(1.0, {self.value(b)} * {scale})", inner)
+        return cast(f"({' * '.join((self.value(a), *self.scaled[b]))})", f32, n.dtype)
 
     def _is_softmax(self, a: Node, total: Node) -> bool:
         """Whether it is a / sum a, a = exp(x - max x) in float32: a divisor from 1 to the length of a row."""
@@ -578,11 +586,11 @@ class Writer:
     def _share(self, a: Node, total: Node) -> str:
         """A quotient by its divisor's reciprocal, in two parts: the nearest float32 but where the quotient is within
         2**-22 of the middle of two."""
-        if total not in self.reciprocals:
+        if total not in self.halves:
             b, inner = self.value(total), self.along in self._names(self._all_deps(total))
             high = self._define(f"tl.div_rn(1.0, {b})", inner)
-            self.reciprocals[total] = high, self._define(f"tl.fma(-{b}, {high}, 1.0) * {high}", inner)
-        high, low = self.reciprocals[total]
+            self.halves[total] = high, self._define(f"tl.fma(-{b}, {high}, 1.0) * {high}", inner)
+        high, low = self.halves[total]
         return f"tl.fma({self.value(a)}, {high}, {self.value(a)} * {low})"
 
     def _load(self, n: Node, args: tuple[str, ...]) -> str:
@@ -737,10 +745,6 @@ def _is_rounding(n: Node) -> bool:
         return False
     (a,) = n.args
     return a.op == "cast" and a.dtype == bf16 and a.args[0].dtype == f32
-
-
-def _is_narrow_quotient(n: Node) -> bool:
-    return n.op == "cast" and n.dtype.name in ("f16", "bf16") and n.args[0].op == "truediv" and n.args[0].dtype == f32
 
 
 def _product(axes: Sequence[Atom]) -> Size:

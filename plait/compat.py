@@ -9,6 +9,8 @@ from __future__ import annotations
 import linecache
 import math
 import re
+import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ import sympy
 import torch
 import torch._functorch.config as functorch_config
 import torch.utils._pytree as pytree
-from torch._dynamo import compiled_autograd
+from torch._dynamo import compiled_autograd, graph_bytecode_inputs
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import UserError as TorchUserError
 from torch._dynamo.utils import GmWrapper, counters, flatten_graph_inputs
@@ -35,6 +37,7 @@ from torch._subclasses import fake_tensor
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule, graph_module
+from torch.fx import proxy as fx_proxy
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
@@ -52,6 +55,9 @@ Compiler = Callable[..., Callable[..., Any]]
 
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 """Values of meta["recompute"] that make the partitioner save a node for backward, or compute it again there."""
+
+CALLERS_STREAM: int | None = getattr(graph_bytecode_inputs, "CURRENT_STREAM_INDEX", None)
+"""The caller's stream by number, as graphs name streams. None in torch 2.11, whose graphs lose waits between them."""
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -719,18 +725,31 @@ def wants_values(error: Exception) -> bool:
     return told or isinstance(error, _NO_VALUES)
 
 
+class _Forwards(traceback.StackSummary):
+    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a trace's time."""
+
+    @classmethod
+    def extract(cls, *_: object, **__: object) -> _Forwards:
+        frames = [f for f, _ in traceback.walk_stack(sys._getframe(1)) if f.f_code.co_name == "forward"]
+        return cls(traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward") for f in reversed(frames))
+
+    def summary(self) -> _Forwards:
+        return self
+
+
 @contextmanager
 def _exporting() -> Iterator[None]:
     """torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values."""
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    before = [getattr(torch.compiler, flag) for flag in flags]
+    flags = [(torch.compiler, name, True) for name in ("_is_compiling_flag", "_is_exporting_flag")]
+    changes: list[Any] = [*flags, (fx_proxy, "CapturedTraceback", _Forwards)]
+    before = [getattr(module, name) for module, name, _ in changes]
     try:
-        for flag in flags:
-            setattr(torch.compiler, flag, True)
+        for module, name, value in changes:
+            setattr(module, name, value)
         yield
     finally:
-        for flag, value in zip(flags, before, strict=True):
-            setattr(torch.compiler, flag, value)
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
 
 
 def export_graph(
@@ -752,8 +771,7 @@ def export_graph(
     if signature.input_tokens:
         raise Unsupported(f"{who} of a program with effect tokens (printing, torchbind)")
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
-    mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
-    return graph, mutated
+    return graph, tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
 
 
 def graph_break(gm: GraphModule) -> str:

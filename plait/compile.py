@@ -40,7 +40,9 @@ from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
 from plait.wrapper.passes import run_passes
 from plait.wrapper.program import CompileRecord, Parts, Program, Target, observe
+from plait.wrapper.streams import keep_memory
 from plait.wrapper.targets import TARGETS as WRAPPERS
+from plait.wrapper.walk import is_fence
 from plait.wrapper.watch import add_hooks
 
 __all__ = ["Program", "compile_graph"]
@@ -175,6 +177,9 @@ def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: Pa
         wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
     if captured.watcher is not None:
         wrapper = log("hooks", add_hooks, wrapper, lowered.nodes)
+    if any(map(is_fence, wrapper.body)):
+        devices = {n: b.device for n, b in {**lowered.program.buffers, **plan.buffers}.items()}
+        wrapper = log("keep memory", keep_memory, wrapper, devices)
     wrapper = log("wrapper passes", run_passes, wrapper, cfg.verifies, partial(show.show_pass, log))
     if cfg.cuda_graphs:  # last: other passes know nothing of partitions
         nbytes = {n: buffer_nbytes(b, lowered.program.hints) for n, b in plan.buffers.items()}

@@ -40,6 +40,7 @@ class Resolver {
     if (in_.op == "plait::seed") return seed();
     out_.name = in_.overload.empty() ? in_.op : in_.op + "." + in_.overload;
     out_.builtin = in_.op.starts_with("aten::");
+    out_.forks = in_.op == "streams::fork";
     out_.may_keep = in_.may_keep;
     out_.outs = in_.outs;
     out_.op = c10::Dispatcher::singleton().findSchema({in_.op, in_.overload});
@@ -442,6 +443,11 @@ bool Program::call_gemm(Frame& f, const ExternCall& c, const Operands& o) const 
 }
 
 void Program::call_operator(Frame& f, const ExternCall& c, const Operands& o, bool profiled) const {
+  if (c.forks) {
+    call_extern(f, c, o);
+    if (gpu_) f.stream = gpu_->stream();
+    return;
+  }
   if (!profiled || c.road == ExternCall::Road::boxed) return call_extern(f, c, o);
   // The fast roads pass by the dispatcher, which records the others.
   RECORD_FUNCTION(c.op->operator_name().name, std::vector<c10::IValue>());

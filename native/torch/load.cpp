@@ -525,6 +525,7 @@ class Loader {
       call.road = ExternCall::Road::boxed;  // the other roads are those of the CPU
     else
       bind_gemm(call, given);
+    p_.forks_ |= call.forks;
     push(StepKind::call_extern, static_cast<int32_t>(p_.externs_.size()));
     p_.stack_size_ = std::max(p_.stack_size_, call.stack.size());
     p_.externs_.push_back(std::move(call));

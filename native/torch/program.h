@@ -127,6 +127,7 @@ struct ExternCall {
   std::vector<Fill> fills;
   std::vector<Result> outs;
   bool returns_list = false, builtin = true;
+  bool forks = false;  // makes another stream the current one
   Road road = Road::boxed;
   std::vector<SlotId> tensors;  // fast roads: operands in order, output last
   double beta = 1, alpha = 1;
@@ -442,6 +443,7 @@ class Program {
   int64_t n_bufs_ = 0, n_syms_ = 0, n_params_ = 0;
   size_t stack_size_ = 0;
   bool needs_guard_ = false;
+  bool forks_ = false;  // it works on streams besides its caller's
   bool full_precision_ = true;  // float matmuls may not be rounded to bfloat16 or TF32
   bool small_ = false;          // its work is known to be below what releasing the GIL costs
   std::vector<PartitionInfo> partitions_;

@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <x86intrin.h>
 
@@ -721,9 +722,14 @@ void Program::walk(Frame& f, bool profiled) const {
 void Program::run_steps(Frame& f) const {
   const bool profiled = at::hasCallbacks();
   std::optional<c10::DeviceGuard> on_gpu;
+  c10::OptionalStreamGuard callers_stream;
   if (gpu_) {
     if (!gpu_->is_current()) on_gpu.emplace(gpu_->device());
     f.stream = gpu_->stream();
+    if (forks_) {  // the caller's stream is current again, whatever fails
+      const c10::impl::VirtualGuardImpl streams(gpu_->device().type());
+      callers_stream.reset_stream(streams.getStream(gpu_->device()));
+    }
   }
   if (!needs_guard_) return walk(f, profiled);
   f.excluded_by_us = DispatchGuard::added();

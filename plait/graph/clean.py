@@ -19,10 +19,12 @@ from plait.graph.dead import drop_dead
 from plait.graph.fma import gather_products
 from plait.graph.noop import drop_noops
 from plait.graph.random import replace_random
+from plait.graph.streams import order_streams
 
 Pass = Callable[[GraphModule], int]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
+    ("order streams", order_streams),  # first: nodes that other passes make have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("channels last", channels_last),  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left

@@ -12,10 +12,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.graph.edit import base_of, escaping, is_pure, is_view, replace
+from plait.graph.streams import stream_of
 
 
 def merge_common(gm: GraphModule) -> int:
-    """Merges equal nodes; returns how many went. Nodes under different checkpoint regions are not merged."""
+    """Merges equal nodes; returns how many went. Those of different checkpoint regions or streams are not merged."""
     seen: dict[Any, Node] = {}
     kept_memory = escaping(gm.graph)
     merged = 0
@@ -49,7 +50,7 @@ def _key(node: Node) -> Any:
     kwargs = _freeze(node.kwargs)
     if args is None or kwargs is None:
         return None
-    region = (node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+    region = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), stream_of(node))
     return node.target, args, kwargs, region
 
 

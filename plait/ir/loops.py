@@ -8,7 +8,7 @@ Comes from `plait/ir/record.py`, is fused by `plait/schedule`, printed by `plait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plait.ir.checks import Bound, Check
@@ -333,6 +333,16 @@ class Extern:
     out_names: tuple[str, ...] = ()
     flops: Size = 0
     origin: tuple[str, ...] = ()
+
+    @property
+    def fence(self) -> bool:
+        """Whether it decides where, or after what, all that follows runs: nothing moves across it."""
+        return self.op.startswith("streams::")
+
+
+def fences(ops: Sequence[Op]) -> tuple[int, ...]:
+    """The places of the fences among ops."""
+    return tuple(k for k, op in enumerate(ops) if isinstance(op, Extern) and op.fence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,7 +344,7 @@ class Lowering:
         """Views of copies made for operands that hold what x holds, and still do."""
         out: list[View] = []
         for seen, made, n in self.copies.get(x.buf, ()):
-            if any(isinstance(op, Extern) and op.mutates for op in self.ops[n:]):
+            if any(isinstance(op, Extern) and (op.mutates or op.fence) for op in self.ops[n:]):
                 continue
             if len(x.shape) != len(seen.shape) or len(x.shape) > _MAX_ORDERED:
                 continue

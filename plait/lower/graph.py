@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from plait.config import Config
 from plait.errors import PlaitError, Unsupported
 from plait.graph.captured import Captured
+from plait.graph.streams import is_fence
 from plait.ir import loops
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, b1, f64, opaque
@@ -95,6 +96,7 @@ class _Walk:
         self.outputs: tuple[TensorArg | Scalar | Size, ...] = ()
         self.results: dict[torch.fx.Node, TensorArg] = {}
         self.moved: dict[tuple[View, str], View] = {}
+        self.last_fences: list[torch.fx.Node] = []  # of streams, after inputs have their new values
 
     def run(self) -> Lowered:
         ctx = self.ctx
@@ -262,6 +264,11 @@ class _Walk:
         if isinstance(val, float) or (isinstance(val, torch.SymFloat) and not bound):
             return val
         ctx = self.ctx
+        if is_fence(node):
+            self.moved.clear()
+            if ctx.mutations and node not in self.last_fences:
+                self.last_fences.append(node)
+                return None
         ctx.node, ctx.origin = node, (_origin(node),)
         args = tuple(self._value(a) for a in node.args)
         kwargs = {k: self._value(v) for k, v in node.kwargs.items()}
@@ -400,6 +407,8 @@ class _Walk:
         self.ctx.origin = ("output",)
         results = tuple(self._result(a, owners) for a in items)
         self.ctx.finish_mutations()
+        for fence in self.last_fences:
+            self._call(fence)
         return results
 
     def _result(self, a: Any, owners: dict[str, int]) -> TensorArg | Scalar | Size:

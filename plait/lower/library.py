@@ -1,5 +1,5 @@
 """What ATen's libraries do and no loop nest of ours would do as well: factorisations and solvers (LAPACK), Fourier
-transforms, recurrent layers (oneDNN), bags of embeddings (parallel over bags).
+transforms, recurrent layers (oneDNN), bags of embeddings (parallel over bags), and the order of streams.
 
 These are calls by choice: `explain` does not count them as missing rules.
 """
@@ -35,6 +35,10 @@ def by_library(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     return call_extern(ctx, ctx.node, args, kwargs, fallback=False, exact=True)
 
+
+for _name in dir(torch.ops.streams):
+    if isinstance(_packet := getattr(torch.ops.streams, _name), torch._ops.OpOverloadPacket):
+        lower(_packet.default, any_dtype=True)(by_library)
 
 for _name in (*_LINEAR_ALGEBRA, *_TRANSFORMS, *_RECURRENT, *_BAGS):
     _packet = getattr(aten, _name)

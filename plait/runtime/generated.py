@@ -158,6 +158,11 @@ def kernel(library: str, name: str, checks: Checks = ()) -> Kernel:
 
 
 # ---------------------------------------------------------------------------------------------- the call
+def callers_stream() -> torch.cuda.StreamContext:
+    """What is inside may leave another stream behind, should it fail."""
+    return torch.cuda.stream(torch.cuda.current_stream())
+
+
 class below_autograd:
     """ATen calls inside go straight to the kernels: no gradients, no autocast, no version counters.
 

@@ -218,9 +218,12 @@ def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:
     writers: dict[str, list[int]] = {}
     readers: dict[str, list[int]] = {}
     out: list[set[int]] = []
-    effect = -1
+    effect = fence = -1
     for k, op in enumerate(ops):
-        need: set[int] = set()
+        need: set[int] = {fence} if fence >= 0 else set()
+        if isinstance(op, ir.Extern) and op.fence:
+            need.update(range(fence + 1, k))
+            fence = k
         for name in reads(op, bodies):
             root = memory.get(name, name)
             need.update(writers.get(root, ()))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from plait.config import Config
-from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter, cast, node
+from plait.ir.loops import Load, Loop, LoopProgram, Node, Op, Pointwise, Scatter, cast, fences, node
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier, preserves
 from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
@@ -63,6 +63,7 @@ class _Inliner:
         self.pinned = set(output_buffers(program))
         self.memory = memory_roots(program.ops)
         self.updated: dict[str, list[int]] = {}
+        self.fences = fences(program.ops)
         for k, op in enumerate(program.ops):
             self._look_at(k, op)
         self.pinned.update(self.memory)
@@ -144,6 +145,8 @@ class _Inliner:
     def _may(self, k: int, facts: Facts, reader: _Reader) -> bool:
         """Whether a loop can go into a reader at all."""
         if facts.checks and any(load_of(n).masked for n in reader.sites):
+            return False
+        if any(k < fence < reader.op for fence in self.fences):
             return False
         for n in facts.loads:
             name = load_of(n).buf

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from plait.config import Config
-from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate
+from plait.ir.loops import Alias, Buffer, Extern, LoopProgram, Mutate, fences
 from plait.ir.sizes import Expr, Mono, Size, add, ceildiv, floordiv, free_symbols, known_nonneg, mul, smax, total
 from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
@@ -342,6 +342,8 @@ def convolution_scratch(plan: Plan) -> dict[int, int]:
 
 def plan_memory(plan: Plan, cfg: Config) -> Plan:
     """The plan with its MemoryPlan."""
+    if fences(plan.program.ops):  # the order of steps is not that in which streams run
+        return plan
     inputs = _into_inputs(plan)
     if not cfg.memory_planning:
         return replace(plan, memory=MemoryPlan(in_place=inputs))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import bases_of, defined, operands, refs, root, symbols, used
+from plait.wrapper.walk import bases_of, defined, is_fence, operands, refs, root, symbols, used
 
 MIN_STEPS = 2
 """Launches and calls that a recording must save."""
@@ -51,8 +51,9 @@ def partition(
     gpus = _gpus(program)
     if not gpus:
         return program
-    if len(gpus) > 1:
-        alone = ins.Partition(False, f"it uses several GPUs: {', '.join(sorted(gpus))}")
+    if len(gpus) > 1 or any(map(is_fence, program.body)):
+        several = f"several GPUs: {', '.join(sorted(gpus))}" if len(gpus) > 1 else "streams of its own"
+        alone = ins.Partition(False, f"it uses {several}")
         return replace(program, body=(alone, *program.body), n_results=n_results)
     body = _seeds_first(program)
     head = list(takewhile(_is_early, body))

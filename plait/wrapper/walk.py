@@ -140,6 +140,11 @@ def symbols(i: ins.Instr) -> frozenset[str]:
     return frozenset(a.name for e in sizes(i) for a in free_symbols(e))
 
 
+def is_fence(i: ins.Instr) -> bool:
+    """Whether an instruction orders streams or makes another one the current one."""
+    return isinstance(i, ins.CallExtern) and i.op.startswith("streams::")
+
+
 def bases_of(body: Iterable[ins.Instr]) -> dict[str, str]:
     """Names on the memory of another, by view or takeover -> that one."""
     return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}

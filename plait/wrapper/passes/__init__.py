@@ -3,8 +3,8 @@
 No pass may drop an assert, a launch or a call: `run_passes` checks that, and the program, after each. All sizes may be
 symbolic. Decided before there are instructions is which buffer takes over the memory of another and where each lies in
 the arena (`schedule/memory.py`, which has to look into kernels; `wrapper/build.py` makes Reuse, Place and Arena of it).
-Passes that need more than the program run beside these where they are wanted: `wrapper/checks.py` and
-`wrapper/watch.py` before them, `wrapper/partition.py` after them.
+Passes that need more than the program run beside these where they are wanted: `wrapper/checks.py`,
+`wrapper/watch.py` and `wrapper/streams.py` before them, `wrapper/partition.py` after them.
 """
 
 from __future__ import annotations

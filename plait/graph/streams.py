@@ -1,0 +1,110 @@
+"""Streams that the user chose: the graph says where each node runs, and keeps the order of what orders streams.
+
+Comes in: nodes that carry the number of their stream in `meta["custom"]`, and calls of `torch.ops.streams` inside
+`control_deps`, an operator that only says what comes before what. Goes out: these calls by themselves, in their place,
+and `streams::fork` wherever the next work is another stream's; the program begins and ends on its caller's. All of them
+are fences to the scheduler (`Extern.fence`).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+
+from plait import compat
+from plait.graph.edit import aten, is_view, output_of
+
+
+def order_streams(gm: GraphModule) -> int:
+    """Edits the graph; returns how many nodes it touched."""
+    wrapped = [n for n in gm.graph.nodes if _is_control_deps(n)]
+    for node in wrapped:
+        node.update_arg(0, ())  # their order is that of the graph
+    for node in wrapped:
+        _inline(gm, node)
+    return len(wrapped) + _place_forks(gm)
+
+
+def stream_of(node: Node) -> int | None:
+    """The number of the stream that the user chose for a node; None: the caller's."""
+    found: int | None = (node.meta.get("custom") or {}).get("stream")
+    return found
+
+
+def _is_control_deps(node: Node) -> bool:
+    return isinstance(node.target, HigherOrderOperator) and node.target.__name__ == "control_deps"
+
+
+def _inline(gm: GraphModule, node: Node) -> None:
+    """control_deps(what comes before, subgraph, *operands): the subgraph's nodes in the place of the call."""
+    _, inner, *operands = node.args
+    assert isinstance(inner, Node) and isinstance(inner.target, str)
+    subgraph = gm.get_submodule(inner.target)
+    assert isinstance(subgraph, GraphModule)
+    body = subgraph.graph
+    env = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
+    with gm.graph.inserting_before(node):
+        for n in body.nodes:
+            if n.op not in ("placeholder", "output"):
+                env[n] = gm.graph.node_copy(n, lambda a: env[a])
+    (result,) = output_of(body).args
+
+    def outside(value: Any) -> Any:
+        return torch.fx.node.map_arg(value, lambda a: env[a])
+
+    if isinstance(result, (tuple, list)):
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                k = user.args[1]
+                assert isinstance(k, int)
+                user.replace_all_uses_with(outside(result[k]))
+                gm.graph.erase_node(user)
+    elif node.users:
+        node.replace_all_uses_with(outside(result))
+    gm.graph.erase_node(node)
+    if not inner.users:
+        gm.graph.erase_node(inner)
+
+
+def _place_forks(gm: GraphModule) -> int:
+    """Calls that make another stream the current one, where the next node works on it."""
+    home = compat.CALLERS_STREAM
+    work = [n for n in gm.graph.nodes if _works(n)]
+    if home is None or all(stream_of(n) in (None, home) for n in work):
+        return 0
+    streams = torch.ops.streams
+    now, used, forks = home, dict[int, None](), 0
+    writes_back = [n for n in work if n.target is aten.copy_.default]
+    end = writes_back[0] if writes_back else output_of(gm.graph)
+    for node in [*(n for n in work if n not in writes_back), end]:
+        stream = stream_of(node)
+        wanted = home if node is end or stream is None else stream
+        if wanted != now:
+            with gm.graph.inserting_before(node):
+                gm.graph.call_function(streams.fork.default, (now, wanted))
+            now, forks = wanted, forks + 1
+            used.setdefault(wanted)
+    if writes_back:  # done at the very end, by the caller's stream
+        for stream in used.keys() - {home}:
+            with gm.graph.inserting_before(end):
+                gm.graph.call_function(streams.wait_stream.default, (home, stream))
+            with gm.graph.inserting_after(writes_back[-1]):
+                gm.graph.call_function(streams.wait_stream.default, (stream, home))
+    return forks
+
+
+def _works(node: Node) -> bool:
+    """Whether a node puts work on a stream."""
+    if node.op != "call_function" or is_view(node) or is_fence(node):
+        return False
+    made = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in made)
+
+
+def is_fence(node: Node) -> bool:
+    """Whether a node orders streams."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "streams"

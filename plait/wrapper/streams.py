@@ -1,0 +1,39 @@
+"""Memory that one stream made and another one uses: the allocator is told, as it hands memory out in a stream's order.
+
+A pass over new instructions, run where streams are ordered. Programs on their caller's stream alone stay as they are.
+In others a call of `streams::record_stream` stands behind the first use of a tensor by each stream but its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from plait.wrapper import instructions as ins
+from plait.wrapper.walk import bases_of, defined, is_fence, root, used
+
+FORK, RECORD = "streams::fork", "streams::record_stream"
+
+
+def keep_memory(p: ins.WrapperProgram, devices: Mapping[str, str]) -> ins.WrapperProgram:
+    """The program where no memory is handed out again while another stream may use it. devices: of tensors."""
+    forks = [i for i in p.body if isinstance(i, ins.CallExtern) and i.op == FORK]
+    if not forks:
+        return p
+    home = now = forks[0].args[0]
+    bases = bases_of(p.body)
+    known: dict[str, set[ins.Operand]] = {i.name: {home} for i in p.inputs}
+    out: list[ins.Instr] = []
+    for i in p.body:
+        out.append(i)
+        if isinstance(i, ins.CallExtern) and i.op == FORK:
+            now = i.args[1]
+        if is_fence(i):
+            continue
+        known.update((name, {now}) for name in defined(i) if name not in bases)
+        if isinstance(i, (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)):
+            for name in dict.fromkeys(root(n, bases) for n in used(i)):
+                if devices.get(name, "cpu") != "cpu" and now not in known[name]:
+                    known[name].add(now)
+                    out.append(ins.CallExtern(RECORD, (ins.Ref(name), now), (), ()))
+    return replace(p, body=tuple(out))

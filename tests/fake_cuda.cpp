@@ -105,7 +105,7 @@ int cuModuleLoadData(void** module, const void* image) {
     return 0;
   }
   std::istringstream text(static_cast<const char*>(image));
-  if (!(text >> made->symbol >> made->parameters >> made->fixed)) {
+  if (!(text >> made->symbol >> made->parameters >> made->fixed) || made->parameters > 4096) {
     delete made;
     return 200;
   }

@@ -1,13 +1,18 @@
 // tests/native_jit.cpp: kernels that a provider of its own makes, launched through whichever libcuda is
 // found. Prints what it asks of the provider and what goes wrong; the driver writes down the rest.
 #include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <new>
+#include <random>
 #include <thread>
 
 #include <plait/triton.h>
@@ -118,7 +123,7 @@ T* at(size_t n) { return reinterpret_cast<T*>(n); }
 
 struct DLTensor {
   void* data;
-  struct { int type, id; } device;
+  struct { int device_type, id; } device;
   int ndim;
   struct { uint8_t code, bits; uint16_t lanes; } dtype;
   int64_t *shape, *strides;
@@ -192,7 +197,15 @@ void kinds() {
   expect_error([&] { typed[{1}](1, 1, 1, 1.0, nullptr); });
   expect_error([&] { constants[{1}](1, at<int>(1), 1, 1, 1); });
   expect_error([&] { get("opaque")[{1}](); });
-  expect_error([&] { one[{1}](DLTensor{nullptr, {}, 0, {5, 64, 1}, nullptr, nullptr, 0}); });
+  expect_error([&] { one[{1}](DLTensor{nullptr, {2, 0}, 0, {5, 64, 1}, nullptr, nullptr, 0}); });
+  one[{1}](DLTensor{nullptr, {3, 0}, 0, {2, 32, 1}, nullptr, nullptr, 0});
+  const DLTensor on_host{nullptr, {1, 0}, 0, {2, 32, 1}, nullptr, nullptr, 0};
+  expect_error([&] { one[{1}](on_host); });
+  expect_error([&] { one[{1}](std::tuple{1, on_host}); });
+  expect_error([&] { typed[{1}](1, 1, 1, 1, on_host); });
+  expect_error([&] { constants[{1}](1, "ieee", static_cast<DType>(0), 1, 1); });
+  const char* none = nullptr;
+  constants[{1}](2.5, none, DType::fp16, 2, 0.5f);
 }
 
 void launches() {
@@ -210,6 +223,7 @@ void launches() {
   k[{2, stream(9), {.num_warps = 8}}](16);
   expect_error([&] { k[{int64_t{1} << 31}](16); });
   expect_error([&] { k[{1, 65536}](16); });
+  expect_error([&] { k[{size_t{2} - 3}](16); });
   expect_error([&] { k[{1, stream(13)}](16); });
   const Bound bound = k.bind({4, 2}, 32);
   bound(stream(5));
@@ -279,7 +293,10 @@ void bound() {
   b(stream(1));
   b.set<0>(at<const float>(64));
   b.set<4>(3.0);  // the fifth that was given, whose words are converted
-  b(stream(2));
+  fake->wrong = 4;
+  expect_error([&] { b.set<0>(at<int8_t>(64)); });
+  fake->wrong = 0;
+  b(stream(2));  // as if that had not been
   b.set<1>(std::tuple{6, at<float>(48)});
   b(stream(3));
   b.set<0>(at<int>(8));  // another type, and not aligned
@@ -487,6 +504,15 @@ void real(char** argv) {
   expect_error([&] { jit("/nowhere.py", "add_kernel", python)[{1}](1); });
   expect_error([&] { jit(argv[1], "add_kernel", worker("/nowhere/python"))[{1}](1); });
   expect_error([&] { jit(argv[1], "add_kernel", worker("/bin/false"))[{1}](1); });
+  std::fflush(stdout);
+  if (const pid_t child = fork(); child == 0) {  // it speaks to a process of its own
+    add[{2}](at<float>(16), at<float>(32), at<float>(48), 16, constexpr_<1024>);
+    _exit(0);
+  } else {
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (status != 0) std::printf("a forked process ended with %d\n", status);
+  }
   const Kernel packed = from_pack(argv[2], "add_kernel");
   packed[{{2}, nullptr, {.num_warps = 4}}](at<float>(16), at<float>(32), at<float>(48), 100);
   packed[{{2}, nullptr, {.num_warps = 8}}](at<float>(16), at<float>(32), at<float>(48), 160, 512);
@@ -581,6 +607,42 @@ void chosen(char** argv) {
   for (const char* name : {"hooked", "reads_shape", "refused", "all_refused"})
     expect_error([&] { jit(argv[1], name, worker(argv[0]))[{1}](x + 0, 5); });
 }
+
+// Packs that are damaged at random are refused, or launch what is still whole: argv is a pack and a file to write.
+void damaged(char** argv) {
+  std::ifstream file(argv[0], std::ios::binary);
+  const std::string whole{std::istreambuf_iterator<char>(file), {}};
+  std::mt19937_64 random(7);
+  size_t n_refused = 0;
+  for (int k = 0; k < 3000; ++k) {
+    std::string data = whole;
+    for (size_t n = 1 + random() % 3; n > 0 && !data.empty(); --n) {
+      const size_t at = random() % data.size();
+      const uint64_t words[] = {0, 1, ~uint64_t{0}, uint64_t{1} << 63, uint64_t{1} << 32, random() % 64, random()};
+      if (random() % 8 == 0)
+        data.resize(at);
+      else if (random() % 2 == 0)
+        data[at] = static_cast<char>(random());
+      else
+        std::memcpy(&data[at], &words[random() % 7], std::min<size_t>(8, data.size() - at));
+    }
+    std::ofstream(argv[1], std::ios::binary) << data;
+    const auto launch = [&](const char* name, auto f) {
+      try {
+        f(from_pack(open_pack(argv[1]), name));
+      } catch (const Error&) {
+        ++n_refused;
+      }
+    };
+    launch("plain", [](Kernel kernel) { kernel[{2}](at<float>(16), 100); });
+    launch("tuned", [](Kernel kernel) {
+      kernel[{[](const Meta& m) { return m["BLOCK"]; }}](Pointer{at<float>(16), DType::fp32, 64}, 100);
+    });
+    const TensorDescriptor d{at<void>(64), DType::fp32, {8, 8}, {8, 1}, {8, 8}};
+    launch("described", [&](Kernel kernel) { kernel[{1}](d, d); });
+  }
+  std::printf("%s\n", n_refused > 1000 ? "refused" : "too few are refused");
+}
 }  // namespace
 
 int main(int, char** argv) {
@@ -596,4 +658,5 @@ int main(int, char** argv) {
   if (what == "python") python(argv + 2);
   if (what == "descriptors") descriptors(argv + 2);
   if (what == "chosen") chosen(argv + 2);
+  if (what == "damaged") damaged(argv + 2);
 }

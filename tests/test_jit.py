@@ -7,6 +7,7 @@ What needs Triton runs in a process that has it on its path: `python -m tests.te
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import random
 import re
@@ -25,6 +26,7 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 from plait.errors import UserError
+from plait.runtime.cubin import Cubin, pack
 from plait.runtime.triton_kernels import Callee, DType, describe, read_specialization, write_item, write_value
 from plait.runtime.triton_worker import load_module
 from plait.tools.pack import triton_pack
@@ -433,17 +435,21 @@ error: kernel typed: argument 3 (i): a float for a parameter annotated i8
 error: kernel constants: argument 1 (s): a pointer cannot be a constant
   specialization: =1, [constants] 1
 error: kernel opaque: argument 0 (x): its default ? cannot be passed to a kernel [opaque] 0
-error: kernel (a tensor argument): Triton has no type for DLPack's code 5 with 64 bits and 1 lanes \
-[(a tensor argument)] -1
+error: kernel one: argument 0 (x): Triton has no such dtype [one] 0
+error: kernel one: argument 0 (x): a tensor that is not on a GPU [one] 0
+error: kernel one: argument 0 (x): a tensor that is not on a GPU [one] 0
+error: kernel typed: argument 4 (p): a tensor that is not on a GPU [typed] 4
+error: kernel constants: argument 2 (d): Triton has no such dtype [constants] 2
+constants fp32,=None,=fp16,=2,=0.5,=64 [] sm_90
 """
 WORDS = {
     "one": "10, 8, 20, 42, 42, fffffffd, ffff, , , 10000000000, 8000000000000000, b2d05e00, 3f800000, 40000000, 1, , "
-    "5, , 10 40000000 7 0, , , ",
+    "5, , 10 40000000 7 0, , , , 0",
     "four": "2 20 a 40400000, 3 30 f 40900000",
     "typed": "3c00 3f80 3fb999999999999a fb 0, 7bff 4040 401c000000000000 1 30, 1 c000 3ff0000000000000 1 34, "
     "3c00 3a83 0 10 40",
     "defaults": "2 10 3fe0000000000000 3 40200000, 2 3fe0000000000000 3 40200000",
-    "constants": "40200000, 40200000, 40200000, 40200000",
+    "constants": "40200000, 40200000, 40200000, 40200000, 40200000",
 }
 SAID = """\
 k i32:D [] sm_90
@@ -453,6 +459,8 @@ k i32:D [num_warps=8] sm_90
 error: kernel k: k: a grid of 2147483648 programs is more than the device takes
   specialization: i32:D [k] -1
 error: kernel k: k: a grid of 1 x 65536 x 1 programs is more than the device takes
+  specialization: i32:D [k] -1
+error: kernel k: k: a grid of 9223372036854775807 programs is more than the device takes
   specialization: i32:D [k] -1
 error: kernel k: k: out of luck (719)
   specialization: i32:D [k] -1
@@ -482,6 +490,9 @@ error: kernel wrong: parameter 0 of the compiled kernel has 8 bytes, its type 4
 """
 BOUND_SAID = """\
 k *fp32:D,(i32,*fp32:D),i32,fp16,=2 [] sm_90
+k *i8:D,(i32,*fp32:D),i32,fp16,=2 [] sm_90
+error: kernel k: parameter 0 of the compiled kernel has 12 bytes, its type 8
+  specialization: *i8:D,(i32,*fp32:D),i32,fp16,=2 [k] -1
 k *i32,(i32,*fp32:D),i32,fp16,=2 [] sm_90
 k *i32,(i32,*fp32:D),i32:D,fp16,=2 [] sm_90
 k *i32,(i32,*fp32:D),i32:D,fp16,=16 [] sm_90
@@ -506,6 +517,7 @@ error: kernel h: a decorator decides by n: it cannot vary [h] -1
 BOUND_DONE = """\
 retain 0
 launch k grid 5 1 1 block 128 1 1 shared 0 stream 1 extra 0 first 16 10 5 20 7 3800 0 0
+unload k
 launch k grid 5 1 1 block 128 1 1 shared 0 stream 2 extra 0 first 64 40 5 20 7 4200 0 0
 launch k grid 5 1 1 block 128 1 1 shared 0 stream 3 extra 0 first 64 40 6 30 7 4200 0 0
 launch k grid 5 1 1 block 128 1 1 shared 0 stream 4 extra 0 first 8 8 6 30 7 4200 0 0
@@ -648,7 +660,7 @@ def run(folder: Path, *args: str | Path) -> tuple[str, list[str]]:
     env["PLAIT_CACHE_DIR"] = str(folder / "cache")
     done = subprocess.run([folder / "jit", *args], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "ThreadSanitizer" not in done.stderr, done.stdout + done.stderr
-    return done.stdout, log.read_text().splitlines()
+    return done.stdout, log.read_text(errors="replace").splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -724,7 +736,10 @@ def packs(folder: Path) -> None:
         f"add_kernel {pointers}, i32, =1024 num_warps=4", f"add_kernel {pointers},i32:D,=512 num_warps = 8",
     ])  # fmt: skip
     assert "triton" not in sys.modules
-    said, done = run(folder, "real", sys.executable, folder / "kernels.py", folder / "kernels.pack")
+    (python := folder / "a-python").write_text(f'#!/bin/sh\necho >> {folder}/started\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    said, done = run(folder, "real", python, folder / "kernels.py", folder / "kernels.pack")
+    assert (folder / "started").read_text() == "\n\n"  # the program's, and that of the one that it forked
     launched = [line.split() for line in done if line.startswith("launch")]
     blocks = [(line[1], line[7], line[line.index("first") + 2 :]) for line in launched]
     three = ["10", "20", "30"]
@@ -734,6 +749,7 @@ def packs(folder: Path) -> None:
         ("add_kernel", "256", [*three, *scratch]),
         ("all_kinds", "128", ["10", "40000000", "5", "1", "3fe0000000000000", "4280", *scratch]),
         ("applies", "128", ["10", *scratch]),
+        ("add_kernel", "128", [*three, "10", *scratch]),
         ("add_kernel", "128", [*three, "64", *scratch]),
         ("add_kernel", "256", [*three, "a0", *scratch]),
     ], blocks
@@ -1059,6 +1075,35 @@ def test_what_decorators_are_asked(program: Path) -> None:
     assert sum(line.startswith("fill 0 40 ") for line in done) == 9
     _, done = run(program, "decorated")  # another process times nothing again
     assert sum(line.startswith("launch tuned") for line in done) == 7
+
+
+@pytest.mark.slow
+def test_damaged_packs_under_a_sanitizer(tmp_path: Path) -> None:
+    build("-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", ROOT / "tests" / "fake_cuda.cpp")
+    flags = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover", "-fno-sanitize=vptr")
+    build(*flags, "-o", tmp_path / "jit", ROOT / "tests" / "native_jit.cpp", *SOURCES)
+    images = {
+        "plain|*fp32:D,i32|": "4 0 8 4", "tuned|*fp32:D,i32,=64|": "4 0 8 4",
+        "tuned|*fp32:D,i32,=8|num_warps=8": "4 0 8 4",
+        "described|tensordesc<fp32[8,8]>,tensordesc<fp32[8,8]>|": "12 0 128 4 4 8 8 128 4 4 8 8",
+    }  # fmt: skip
+    texts = {
+        "plain": "num_warps=4\nx|||\nn|||", "described": "num_warps=4\nx|||\ny|||",
+        "tuned": "num_warps=4\nx|||\nn|||\nBLOCK||c|\n#s\n@autotune|n|x||\n+BLOCK=64\n+BLOCK=8;num_warps=8\n"
+                 ">tuned0 n=7;@types=(fp32);@gpu='Fake%20GPU' -> BLOCK=64",
+    }  # fmt: skip
+    kernels = {}
+    for key, sizes in images.items():
+        name = key.partition("|")[0]
+        cubin = Cubin(
+            f"{name} {sizes}".encode(), name, 8 if key.endswith("=8") else 4, 1, 0, (0, 1), (0, 1), False, False
+        )
+        kernels[f"{key}|90"] = dataclasses.replace(
+            cubin, descriptors="0,4,7,0,8x8;0,4,7,0,8x8" if "desc" in key else ""
+        )
+    (tmp_path / "whole.pack").write_bytes(pack(kernels, texts))
+    said, done = run(tmp_path, "damaged", tmp_path / "whole.pack", tmp_path / "damaged.pack")
+    assert said == "refused\n" and sum(line.startswith("launch described") for line in done) > 100
 
 
 @pytest.mark.parametrize(

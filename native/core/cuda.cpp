@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+
 namespace plait::cuda {
 namespace {
 enum FunctionAttribute : int {
@@ -14,7 +16,7 @@ enum FunctionAttribute : int {
 constexpr int kMaxSharedOptIn = 97;  // a device attribute
 constexpr uint32_t kSharedWithoutOptIn = 48 << 10;
 constexpr uint64_t kMaxGrid = (uint64_t{1} << 31) - 1;
-constexpr uint32_t kThreadsOfWarp = 32;
+constexpr uint32_t kThreadsOfWarp = 32, kMaxWarps = 1024;  // no device has so many; 32 times it is a number
 constexpr uint32_t kPortableCluster = 8;
 constexpr int kSpread = 1;  // a cluster scheduling policy
 constexpr size_t kScratchPointers = 2;
@@ -87,8 +89,11 @@ Kernel::Kernel(const Driver& driver, const void* image, const KernelFacts& facts
       facts_(facts),
       symbol_(facts.symbol),
       num_ctas_(facts.num_ctas),
-      max_grid_(kMaxGrid / facts.num_ctas),
+      max_grid_(kMaxGrid / std::max(facts.num_ctas, 1u)),
       n_parameters_(n_arguments + kScratchPointers) {
+  if (facts.num_ctas == 0 || facts.num_warps == 0 || facts.num_warps > kMaxWarps)
+    throw std::runtime_error(symbol_ + ": " + std::to_string(facts.num_ctas) + " blocks of " +
+                             std::to_string(facts.num_warps) + " warps are no kernel's facts");
   driver_.check(driver_.load_module(&module_, image), symbol_);
   try {
     driver_.check(driver_.function(&function_, module_, symbol_.c_str()), symbol_);

@@ -59,11 +59,18 @@ void launch(const Plan& plan, Stream stream) {
 
 void change(Plan& plan, size_t leaf, std::span<const uint8_t> states, size_t word, std::span<const uint64_t> words) {
   const size_t first = n_head_words + n_state_words(plan.call.leaves.size());
+  const std::vector<uint64_t> before = plan.given;
   std::copy(states.begin(), states.end(), reinterpret_cast<uint8_t*>(plan.given.data() + n_head_words) + leaf);
   std::copy(words.begin(), words.end(), plan.given.begin() + static_cast<std::ptrdiff_t>(first + word));
-  if (!plan.resolve())
-    throw Error("a value that was set has no tuned configuration yet, and resets or restores tensors: launch it once",
-                plan.call.function->name);
+  try {
+    if (!plan.resolve())
+      throw Error("a value that was set has no tuned configuration yet, and resets or restores tensors: launch it once",
+                  plan.call.function->name);
+  } catch (...) {
+    std::copy(before.begin(), before.end(), plan.given.begin());
+    plan.resolve();  // launches what it did
+    throw;
+  }
 }
 
 namespace {

@@ -166,7 +166,21 @@ class Worker : public Provider {
     return said(answer, kernel, specialization);
   }
 
+  // A process that is forked has the other ends of its parent's conversations: it begins its own.
+  void begin() {
+    const pid_t me = getpid();
+    if (owner_.load() == me) return;
+    const std::scoped_lock lock(mutex_, idle_mutex_);
+    if (owner_.load() == me) return;
+    first_.reset();
+    pid_ = 0;
+    idle_.clear();
+    n_processes_ = 0;
+    owner_.store(me);
+  }
+
   std::string ask_first(const std::string& request, const std::string& kernel) {
+    begin();
     const std::scoped_lock lock(mutex_);
     try {
       return ask(first(kernel), request, kernel, "");
@@ -178,6 +192,7 @@ class Worker : public Provider {
 
   // A process that is not busy, at most `concurrency()` of them.
   Line take(const std::string& kernel) {
+    begin();
     std::unique_lock lock(idle_mutex_);
     one_is_idle_.wait(lock, [&] { return !idle_.empty() || n_processes_ < concurrency(); });
     if (!idle_.empty()) {
@@ -242,6 +257,7 @@ class Worker : public Provider {
   }
 
   const std::string python_;
+  std::atomic<pid_t> owner_{getpid()};
   std::mutex mutex_;  // of the first process
   std::optional<Line> first_;
   pid_t pid_ = 0;

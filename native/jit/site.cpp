@@ -142,11 +142,11 @@ void Record::make(TensorMap& map, const Recipe& r, const Fields& fields) const {
 }
 
 Memory Record::scratch(const Launched& l, int64_t nbytes, int64_t alignment) const {
-  const auto programs = static_cast<size_t>(l.grid.x * l.grid.y * l.grid.z);
-  return told(function->name, specialization.text, [&] {
-    return Memory(*driver, programs * l.num_ctas * static_cast<size_t>(nbytes), static_cast<size_t>(alignment),
-                  l.stream);
-  });
+  size_t all = l.num_ctas;
+  for (const int64_t factor : {l.grid.x, l.grid.y, l.grid.z, nbytes})
+    if (__builtin_mul_overflow(all, static_cast<size_t>(factor), &all)) all = SIZE_MAX;
+  return told(function->name, specialization.text,
+              [&] { return Memory(*driver, all, static_cast<size_t>(alignment), l.stream); });
 }
 
 // A call whose key is new: what its decorators and its kernel are made from.
@@ -155,11 +155,21 @@ struct Asked {
       : call(call),
         arguments(call.leaves, reinterpret_cast<const uint8_t*>(call.words.data() + n_head_words),
                   call.words.data() + n_head_words + n_state_words(call.leaves.size()), call.strings) {
+    size_t p = 0;
+    for (size_t k = 0, end = 0; k < arguments.size(); ++k) {
+      if (k >= end) p = parameter_of(binding, k), end = arguments.next(k);
+      const Kind kind = arguments.leaf(k).kind;
+      const DType type = state::type_of(arguments.state(k));
+      const bool is_typed = kind == Kind::pointer || kind == Kind::dtype || kind == Kind::descriptor;
+      if (!is_typed || arguments.state(k) & state::none || (type != state::unknown && type != state::not_on_gpu)) continue;
+      throw Error("argument " + std::to_string(p) + " (" + signature.parameters[p].name + "): " +
+                      (type == state::unknown ? "Triton has no such dtype" : "a tensor that is not on a GPU"),
+                  signature.function, "", static_cast<int>(p));
+    }
     if (signature.layers.empty()) return;
     std::string types;
     for (size_t k = 0; k < arguments.size(); k = arguments.next(k)) {
-      const auto p = static_cast<size_t>(
-          std::find(binding.sources.begin(), binding.sources.end(), static_cast<int>(k)) - binding.sources.begin());
+      p = parameter_of(binding, k);
       Settings& group = arguments.leaf(k).name ? named : positional;
       group.emplace_back(signature.parameters[p].name, arguments.value(k, true));
       if (arguments.leaf(k).kind == Kind::pointer && !(arguments.state(k) & state::none))
@@ -168,6 +178,11 @@ struct Asked {
     const Settings options = options_of(signature, call.launch.options);
     named.insert(named.end(), options.begin(), options.end());
     facts = {{"@types", "(" + types + ")"}};
+  }
+
+  static size_t parameter_of(const Binding& binding, size_t leaf) {
+    const std::vector<int>& all = binding.sources;
+    return static_cast<size_t>(std::find(all.begin(), all.end(), static_cast<int>(leaf)) - all.begin());
   }
 
   // All that an answer may depend on.
@@ -384,8 +399,7 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
   std::vector<Kept> kept;
   const auto keep = [&](const std::string& name, bool zero) {
     for (size_t k = 0, at = 0; k < call.leaves.size(); k = asked.arguments.next(k), ++at) {
-      const auto source = std::find(binding.sources.begin(), binding.sources.end(), static_cast<int>(k));
-      if (signature.parameters[static_cast<size_t>(source - binding.sources.begin())].name != name) continue;
+      if (signature.parameters[Asked::parameter_of(binding, k)].name != name) continue;
       const uint64_t address =
           call.words[n_head_words + n_state_words(call.leaves.size()) + asked.arguments.word(k)];
       if (call.nbytes[at] == 0 && address != 0)

@@ -14,7 +14,7 @@ constexpr const char* kNames[] = {"",     "u1",   "i8",   "i16",  "i32",     "i6
                                   "fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"};
 constexpr int64_t kMaxBlock = 1 << 20;  // elements
 constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 1, 1, 1};
-const char* name_of(DType t) { return kNames[static_cast<size_t>(t)]; }
+const char* name_of(DType t) { return static_cast<size_t>(t) < std::size(kNames) ? kNames[static_cast<size_t>(t)] : ""; }
 
 std::optional<DType> dtype_named(std::string_view name) {
   for (size_t k = 1; k < std::size(kNames); ++k)
@@ -205,7 +205,8 @@ void mark(std::span<const Leaf> leaves, size_t k, const Rules& rules, uint8_t* s
   const bool constant = rules.constant || (leaf.constant && rules.annotation.empty());
   uint8_t mask = 0xff;
   if (!constant) {
-    if (!rules.annotation.empty()) mask = state::none | state::aligned;
+    // Of memory the type counts even so: it may be one that cannot be passed.
+    if (!rules.annotation.empty() && leaf.kind != Kind::pointer) mask = state::none | state::aligned;
     if (!rules.specialize) mask &= static_cast<uint8_t>(~(state::one | state::aligned));
     if (!rules.align) mask &= static_cast<uint8_t>(~state::aligned);
   }
@@ -520,6 +521,9 @@ std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recip
     };
     constexpr size_t shape = 2, strides = shape + Extents::max_rank, padding = strides + Extents::max_rank;
     const bool is_map = !recipes.empty();
+    if (is_map && (static_cast<size_t>(n) >= recipes.size() || recipes[static_cast<size_t>(n)].block.size() != rank))
+      throw std::runtime_error("the compiled kernel has no tensor descriptor of " + std::to_string(rank) +
+                               " dimensions as number " + std::to_string(n));
     if (is_map) {
       put(0, Recipe::map_nbytes, n);
     } else {
@@ -533,7 +537,7 @@ std::vector<Slot> expand(const std::vector<Slot>& slots, const std::vector<Recip
     for (size_t k = 0; k < rank; ++k) put(strides + k, 8);
     ++n;
   }
-  if (!recipes.empty() && static_cast<size_t>(n) != recipes.size())
+  if (static_cast<size_t>(n) < recipes.size())
     throw std::runtime_error("the compiled kernel has " + std::to_string(recipes.size()) + " tensor descriptors, not " +
                              std::to_string(n));
   return out;
@@ -609,9 +613,7 @@ DType detail::dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes) {
       {13, 8, DType::fp8e5b16}};
   for (const auto& k : known)
     if (k.code == code && k.bits == bits && lanes == 1) return k.dtype;
-  throw Error("Triton has no type for DLPack's code " + std::to_string(code) + " with " +
-                  std::to_string(bits) + " bits and " + std::to_string(lanes) + " lanes",
-              "(a tensor argument)");
+  return state::unknown;
 }
 
 uint64_t detail::dense_nbytes(int n, const int64_t* shape, const int64_t* strides, size_t itemsize) {

@@ -158,8 +158,10 @@ struct Leaf {
   constexpr bool has_text() const { return kind == Kind::string || kind == Kind::function; }
 };
 
-// What is known of a leaf when it is called, in one byte.
+// What is known of a leaf when it is called, in one byte. What cannot be passed is written all the same: the call
+// that meets it first says which argument it is.
 namespace state {
+inline constexpr DType unknown{0}, not_on_gpu{31};  // what a pointer's or dtype's type is then
 inline constexpr uint8_t aligned = 1, one = 2, none = 0x80, type = 0x7c;
 constexpr uint8_t of(DType t) { return static_cast<uint8_t>(static_cast<int>(t) << 2); }
 constexpr DType type_of(uint8_t byte) { return static_cast<DType>((byte & type) >> 2); }
@@ -212,12 +214,23 @@ concept DlTensor = requires(const T& t) {
   t.dtype.bits;
   t.dtype.lanes;
 };
-PLAIT_API DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);
+PLAIT_API DType dtype_of_dlpack(unsigned code, unsigned bits, unsigned lanes);  // or state::unknown
+// Where there is no telling, it is on the GPU. Pinned memory is as good.
+template <DlTensor T>
+constexpr DType dtype_of_tensor(const T& t) {
+  if constexpr (requires { t.device.device_type; }) {
+    constexpr int cuda = 2, pinned = 3, managed = 13;
+    const auto on = static_cast<int>(t.device.device_type);
+    if (on != cuda && on != pinned && on != managed) return state::not_on_gpu;
+  }
+  return dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes);
+}
 // Bytes of a tensor; 0 if there are others between its elements.
 PLAIT_API uint64_t dense_nbytes(int n, const int64_t* shape, const int64_t* strides, size_t itemsize);
 }  // namespace detail
 
 template <std::integral T>
+  requires(sizeof(T) <= 8)
 struct Traits<T> : detail::One<Kind::integer> {
   // Python's integers have no width: the smallest of i32, i64, u64 that holds the value.
   static void write(Writer& w, T v) {
@@ -263,8 +276,7 @@ struct Traits<Pointer> : detail::One<Kind::pointer> {
 template <detail::DlTensor T>
 struct Traits<T> : detail::One<Kind::pointer> {
   static void write(Writer& w, const T& t) {
-    detail::put_pointer(w, static_cast<const char*>(t.data) + t.byte_offset,
-                        detail::dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes));
+    detail::put_pointer(w, static_cast<const char*>(t.data) + t.byte_offset, detail::dtype_of_tensor(t));
   }
   static uint64_t nbytes(const T& t)
     requires requires { detail::dense_nbytes(t.ndim, t.shape, t.strides, 1); }
@@ -316,7 +328,7 @@ TensorDescriptor descriptor(const T& t, Extents block_shape, Padding padding = P
     for (size_t k = std::min(n, Extents::max_rank), step = 1; k-- > 0; step *= static_cast<size_t>(shape.at[k]))
       strides.at[k] = static_cast<int64_t>(step);
   return {static_cast<const char*>(t.data) + t.byte_offset,
-          detail::dtype_of_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes), shape, strides, block_shape, padding};
+          detail::dtype_of_tensor(t), shape, strides, block_shape, padding};
 }
 
 template <>
@@ -360,9 +372,13 @@ struct Traits<std::string_view> : detail::One<Kind::string> {
 template <>
 struct Traits<std::string> : Traits<std::string_view> {};
 template <>
-struct Traits<const char*> : Traits<std::string_view> {};
+struct Traits<const char*> : Traits<std::optional<std::string_view>> {
+  static void write(Writer& w, const char* s) {
+    Traits<std::optional<std::string_view>>::write(w, s ? std::optional(std::string_view(s)) : std::nullopt);
+  }
+};
 template <>
-struct Traits<char*> : Traits<std::string_view> {};
+struct Traits<char*> : Traits<const char*> {};
 template <size_t N>
 struct Traits<char[N]> : Traits<std::string_view> {};
 
@@ -463,9 +479,16 @@ struct Options {
 
 struct Grid {
   template <std::integral X, std::integral Y = int, std::integral Z = int>
-  Grid(X x, Y y = 1, Z z = 1)
-      : x(static_cast<int64_t>(x)), y(static_cast<int64_t>(y)), z(static_cast<int64_t>(z)) {}
+  Grid(X x, Y y = 1, Z z = 1) : x(extent(x)), y(extent(y)), z(extent(z)) {}
   int64_t x, y, z;
+
+ private:
+  // Beyond int64_t, as a difference of unsigned numbers may be, it is too large, not negative.
+  template <class T>
+  static constexpr int64_t extent(T n) {
+    if constexpr (std::is_unsigned_v<T>) return static_cast<int64_t>(std::min<uint64_t>(n, INT64_MAX));
+    return static_cast<int64_t>(n);
+  }
 };
 
 namespace detail {

@@ -32,16 +32,23 @@ inline DType dtype_of_torch(c10::ScalarType t) {
     case c10::ScalarType::Float8_e5m2: return DType::fp8e5;
     case c10::ScalarType::Float8_e4m3fnuz: return DType::fp8e4b8;
     case c10::ScalarType::Float8_e5m2fnuz: return DType::fp8e5b16;
-    default: throw Error(std::string("Triton has no type for ") + c10::toString(t), "(a tensor argument)");
+    default: return state::unknown;
   }
 }
+
+namespace detail {
+inline DType dtype_of_tensor(const at::Tensor& t) {
+  if (t.is_cpu() && !t.is_pinned()) return state::not_on_gpu;
+  return dtype_of_torch(t.scalar_type());
+}
+}  // namespace detail
 
 // An undefined tensor is None.
 template <>
 struct Traits<at::Tensor> : detail::One<Kind::pointer> {
   static void write(Writer& w, const at::Tensor& t) {
     if (!t.defined()) return w.put(state::none, 0);
-    detail::put_pointer(w, t.data_ptr(), dtype_of_torch(t.scalar_type()));
+    detail::put_pointer(w, t.data_ptr(), detail::dtype_of_tensor(t));
   }
   static uint64_t nbytes(const at::Tensor& t) {
     return t.defined() && t.is_non_overlapping_and_dense() ? t.nbytes() : 0;
@@ -49,8 +56,14 @@ struct Traits<at::Tensor> : detail::One<Kind::pointer> {
 };
 
 inline TensorDescriptor descriptor(const at::Tensor& t, Extents block_shape, Padding padding = Padding::zero) {
-  return {t.data_ptr(), dtype_of_torch(t.scalar_type()), t.sizes(), t.strides(), block_shape, padding};
+  return {t.data_ptr(), detail::dtype_of_tensor(t), t.sizes(), t.strides(), block_shape, padding};
 }
+
+// Numbers of Python, whatever they were rounded to.
+template <>
+struct Traits<c10::Half> : Traits<float> {};
+template <>
+struct Traits<c10::BFloat16> : Traits<float> {};
 
 template <>
 struct Traits<c10::ScalarType> : Traits<DType> {

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/cuda.h"
@@ -49,6 +50,10 @@ struct Pool {
 Pool shared{}, own{};  // of all recordings, and of the one that is made
 Pool* active = nullptr;
 bool refuses_copies = false;
+int streams[10];
+int stream = 0, event_of = 0;  // the current one, and whose work an event stands for
+std::string waits;
+int number_of(const void* s) { return static_cast<int>(static_cast<const int*>(s) - streams); }
 using OnLaunch = void (*)(const char* symbol, uint32_t x, uint32_t y, uint32_t z, const uint64_t* words);
 OnLaunch on_launch = nullptr;
 
@@ -220,6 +225,13 @@ int64_t fake_shared_nbytes() { return shared.nbytes; }
 void fake_limit(int64_t nbytes) { limit = nbytes; }
 void fake_on_launch(OnLaunch f) { on_launch = f; }
 void fake_refuse_copies(int yes) { refuses_copies = yes != 0; }
+void fake_stream(int number) { stream = number; }
+// Pairs of streams since the last call, a digit each: one that waits, and what for.
+const char* fake_waits() {
+  static std::string said;
+  said = std::exchange(waits, {});
+  return said.c_str();
+}
 
 int cuInit(unsigned) { return 0; }
 int cuGetErrorString(int, const char** text) {
@@ -304,7 +316,10 @@ int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t nbytes, void*) {
   return 0;
 }
 int cuEventCreate(void**, unsigned) { return 0; }
-int cuEventRecord(void*, void*) { return 0; }
+int cuEventRecord(void*, void* s) {
+  event_of = number_of(s);
+  return 0;
+}
 int cuEventSynchronize(void*) { return 0; }
 int cuEventElapsedTime(float* ms, void*, void*) {
   *ms = 1;
@@ -320,10 +335,13 @@ int cuDriverGetVersion(int* version) {
   *version = 12090;
   return 0;
 }
-int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+int cuStreamWaitEvent(void* s, void*, unsigned) {
+  waits += std::to_string(number_of(s)) + std::to_string(event_of) + " ";
+  return 0;
+}
 
-int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  *stream = &pools;
+int aoti_torch_get_current_cuda_stream(int32_t, void** current) {
+  *current = &streams[stream];
   return 0;
 }
 }

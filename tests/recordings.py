@@ -17,6 +17,7 @@ FOLDER = Path(os.environ["FAKE_GPU"])
 gpu = ctypes.CDLL(str(FOLDER / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 ctypes.CDLL(str(FOLDER / "libtorch_cuda.so"), mode=ctypes.RTLD_GLOBAL)
 gpu.fake_end.restype = ctypes.c_void_p
+gpu.fake_waits.restype = ctypes.c_char_p
 gpu.fake_own_nbytes.restype = gpu.fake_shared_nbytes.restype = ctypes.c_int64
 
 import plait.runtime.graphs as module  # noqa: E402
@@ -43,6 +44,7 @@ y = tensor_input(f32[s1] @ (1,), device='cuda:0')
 kernel('k', 2, 1, device='cuda:0')
 kernel('both', 3, 1, device='cuda:0')
 """
+CALLS = HEAD.replace("program('p')", "program('p', n_callables=1)")
 N = 64
 SHAPE = "f32[s0] @ (1,), device='cuda:0'"
 
@@ -88,8 +90,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
             for name, n in (("k", 5), ("both", 6))
         })
     )  # fmt: skip
-    yield lambda body, n_results=None, nbytes=None, head=HEAD, spent=(): load(
-        encode(partition(read(head + body), [], n_results, nbytes, spent)), {"cuda": str(path)}
+    yield lambda body, n_results=None, nbytes=None, head=HEAD, spent=(), callables=(): load(
+        encode(partition(read(head + body), [], n_results, nbytes, spent)), {"cuda": str(path)}, (), callables
     )
     gpu.fake_limit(ctypes.c_int64(1 << 40))
     gpu.fake_forget_shared()
@@ -365,6 +367,26 @@ def test_passes_in_any_order(make: Make, seed: int) -> None:
             passes.back(pending[at] if retain else pending.pop(at), k, retain)
     assert stats(passes.forward)["replayed"] > 3 and stats(passes.backward[True])["replayed"] > 3
     assert not stats(passes.forward)["refused"] and not stats(passes.backward[True])["refused"]
+
+
+def test_a_recording_waits_for_calls_that_ran_beside_others(make: Make) -> None:
+    """Such a call may still read on its stream what a recording keeps, and is about to write."""
+    x, calls = here(ramp(N)), [lambda: None]
+    outer = make(CHAIN + "call_python(0, 'f')()\nreturn (d,)\n", callables=[lambda: calls[-1]()], head=CALLS)
+    inner = make(CHAIN + "return (d, c)\n", 1)
+
+    def on_stream(program: Any, number: int) -> bytes:
+        gpu.fake_stream(number)
+        program(N, N, x, x)
+        gpu.fake_stream(0)
+        return bytes(gpu.fake_waits())
+
+    on_stream(outer, 1)
+    assert [on_stream(inner, k) for k in (1, 2, 1)] == [b"", b"21 ", b"12 "]
+    calls.append(lambda: on_stream(inner, 3))
+    assert on_stream(outer, 1) == b"" and stats(inner)["bypassed"] == 1
+    calls.pop()
+    assert on_stream(inner, 1) == b"13 " and on_stream(inner, 1) == b"" and on_stream(inner, 3) == b"31 "
 
 
 def test_recordings_that_do_not_fit_give_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

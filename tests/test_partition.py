@@ -226,6 +226,7 @@ return (b,)
     ("spent", "large", "more", "outside"),
     [
         ("x", "xp", "", 2),
+        ("x", "xp", "z = view(x, f32[4, 8] @ (8, 1), 0)\n", 2),  # that is read
         ("x", "x", "", 1),  # p is small: it may lie in the recording
         ("xy", "yp", "", 0),  # x is small
         ("", "xp", "", 0),  # the caller keeps x
@@ -235,7 +236,7 @@ return (b,)
     ],
 )
 def test_what_uses_large_inputs_up_comes_before_the_recording(spent: str, large: str, more: str, outside: int) -> None:
-    first = FIRST.replace("free(p)\n", f"{more}free(p)\n" if more else "free(p)\n")
+    first = more + FIRST.replace("(x, p)", "(z, p)") if "z" in more else FIRST.replace("free(p)\n", f"{more}free(p)\n")
     made = cut(first + REST, None, dict.fromkeys(large, COPIED_NBYTES), spent)
     assert [p.recorded for p in made.body if isinstance(p, Partition)] == [False, *([False] if outside else []), True]
     before = made.body[: made.body.index(Partition(True))]

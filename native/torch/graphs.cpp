@@ -28,6 +28,7 @@ struct Shared {
   bool busy = false;
   bool used = false;
   cuda::Stream last = nullptr;
+  std::vector<cuda::Stream> beside;  // of calls that have run without recordings since then
   cuda::Event event = nullptr;
   int64_t nbytes = 0;  // of the memory that all recordings share
   std::vector<Recording*> recordings;
@@ -38,18 +39,24 @@ struct Shared {
   }
   static Shared& of(c10::DeviceIndex device) { return all()[static_cast<size_t>(device)]; }
 
-  // A call uses memory of the one before it, wherever that was put.
+  // A call uses memory of the one before it, wherever that was put, and what those beside have read.
   void follow(cuda::Stream stream) {
-    if (used && last != stream) {
-      const cuda::Driver& driver = cuda::Driver::machine();
-      if (!event) driver.check(driver.make_event(&event, kNoTiming), "cuEventCreate");
-      if (driver.record_event(event, last) == 0)
-        driver.check(driver.wait_event(stream, event, 0), "cuStreamWaitEvent");
-      else  // the stream is gone
-        driver.check(driver.synchronize(), "cuCtxSynchronize");
-    }
+    if (used) wait(stream, last);
+    for (cuda::Stream other : beside) wait(stream, other);
+    beside.clear();
     used = true;
     last = stream;
+  }
+
+ private:
+  void wait(cuda::Stream stream, cuda::Stream other) {
+    if (other == stream) return;
+    const cuda::Driver& driver = cuda::Driver::machine();
+    if (!event) driver.check(driver.make_event(&event, kNoTiming), "cuEventCreate");
+    if (driver.record_event(event, other) == 0)
+      driver.check(driver.wait_event(stream, event, 0), "cuStreamWaitEvent");
+    else  // the stream is gone
+      driver.check(driver.synchronize(), "cuCtxSynchronize");
   }
 };
 
@@ -607,6 +614,13 @@ bool Program::run_graphs(Frame& f) const {
   if (!f.written_back.empty()) [[unlikely]]
     write_back(f);
   return true;
+}
+
+// A call that has run without, though it may have read what recordings keep.
+void Program::note_beside(const Frame& f) const {
+  std::vector<cuda::Stream>& beside = Shared::of(gpu_->device().index()).beside;
+  if (!is_capturing(f.stream) && std::find(beside.begin(), beside.end(), f.stream) == beside.end())
+    beside.push_back(f.stream);
 }
 
 }  // namespace plait

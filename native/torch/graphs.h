@@ -8,7 +8,7 @@
 //   or, for small tensors, a copy that stays is read instead.
 // - What lives no longer than a run lies in a memory pool that all recordings of the device share. So
 //   no two of them run at once, and a call on another stream waits for the one before it. A call that
-//   finds another under way, or a recording of the user's own, runs as it is.
+//   finds another under way, or a recording of the user's own, runs as it is; later ones wait for it.
 // - A result for the caller that operators write is copied inside the graph, after the last step that
 //   touches it, to memory of the caller's, and its place in the pool serves later steps.
 // - What is saved for a backward pass, or for a later partition, lies in a pool of the recording's own,

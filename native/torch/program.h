@@ -379,6 +379,7 @@ class Program {
   void run_python(Frame& f, const PythonCall& c, const Operands& o) const;
   void write_back(Frame& f) const;
   bool run_graphs(Frame& f) const;
+  void note_beside(const Frame& f) const;
   void run_below(Frame& f, const PartitionInfo& p) const;
   void run_partition(Frame& f, size_t partition) const;
   void run_first(Frame& f, const PartitionInfo& p, Recordings& at) const;

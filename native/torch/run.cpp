@@ -751,15 +751,19 @@ void Program::run(Frame& f) const {
   if (graphs_ && run_graphs(f)) return;
   if (typical_ticks_.load(std::memory_order_relaxed) > kReleaseGilTicks)
     f.gil = host_.release_gil();
+  const auto end = [&] {
+    if (f.gil) host_.retake_gil(std::exchange(f.gil, nullptr));
+    if (graphs_) note_beside(f);
+  };
   const uint64_t start = __rdtsc();
   try {
     run_steps(f);
   } catch (...) {
-    if (f.gil) host_.retake_gil(std::exchange(f.gil, nullptr));
+    end();
     throw;
   }
   typical_ticks_.store(static_cast<int64_t>(__rdtsc() - start), std::memory_order_relaxed);
-  if (f.gil) host_.retake_gil(std::exchange(f.gil, nullptr));
+  end();
 }
 
 }  // namespace plait

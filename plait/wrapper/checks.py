@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, operands, refs, root
+from plait.wrapper.walk import defined, operands, refs, root, views_of
 
 _BEFORE = (ins.DefineKernel, ins.Symbol, ins.AssertScalar, ins.AssertSizeStride, ins.AssertAlignment)
 
@@ -29,7 +29,7 @@ class _Checks:
     def __init__(self, p: ins.WrapperProgram, infinities: bool) -> None:
         self.program = p
         self.infinities = infinities
-        self.bases: dict[str, str] = {}
+        self.bases = views_of(p.body)
         self.last: dict[str, int] = {}
         self.makers: dict[str, list[str]] = {}
         self.seen: dict[str, set[str]] = {}
@@ -38,8 +38,6 @@ class _Checks:
         for k, i in enumerate(p.body):
             if isinstance(i, (ins.Alloc, ins.Place, ins.Reuse)):
                 self.last[i.name] = k
-            elif isinstance(i, ins.View):
-                self.bases[i.name] = i.base
             for name in _writes(i):
                 if (memory := root(name, self.bases)) in self.last:
                     self.last[memory] = k

@@ -145,10 +145,7 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
     *before, last = parts
     if not last.recorded:
         return parts
-    values = last.body[-1]
-    assert isinstance(values, ins.Return)
-    bases = bases_of(last.body)
-    returned = {root(n, bases) for v in values.values[:n_results] for n in refs(v)}
+    returned = _returned(last.body, bases_of(last.body), n_results)
     cut, ops = len(last.body), []
     while (at := _last_work(last.body[:cut])) >= 0:
         i = last.body[at]
@@ -172,20 +169,27 @@ def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[st
     if not first.recorded:
         return parts
     bases = bases_of(first.body)
-    large = {n for n in spent if nbytes.get(n, 0) >= COPIED_NBYTES} & {*used(first.body[work[0]])}
+    reads = {k: {root(n, bases) for n in used(first.body[k])} for k in work}
+    large = {n for n in spent if nbytes.get(n, 0) >= COPIED_NBYTES} & reads[work[0]]
     seen, cut = set(large), 0
     for k in work:
         i = first.body[k]
-        read = {root(n, bases) for n in used(i)}
-        if not read & seen:
+        if not reads[k] & seen:
             break
-        if isinstance(i, ins.Launch) and read & large:
-            seen.update(n for n in i.outs if nbytes.get(n, 0) >= COPIED_NBYTES)
+        if isinstance(i, ins.Launch) and reads[k] & large:
+            seen.update(root(n, bases) for n in i.outs if nbytes.get(n, 0) >= COPIED_NBYTES)
         cut = k + 1
     while 0 < cut < len(first.body) and isinstance(first.body[cut], ins.Free):
         cut += 1
     before = _Part(False, first.body[:cut], [f"it uses {n} up" for n in sorted(large)])
     return _joined([before, _Part(True, first.body[cut:], first.reasons), *others])
+
+
+def _returned(body: Sequence[ins.Instr], bases: Mapping[str, str], n_results: int | None) -> set[str]:
+    """What holds the memory of the caller's results. bases: of the body."""
+    last = body[-1]
+    assert isinstance(last, ins.Return)
+    return {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
 
 
 def _last_work(body: Sequence[ins.Instr]) -> int:
@@ -298,11 +302,9 @@ def _outputs_of_kernels(
     program: ins.WrapperProgram, head: list[ins.Instr], rest: list[ins.Instr], n_results: int | None
 ) -> set[str]:
     """Allocations that the caller gets and that nothing but kernels touches, with sizes known before anything runs."""
-    last = rest[-1]
-    assert isinstance(last, ins.Return)
     bases = bases_of(rest)
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
-    returned = {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
+    returned = _returned(rest, bases, n_results)
     touched = {
         root(n, bases)
         for i in rest
@@ -363,9 +365,7 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
     """Memory of the caller's results that recorded parts write where it belongs, for kernels alone touch it, and memory
     that they make for themselves and copy from."""
     bases = bases_of(program.body)
-    last = program.body[-1]
-    assert isinstance(last, ins.Return)
-    returned = {root(n, bases) for v in last.values[: program.n_results] for n in refs(v)}
+    returned = _returned(program.body, bases, program.n_results)
     made: set[str] = set()
     direct: dict[str, None] = {}
     copied: dict[str, None] = {}

@@ -6,7 +6,7 @@ or an integer symbol; all of them share one space of names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -145,9 +145,14 @@ def is_fence(i: ins.Instr) -> bool:
     return isinstance(i, ins.CallExtern) and i.op.startswith("streams::")
 
 
-def bases_of(body: Iterable[ins.Instr]) -> dict[str, str]:
+def views_of(body: Iterable[ins.Instr]) -> dict[str, str]:
+    """View -> what it views, in order."""
+    return {i.name: i.base for i in body if isinstance(i, ins.View)}
+
+
+def bases_of(body: Sequence[ins.Instr]) -> dict[str, str]:
     """Names on the memory of another, by view or takeover -> that one."""
-    return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}
+    return {**views_of(body), **{i.name: i.old for i in body if isinstance(i, ins.Reuse)}}
 
 
 def root(name: str, bases: Mapping[str, str]) -> str:

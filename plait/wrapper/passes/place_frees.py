@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import defined, symbols, used
+from plait.wrapper.walk import defined, symbols, used, views_of
 
 
 def place_frees(p: ins.WrapperProgram) -> ins.WrapperProgram:
@@ -32,7 +32,6 @@ def _last_uses(p: ins.WrapperProgram, body: Sequence[ins.Instr]) -> dict[str, in
     """Tensor -> position of the instruction after which nothing needs it, in order of definition."""
     integers = frozenset().union(*(symbols(i) for i in body))
     last: dict[str, int] = {i.name: -1 for i in p.inputs if isinstance(i, ins.TensorInput)}
-    base: dict[str, str] = {}
     for k, i in enumerate(body):
         if isinstance(i, (ins.CallExtern, ins.CallPython)):
             last.update((n, k) for n in defined(i) if n not in integers)
@@ -41,9 +40,7 @@ def _last_uses(p: ins.WrapperProgram, body: Sequence[ins.Instr]) -> dict[str, in
         for name in used(i):
             if name in last:
                 last[name] = k
-        if isinstance(i, ins.View):
-            base[i.name] = i.base
-    for view, of in reversed(base.items()):  # views of views come after their bases
+    for view, of in reversed(views_of(body).items()):  # views of views come after their bases
         if of in last:
             last[of] = max(last[of], last[view])
     return {name: k for name, k in last.items() if k >= 0}

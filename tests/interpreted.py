@@ -62,18 +62,21 @@ class Interpreted:
 
 @contextmanager
 def on_gpu(graph: torch.fx.GraphModule) -> Iterator[None]:
-    """The graph says that its tensors are on a GPU. Only what it was before is put back into its fake tensors."""
+    """The graph says that its tensors are on a GPU, and afterwards what it said before."""
     fakes = {id(x): x for n in graph.graph.nodes for x in tree_leaves(n.meta.get("val")) if isinstance(x, FakeTensor)}
     moved = [x for x in fakes.values() if x.fake_device == CPU]
-    for n in graph.graph.nodes:
-        n.args, n.kwargs = tree_map_only(torch.device, lambda d: GPU if d == CPU else d, (n.args, n.kwargs))
-    for x in moved:
-        x.fake_device = GPU
+
+    def move(old: torch.device, new: torch.device) -> None:
+        for n in graph.graph.nodes:
+            n.args, n.kwargs = tree_map_only(torch.device, lambda d: new if d == old else d, (n.args, n.kwargs))
+        for x in moved:
+            x.fake_device = new
+
+    move(CPU, GPU)
     try:
         yield
     finally:
-        for x in moved:
-            x.fake_device = CPU
+        move(GPU, CPU)
 
 
 def pytest_configure() -> None:
@@ -174,6 +177,6 @@ def _only_build(pipeline: Any) -> None:
             return tuple(forward(captured.graph, *given))
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
-        return Program(boxed, boxed, made.record)
+        return Program(lambda *args: boxed(list(args)), boxed, made.record)
 
     pipeline.compile_graph, pipeline.WRAPPERS = compile_for_gpu, {"python": lambda *args: _NotLoaded()}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plait.config import Config
-from plait.ir.dtypes import bf16, f32
+from plait.ir.dtypes import DType, bf16, f32
 from plait.ir.loops import LoopProgram
 from plait.ir.sizes import Size, floordiv, mod, numel
 from plait.schedule import schedule
@@ -134,7 +134,7 @@ def test_on_a_gpu_columns_are_columns_where_their_address_has_divisions() -> Non
 def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
     """Those that a kernel's blocks divide if there are such, and others before any that need a condition: what is
     summed may be stored by the same kernel."""
-    for rows, columns, rest in ((2048, 3072, 128), (6304, 768, 197), (6304, 3072, 394)):
+    for rows, columns, rest in ((2048, 3072, 128), (6304, 768, 197), (6304, 3072, 197)):
         b = Builder()
         x = b.input(rows, columns)
         e = b.map("tanh", x)
@@ -143,6 +143,15 @@ def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
         first, second = kernels(schedule(program, CFG))
         assert [extent(v) for v in first.rvars] == [rest] and e in first.outs
         assert [extent(v) for v in second.rvars] == [rows // rest]
+
+
+@pytest.mark.parametrize("dtype, parts", [(f32, 32), (bf16, 16)])
+def test_on_a_gpu_programs_have_more_rows_of_narrow_elements(dtype: DType, parts: int) -> None:
+    b = Builder()
+    x = b.input(8192, 3072, dtype=dtype)
+    b.output(b.reduce((3072,), (8192,), "sum", lambda o, c, r: o.load(x, r, c)))
+    first, second = kernels(schedule(on_gpu(b), CFG))
+    assert [extent(v) for k in (first, second) for v in k.rvars] == [8192 // parts, parts]
 
 
 def norm_backward(

@@ -217,7 +217,7 @@ def _row_warps(points: int, programs: int, narrow: bool, of_columns: int) -> int
     small or the device hardly filled. of_columns: points of a thread where columns are reduced (else 0): more, since
     threads give each other a result a column, but where it has other results at every point."""
     if programs < BUSY:
-        return _warps(points, (32 if narrow else 16) if of_columns else 4)
+        return _warps(points, max(of_columns // 2, 16) if of_columns else 4)
     if of_columns:
         return _warps(points, of_columns)
     return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))

@@ -29,7 +29,7 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.clean import clean_graph
 from plait.ir.loops import TensorArg
-from plait.kernel.triton import emit_kernel
+from plait.kernel.triton import EARLY, compute_capability, emit_kernel
 from plait.lower.graph import load_rules, lower_graph
 from plait.runtime.triton_worker import load_module
 from plait.schedule import schedule
@@ -206,10 +206,14 @@ class Runner:
         ]
 
     def _add(self, kernel: Kernel, tensors: list[Tensor], folder: Path) -> None:
-        made = emit_kernel(kernel, kernel.name)
+        early = compute_capability("cuda", Config()) >= EARLY
+        made = emit_kernel(kernel, kernel.name, early=early)
         fn = getattr(load_module(made.name, made.text, folder), made.name)
         grid = (made.grid,)
-        options = {"num_warps": made.num_warps, "debug": made.checks, "sanitize_overflow": False}
+        options = {
+            "num_warps": made.num_warps, "num_stages": made.num_stages, "debug": made.checks,
+            "sanitize_overflow": False, "launch_pdl": early,
+        }  # fmt: skip
         self.calls.append(lambda: fn[grid](*tensors, **options))
 
     def __call__(self) -> None:

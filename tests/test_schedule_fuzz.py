@@ -292,6 +292,7 @@ def test_random_programs_with_every_reduction_split(
         "min_along": 1,
         "min_across": 1,
         "units": units,
+        "narrow_units": units,
         "min_units": 50,
         "align_along": aligned,
         "align_across": aligned,

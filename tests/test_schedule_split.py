@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plait.config import Config
-from plait.ir.dtypes import bf16, f32
+from plait.ir.dtypes import DType, bf16, f32
 from plait.ir.loops import LoopProgram
 from plait.ir.sizes import Size, floordiv, mod, numel
 from plait.schedule import schedule
@@ -143,6 +143,15 @@ def test_on_a_gpu_parts_of_columns_have_equal_lengths() -> None:
         first, second = kernels(schedule(program, CFG))
         assert [extent(v) for v in first.rvars] == [rest] and e in first.outs
         assert [extent(v) for v in second.rvars] == [rows // rest]
+
+
+@pytest.mark.parametrize("dtype, parts", [(f32, 32), (bf16, 16)])
+def test_on_a_gpu_programs_have_more_rows_of_narrow_elements(dtype: DType, parts: int) -> None:
+    b = Builder()
+    x = b.input(8192, 3072, dtype=dtype)
+    b.output(b.reduce((3072,), (8192,), "sum", lambda o, c, r: o.load(x, r, c)))
+    first, second = kernels(schedule(on_gpu(b), CFG))
+    assert [extent(v) for k in (first, second) for v in k.rvars] == [8192 // parts, parts]
 
 
 def norm_backward(

@@ -119,9 +119,9 @@ def test_only_what_shows_in_16_bits_is_near() -> None:
     assert "p_near" not in text["gate"] and "libdevice.exp" in text["softmax_bf16"]
 
 
-def test_blocks_of_rows_that_begin_anywhere_begin_where_vectors_do() -> None:
+def test_blocks_of_rows_that_begin_anywhere_begin_where_lines_do() -> None:
     text = {n: emit_kernel(kernel_of(*n), "k").text for n in (("softmax", 40003), ("softmax_bf16", 65537))}
-    assert [t.count("// 4 * 4") + t.count("// 8 * 8") for t in text.values()] == [1, 1]
+    assert [t.count("// 32 * 32") + t.count("// 64 * 64") for t in text.values()] == [1, 1]
     assert "for offset in range(8192, 32768, 8192):" in text["softmax", 40003]
     for whole in (("softmax", 40003, 40008), ("softmax", 40000), ("softmax", 20001)):
         assert "along" not in emit_kernel(kernel_of(*whole), "k").text
@@ -196,9 +196,9 @@ def test_blocks_of_columns() -> None:
 
     assert blocks(_columns(32, 768, bf16, parts=197)) == (64, 32, False)  # a mean a row has no part in their width
     assert blocks(_columns(197, 3072, bf16, parts=32)) == (64, 32, True)  # 64 would be 59 rows too many
-    assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 64, True)  # where programs are few, rows in flight count
+    assert blocks(_columns(197, 768, bf16, parts=32)) == (64, 128, True)  # where programs are few, rows in flight count
     assert blocks(_columns(1024, 64, f32)) == (8, 1024, False)  # the device would wait for two programs of 32 columns
-    assert blocks(_columns(1024, 1024, bf16)) == (16, 256, True)
+    assert blocks(_columns(1024, 1024, bf16)) == (16, 512, True)
     tile = _columns(392, 256, bf16, parts=256)
     assert blocks(tile) == (64, 64, True) and tile.num_warps == 4
     for kept, block, warps in ((bf16, (64, 128, False), 4), (f32, (32, 128, False), 4)):  # 64 or 32 points a thread
@@ -206,8 +206,24 @@ def test_blocks_of_columns() -> None:
         assert blocks(tile) == block and tile.num_warps == warps
 
 
+@pytest.mark.parametrize("rows, blocks, warps", [(128, (64, 128, False), 8), (512, (64, 32, True), 8)])
+def test_a_sum_of_columns_that_are_stored_has_many_threads(
+    rows: int, blocks: tuple[int, int, bool], warps: int
+) -> None:
+    """As in the gradients of GELU and of the bias before it: 16 parts of 2048 or 8192 rows."""
+    (p, i), (r,) = loop_vars("i", (16, 3072)), loop_vars("r", (rows,))
+    x = cast(node("load", (), Load("x", (p, r, i)), bf16), f32)
+    value = node("mul", (x, cast(node("load", (), Load("y", (p, r, i)), bf16), f32)))
+    full = Store("d", (p, r, i), cast(value, bf16), True)
+    stmts = (full, Reduce("s", "sum", value), Store("out", (p, i), node("acc", (), "s", f32), False))
+    large = [buffer(n, 16, rows, 3072, dtype=bf16) for n in "xyd"]
+    tile = plan_tile(linear_space(kernel(*stmts, vars_=(p, i), rvars=(r,), args=(*large, buffer("out", 16, 3072)))))
+    x_, r_ = tile.groups
+    assert (x_.block, r_.block, tile.looped) == blocks and tile.num_warps == warps
+
+
 def test_few_long_rows_have_large_blocks() -> None:
-    for rows, block in ((8, 8192), (131, 8192), (1048, 4096)):
+    for rows, block, warps in ((8, 8192, 16), (131, 8192, 16), (1048, 4096, 8)):
         (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (32000,))
         stmts = (
             Reduce("s", "max", node("load", (), Load("x", (i, r)), f32)),
@@ -216,7 +232,7 @@ def test_few_long_rows_have_large_blocks() -> None:
         tile = plan_tile(
             linear_space(kernel(*stmts, vars_=(i,), rvars=(r,), args=(buffer("x", rows, 32000), buffer("out", rows))))
         )
-        assert (tile.groups[1].block, tile.num_warps) == (block, 16)
+        assert (tile.groups[1].block, tile.num_warps) == (block, warps)
 
 
 def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors() -> None:

@@ -28,6 +28,8 @@ NEAR = {
     "truediv": "({0} / {1})", "reciprocal": "(1.0 / {0})", "logistic": "({0} * p_rcp({1}))",
 }  # fmt: skip
 """Ops that are sooner done where a few of the last bits do not matter."""
+LINE = 8
+"""Vectors of 16 bytes in a line of memory."""
 _SIGN = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
@@ -237,8 +239,9 @@ class Writer:
         return [(e, n) for e, n in along if any(coefficient(e, a) == 1 for a in self.space.rvars)]
 
     def _begin(self, stmts: Sequence[Reduce | Store], length: int, last: int) -> tuple[Size, int] | None:
-        """Where a row begins, if that may be anywhere, and how many elements a vector has. Then blocks begin where
-        vectors do, before the row, so that but for the two ends of the row there are vectors."""
+        """Where a row begins, if that may be anywhere, and how many elements a line of memory has. Then blocks begin
+        where lines do, before the row, so that but for the two ends of the row there are vectors, and lines are written
+        whole."""
         block = self.tile.groups[-1].block
         ordered = any(isinstance(s, Reduce) and (s.running or s.name in self.passes.spread) for s in stmts)
         if ordered or len(self.space.rvars) > 1 or any(g.block > 1 for g in self.tile.outer) or last < 3 * block:
@@ -247,10 +250,11 @@ class Writer:
         rows = [(substitute(e, {r: 0}), n) for e, n in self._contiguous(stmts)]
         rows = [(e, n) for e, n in rows if not free_symbols(e).isdisjoint(self.space.vars)]
         begins, each = {e for e, _ in rows}, max((n for _, n in rows), default=1)
-        if len(begins) != 1 or length - last + each > block:
+        line = each * LINE
+        if len(begins) != 1 or length - last + line > block:
             return None
         (begin,) = begins
-        return (begin, each) if not free_symbols(begin) - set(self.space.vars) and mod(begin, each) != 0 else None
+        return (begin, line) if not free_symbols(begin) - set(self.space.vars) and mod(begin, each) != 0 else None
 
     def _lead(self, begin: tuple[Size, int]) -> str:
         """How many elements before its row a program's first block begins."""

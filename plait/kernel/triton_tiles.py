@@ -143,26 +143,32 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     longest = PERSISTENT_POINTS // max(len(held), 1) if again else ONE_PASS_POINTS
     narrow = bool(held) and max(d.nbytes for d in held) <= 2
     stores = any(isinstance(s, Store) and s.full for s in space.stmts)
+    one = sum(isinstance(s, Reduce) for s in space.stmts) == 1
     width = _column_width(rows, TILE if narrow else TILE // 2, held)
     longest = (PERSISTENT_POINTS // (4 if narrow else 1) // width) if column else max(longest, ONE_PASS_POINTS)
     if known and length <= longest and not (column and narrow and _is_wasteful(length, _power(length))):
         r = _power(length)
         x = _block_rows(rows, r, width if column else 1)
-        each = (16 if narrow else 8) * (1 if stores else 4)
+        each = (16 if narrow else 8) * (4 if not stores else 2 if narrow and one else 1)
         warps = _row_warps(x * r, rows // x, narrow, each if column else 0)
         return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
     if column:
         x = min(_power(rows), _column_width(rows, TILE, held))
-        several = stores or sum(isinstance(s, Reduce) for s in space.stmts) > 1  # a thread holds as much for each
-        r = max(1, (REDUCE_POINTS // 2 if several and rows // x >= 2 * BUSY else REDUCE_POINTS) // x)
+        several, many = stores or not one, rows // x >= 2 * BUSY
+        points = REDUCE_POINTS
+        if several and many:  # a thread holds as much for each
+            points //= 2
+        elif known and not several and not many:  # few programs need the more threads each
+            points *= 2
+        r = max(1, points // x)
         # Rows that are not there cost arithmetic, and time where programs wait for one another.
         if known and rows // x >= 4 * BUSY and _is_wasteful(length, r) and not _is_wasteful(length, r // 2):
             r //= 2
-        warps = _warps(x * r, 16 if several else 32)
+        warps = _warps(x * r, 8 if stores and narrow and one else 16 if several else 32)
     else:
         few = rows < BUSY // 2
         r, x = min(_power(length), AGAIN_POINTS if again or few else REDUCE_POINTS), 1
-        warps = _power(r // (32 * (16 if few and not again else 8)))
+        warps = _power(r // (32 * (8 if again else 16)))
     return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
 
 
@@ -211,7 +217,7 @@ def _row_warps(points: int, programs: int, narrow: bool, of_columns: int) -> int
     small or the device hardly filled. of_columns: points of a thread where columns are reduced (else 0): more, since
     threads give each other a result a column, but where it has other results at every point."""
     if programs < BUSY:
-        return _warps(points, 16 if of_columns else 4)
+        return _warps(points, max(of_columns // 2, 16) if of_columns else 4)
     if of_columns:
         return _warps(points, of_columns)
     return max(_warps(points, 32 if narrow else 16), min(4, _warps(points, 8)))

@@ -18,9 +18,10 @@ class DeviceKind:
 
     A unit of work is what runs without the others: a result, or `neighbours` results that lie side by side. A
     reduction of split_nbytes or more, and of unit_nbytes or more a unit, to fewer than min_units of them is cut in two
-    stages, with `units` to aim at. A partial result is worth min_along points that lie side by side in memory, or
-    min_across that do not, and begins at a multiple of align_along or align_across points where it can. Parts of equal
-    length may be up to more_across times as many as aimed at, or fewer_across times as few.
+    stages, with `units` to aim at, or narrow_units across memory with elements of at most two bytes. A partial result
+    is worth min_along points that lie side by side in memory, or min_across that do not, and begins at a multiple of
+    align_along or align_across points where it can. Parts of equal length may be up to more_across times as many as
+    aimed at, or fewer_across times as few.
 
     walkers: how many programs (0: none) walk rows where sums of columns are to be had on the way, a part of the rows
     each, of walk_rows or more. Together they have up to walk_points under way, a row up to walk_row, and the tensor has
@@ -39,6 +40,7 @@ class DeviceKind:
     unit_nbytes: int
     min_units: int
     units: int
+    narrow_units: int
     neighbours: int
     min_along: int
     min_across: int
@@ -72,6 +74,7 @@ KINDS: dict[str, DeviceKind] = {
         unit_nbytes=0,
         min_units=8,
         units=16,
+        narrow_units=16,
         neighbours=64,
         min_along=1024,
         min_across=1024,
@@ -87,7 +90,7 @@ KINDS: dict[str, DeviceKind] = {
         min_outer=4,
         tiny_nbytes=4096,
     ),
-    # A whole Hopper device; units are programs, eight for each of its 132 multiprocessors.
+    # A whole Hopper device; units are programs, eight (or four) for each of its 132 multiprocessors.
     "cuda": DeviceKind(
         cycles_a_ns=20000.0,
         cache_bytes_a_ns=5000.0,
@@ -98,6 +101,7 @@ KINDS: dict[str, DeviceKind] = {
         unit_nbytes=1 << 18,
         min_units=256,
         units=1024,
+        narrow_units=512,
         neighbours=64,
         min_along=4096,
         min_across=128,

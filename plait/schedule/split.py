@@ -149,7 +149,8 @@ def _chunks(
     if points * largest.dtype.nbytes < kind.unit_nbytes * units:  # a mean a column adds nothing to it
         return None
     least, aligned = (kind.min_along, kind.align_along) if along else (kind.min_across, kind.align_across)
-    want = min(kind.units // max(units, 1), points // max(outer, 1) // least)
+    aim = kind.units if along or nbytes > 2 else kind.narrow_units
+    want = min(aim // max(units, 1), points // max(outer, 1) // least)
     if want < 2:
         return None
     inner = extent(op.rvars[-1])

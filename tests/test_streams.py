@@ -248,3 +248,44 @@ def test_control_deps_of_any_operator(wrapper: str) -> None:
     got = run.call(x)
     assert LOG == ["first", "second"]
     torch.testing.assert_close(got, (x.sin() + 1, x.cos()))
+
+
+class Named:
+    """A stream or an event of no device."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def record(self, stream: Named) -> None:
+        LOG.append(f"{stream.name} records {self.name}")
+
+    def wait(self, stream: Named) -> None:
+        LOG.append(f"{stream.name} waits for {self.name}")
+
+    def wait_event(self, event: Named) -> None:  # as torch 2.11 has it
+        event.wait(self)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_as_torch_compile_brings_it(wrapper: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("stream", "event"):
+        name = f"_get_{kind}_by_index"
+        monkeypatch.setattr(torch._dynamo.variables.streams, name, lambda k, kind=kind: Named(f"{kind}{k}"))
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = (x * 2).sin()
+        streams.record_event(2, 1)
+        w = y.cos() + z
+        streams.wait_event(2, 0)
+        return z * w
+
+    torch._dynamo.reset()
+    x, y = torch.randn(8, requires_grad=training), torch.randn(8)
+    LOG.clear()
+    got = torch.compile(fn, backend="plait", options={"wrapper": wrapper})(x, y)
+    assert LOG == ["stream1 records event2", "stream0 waits for event2"]
+    want = fn(x, y)
+    torch.testing.assert_close(got, want)
+    if training:
+        torch.testing.assert_close(*(torch.autograd.grad(r.sum(), x) for r in (got, want)))

@@ -145,6 +145,11 @@ def is_fence(i: ins.Instr) -> bool:
     return isinstance(i, ins.CallExtern) and i.op.startswith("streams::")
 
 
+def forks(p: ins.WrapperProgram) -> list[ins.CallExtern]:
+    """The calls that make another stream the current one: of the stream before, and the one after."""
+    return [i for i in p.body if isinstance(i, ins.CallExtern) and i.op == "streams::fork"]
+
+
 def bases_of(body: Iterable[ins.Instr]) -> dict[str, str]:
     """Names on the memory of another, by view or takeover -> that one."""
     return {i.name: i.base if isinstance(i, ins.View) else i.old for i in body if isinstance(i, (ins.View, ins.Reuse))}

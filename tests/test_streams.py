@@ -18,6 +18,7 @@ from plait import compat
 from plait.compile import compile_graph
 from plait.config import Config
 from plait.graph.captured import Captured
+from plait.graph.streams import order_streams
 from plait.wrapper.cpp import make_cpp
 from plait.wrapper.fx import make_fx as make_fx_graph
 from plait.wrapper.instructions import Alloc, CallExtern, Free, Launch, Partition, Place, Ref, Reuse, WrapperProgram
@@ -108,6 +109,7 @@ def test_order_is_kept(compile_only: None, form: str) -> None:  # noqa: F811
     source = make_python(p, {"cuda": "x.cubins"})
     assert "with rt.below_autograd(), rt.callers_stream():" in source
     assert "torch.ops.streams.fork" in source
+    assert "raise SystemExit('test calls streams by number, which no file can hold')" in source
     assert "call('streams::fork')(0, 1)" in make_cpp(p)
 
 
@@ -196,6 +198,19 @@ def test_new_values_of_inputs_come_last(compile_only: None) -> None:  # noqa: F8
     assert waits[0] < kinds.index("Copy") < waits[1]
 
 
+@ours
+def test_copies_to_the_host_and_calls_without_results_are_work() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch.ops.plait_test_streams.fill(x)
+        return x.cpu()
+
+    with FakeTensorMode(), torch.no_grad():
+        graph = make_fx(fn, compat.decomposition_table())(torch.empty(8, device="cuda"))
+    order_streams(on(graph, 1, "fill", "_to_copy"))
+    calls = [n.name for n in graph.graph.nodes if n.op == "call_function"]
+    assert calls == ["fork_default", "fill", "_to_copy", "fork_default_1"]
+
+
 def test_nothing_of_it_is_recorded(compile_only: None) -> None:  # noqa: F811
     p = compiled(graph_of(prefetch, (64, 64), (64, 64))).wrapper
     (part,) = of(partition(p, []), Partition)
@@ -223,6 +238,14 @@ def say(text: str) -> None:
 
 
 say.register_fake(lambda text: None)
+
+
+@torch.library.custom_op("plait_test_streams::fill", mutates_args=("x",))
+def fill(x: torch.Tensor) -> None:
+    x.fill_(1)
+
+
+fill.register_fake(lambda x: None)
 torch.fx.node.has_side_effect(torch.ops.plait_test_streams.say.default)
 
 

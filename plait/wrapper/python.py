@@ -26,7 +26,7 @@ from plait.runtime.load import Libraries
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Promise, promises
-from plait.wrapper.walk import forks, input_sizes, sizes
+from plait.wrapper.walk import forks, input_sizes, is_fence, sizes
 
 _RESERVED = frozenset(
     {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "torch", "rt", "args", "outer", "call", "inputs"}
@@ -185,8 +185,9 @@ class _Module:
             else:
                 lines.append(f"        None,  # {i.name}")
         lines += ["    ]", "", "", 'if __name__ == "__main__":']
-        if self.p.n_callables:
-            return [*lines, f"    raise SystemExit('{self.p.name} calls Python objects, which no file can hold')"]
+        named = "streams by number" * any(map(is_fence, self.p.body)) or "Python objects" * bool(self.p.n_callables)
+        if named:
+            return [*lines, f"    raise SystemExit('{self.p.name} calls {named}, which no file can hold')"]
         return [
             *lines,
             "    call = bind(LIBRARIES, rt.load_constants(CONSTANTS, __file__), [])",

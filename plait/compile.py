@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -133,10 +133,13 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
     rows = [("isa", isas)] * ("cpu" in kinds) + [("gpu_arch", archs)] * ("cuda" in kinds) or [anywhere]
     machines = list(product(*(found for _, found in rows)))
     cfgs = [cfg.with_options({name: m for (name, _), m in zip(rows, found, strict=True)}) for found in machines]
-    sources = log("emit kernels", lambda: [_emit(plan, c) for c in cfgs])
+    sources: list[dict[str, Source]] = []
+    building: list[Future[dict[str, Built]]] = []
     wrappers: list[tuple[Plan, WrapperProgram]] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as beside:
-        building = [beside.submit(_build, made, c) for made, c in zip(sources, cfgs, strict=True)]
+        for c in cfgs:
+            sources.append(log("emit kernels", _emit, plan, c))
+            building.append(beside.submit(_build, sources[-1], c))
         for made in sources:
             named = _name_kernels(plan, made)
             show.show_sources(log, made)

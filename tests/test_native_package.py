@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait._native import Package, PackageError, checksum
+from plait._native import Package, PackageError, checksum, write
 from plait.errors import InputError, Unsupported
 from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
@@ -251,6 +252,24 @@ def test_checksum() -> None:
         checksum([3])
     with pytest.raises(ZeroDivisionError):
         checksum(bytes(1 // n) for n in (1, 0))
+
+
+def test_write(tmp_path: Path) -> None:
+    """Pieces lie at the next multiple of 64; what cannot be written, or made, is an error."""
+    pieces = [os.urandom(n) for n in (100, 0, 64, (9 << 20) + 5, 1)]
+    with (tmp_path / "f").open("wb") as f:
+        got = write(f.fileno(), 4096, iter(pieces))
+    assert got == checksum(pieces)
+    data = (tmp_path / "f").read_bytes()[4096:]
+    for piece in pieces:
+        assert data[: len(piece)] == piece
+        data = data[-(-len(piece) // 64) * 64 :]
+    assert not data
+    with (tmp_path / "f").open("rb") as f:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            write(f.fileno(), 0, pieces)
+        with pytest.raises(ZeroDivisionError):
+            write(f.fileno(), 0, (bytes(1 // n) for n in (0,)))
 
 
 def test_damage_under_a_sanitizer(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from plait import compat
 from plait.compile import compile_graph
 from plait.config import Config
 from plait.graph.captured import Captured
+from plait.graph.streams import order_streams
 from plait.wrapper.cpp import make_cpp
 from plait.wrapper.fx import make_fx as make_fx_graph
 from plait.wrapper.instructions import Alloc, CallExtern, Free, Launch, Partition, Place, Ref, Reuse, WrapperProgram
@@ -108,6 +109,7 @@ def test_order_is_kept(compile_only: None, form: str) -> None:  # noqa: F811
     source = make_python(p, {"cuda": "x.cubins"})
     assert "with rt.below_autograd(), rt.callers_stream():" in source
     assert "torch.ops.streams.fork" in source
+    assert "raise SystemExit('test calls streams by number, which no file can hold')" in source
     assert "call('streams::fork')(0, 1)" in make_cpp(p)
 
 
@@ -196,6 +198,19 @@ def test_new_values_of_inputs_come_last(compile_only: None) -> None:  # noqa: F8
     assert waits[0] < kinds.index("Copy") < waits[1]
 
 
+@ours
+def test_copies_to_the_host_and_calls_without_results_are_work() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch.ops.plait_test_streams.fill(x)
+        return x.cpu()
+
+    with FakeTensorMode(), torch.no_grad():
+        graph = make_fx(fn, compat.decomposition_table())(torch.empty(8, device="cuda"))
+    order_streams(on(graph, 1, "fill", "_to_copy"))
+    calls = [n.name for n in graph.graph.nodes if n.op == "call_function"]
+    assert calls == ["fork_default", "fill", "_to_copy", "fork_default_1"]
+
+
 def test_nothing_of_it_is_recorded(compile_only: None) -> None:  # noqa: F811
     p = compiled(graph_of(prefetch, (64, 64), (64, 64))).wrapper
     (part,) = of(partition(p, []), Partition)
@@ -223,6 +238,14 @@ def say(text: str) -> None:
 
 
 say.register_fake(lambda text: None)
+
+
+@torch.library.custom_op("plait_test_streams::fill", mutates_args=("x",))
+def fill(x: torch.Tensor) -> None:
+    x.fill_(1)
+
+
+fill.register_fake(lambda x: None)
 torch.fx.node.has_side_effect(torch.ops.plait_test_streams.say.default)
 
 
@@ -248,3 +271,44 @@ def test_control_deps_of_any_operator(wrapper: str) -> None:
     got = run.call(x)
     assert LOG == ["first", "second"]
     torch.testing.assert_close(got, (x.sin() + 1, x.cos()))
+
+
+class Named:
+    """A stream or an event of no device."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def record(self, stream: Named) -> None:
+        LOG.append(f"{stream.name} records {self.name}")
+
+    def wait(self, stream: Named) -> None:
+        LOG.append(f"{stream.name} waits for {self.name}")
+
+    def wait_event(self, event: Named) -> None:  # as torch 2.11 has it
+        event.wait(self)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_as_torch_compile_brings_it(wrapper: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("stream", "event"):
+        name = f"_get_{kind}_by_index"
+        monkeypatch.setattr(torch._dynamo.variables.streams, name, lambda k, kind=kind: Named(f"{kind}{k}"))
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = (x * 2).sin()
+        streams.record_event(2, 1)
+        w = y.cos() + z
+        streams.wait_event(2, 0)
+        return z * w
+
+    torch._dynamo.reset()
+    x, y = torch.randn(8, requires_grad=training), torch.randn(8)
+    LOG.clear()
+    got = torch.compile(fn, backend="plait", options={"wrapper": wrapper})(x, y)
+    assert LOG == ["stream1 records event2", "stream0 waits for event2"]
+    want = fn(x, y)
+    torch.testing.assert_close(got, want)
+    if training:
+        torch.testing.assert_close(*(torch.autograd.grad(r.sum(), x) for r in (got, want)))

@@ -12,6 +12,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
@@ -101,8 +102,15 @@ def _works(node: Node) -> bool:
     """Whether a node puts work on a stream."""
     if node.op != "call_function" or is_view(node) or is_fence(node):
         return False
-    made = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-    return any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in made)
+    val = node.meta.get("val")
+    made, given = _tensors(val), [t for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))]
+    if val is not None and not made:
+        return False  # a size
+    return any(t.device.type != "cpu" for t in (*made, *given))
+
+
+def _tensors(val: Any) -> list[torch.Tensor]:
+    return [v for v in pytree.tree_leaves(val) if isinstance(v, torch.Tensor)]
 
 
 def is_fence(node: Node) -> bool:

@@ -35,7 +35,7 @@ from plait.runtime.fxops import PythonFunction, python_below_autograd, triton_fu
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Loaded, Parts, promises
-from plait.wrapper.walk import input_sizes, is_fence, sizes, used
+from plait.wrapper.walk import forks, input_sizes, sizes, used
 
 aten = torch.ops.aten
 GraphCompiler = Callable[[GraphModule], Callable[..., Any]]
@@ -75,7 +75,7 @@ class FxProgram:
             )
         raw = _read_by_kernels(program) if gpus else []
         python = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in program.body)
-        streams = generated.callers_stream if any(map(is_fence, program.body)) else contextlib.nullcontext
+        streams = generated.callers_stream if forks(program) else contextlib.nullcontext
         below = python_below_autograd if python else generated.below_autograd
 
         def call(args: list[object]) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ verifies them. Equal contents give equal bytes; a file appears whole or not at a
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import platform
 import reprlib
@@ -34,7 +35,6 @@ VERSION = 2
 _MAGIC = b"PLAITPKG"
 _PAGE = 4096
 _WEIGHT_ALIGN = 64
-_PIECE = 1 << 22  # of weights: it is summed while caches still have it
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _OPERATORS = {"const": 0, "size": 1, "add": 2, "mul": 3, "floordiv": 4, "mod": 5, "min": 6, "max": 7, "eq": 8,
               "ne": 9, "lt": 10, "le": 11}  # fmt: skip
@@ -134,7 +134,7 @@ class Writer:
         self._rest: Future[Iterable[memoryview]] = Future()
         self._stopped = False
         self._thread = ThreadPoolExecutor(1)
-        self._ahead = self._thread.submit(_native.checksum, self._written_ahead())
+        self._ahead = self._thread.submit(_native.write, self._file, _PAGE, self._ahead_of_rest())
 
     def __enter__(self) -> Writer:
         return self
@@ -153,11 +153,11 @@ class Writer:
         blobs = _Sections(contents, weights).blobs
         early = self._early.places()
         fits = weights.places()[: len(early)] == early
-        self._rest.set_result(self._written(weights, len(early)) if fits else ())
+        self._rest.set_result(self._pieces(weights, len(early)) if fits else ())
         checksum = self._ahead.result()
         if not fits:  # a constant widens a storage, say
             os.ftruncate(self._file, 0)
-            checksum = _native.checksum(self._written(weights))
+            checksum = _native.write(self._file, _PAGE, self._pieces(weights))
         table = [("weights", _PAGE, weights.nbytes, checksum)]
         end = _PAGE + weights.nbytes
         for name, blob in blobs.items():
@@ -175,17 +175,13 @@ class Writer:
         self._fresh.chmod(0o666 & ~umask)
         self._fresh.rename(self._target)
 
-    def _written_ahead(self) -> Iterator[memoryview]:
-        yield from self._written(self._early)
+    def _ahead_of_rest(self) -> Iterator[memoryview]:
+        yield from self._pieces(self._early)
         yield from self._rest.result()
 
-    def _written(self, weights: _Weights, first: int = 0) -> Iterator[memoryview]:
-        """The bytes of weights from a storage on, each piece after it was written."""
-        for offset, piece in weights.pieces(first):
-            if self._stopped:
-                return
-            self._write(piece, _PAGE + offset)
-            yield piece
+    def _pieces(self, weights: _Weights, first: int = 0) -> Iterator[memoryview]:
+        """The storages of weights from one on, until the writer is given up."""
+        return itertools.takewhile(lambda _: not self._stopped, weights.pieces(first))
 
     def _write(self, data: bytes | memoryview, start: int) -> None:
         view = memoryview(data)
@@ -265,16 +261,14 @@ class _Weights:
         """What bytes are where."""
         return [(key, s.first, s.last, s.offset) for key, s in self.storages.items()]
 
-    def pieces(self, first: int = 0) -> Iterator[tuple[int, memoryview]]:
-        """All bytes from a storage on, by offset."""
+    def pieces(self, first: int = 0) -> Iterator[memoryview]:
+        """The bytes of each storage from one on."""
         for s in list(self.storages.values())[first:]:
             if s.last == s.first:
                 continue
             raw = torch.empty(0, dtype=torch.uint8, device=s.tensor.device).set_(s.tensor.untyped_storage())
             kept = raw[s.first : s.last].cpu()
-            whole = memoryview((ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr())).cast("B")
-            for start in range(0, len(whole), _PIECE):
-                yield s.offset + start, whole[start : start + _PIECE]
+            yield memoryview((ctypes.c_char * (s.last - s.first)).from_address(kept.data_ptr())).cast("B")
 
 
 class _Sections:

@@ -26,7 +26,7 @@ from plait.runtime.load import Libraries
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
 from plait.wrapper.program import Promise, promises
-from plait.wrapper.walk import input_sizes, is_fence, sizes
+from plait.wrapper.walk import forks, input_sizes, is_fence, sizes
 
 _RESERVED = frozenset(
     {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "torch", "rt", "args", "outer", "call", "inputs"}
@@ -159,7 +159,7 @@ class _Module:
             *([f"        {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"] if inputs else []),
             "        args.clear()  # an input lives until its last use",
             *(["        outer = rt.dispatch_state()"] if python_calls else []),
-            f"        with rt.below_autograd(){', rt.callers_stream()' * any(map(is_fence, p.body))}:",
+            f"        with rt.below_autograd(){', rt.callers_stream()' * bool(forks(p))}:",
             *(f"            {s}" for s in self.body),
             "",
             "    return call",
@@ -185,8 +185,9 @@ class _Module:
             else:
                 lines.append(f"        None,  # {i.name}")
         lines += ["    ]", "", "", 'if __name__ == "__main__":']
-        if self.p.n_callables:
-            return [*lines, f"    raise SystemExit('{self.p.name} calls Python objects, which no file can hold')"]
+        named = "streams by number" * any(map(is_fence, self.p.body)) or "Python objects" * bool(self.p.n_callables)
+        if named:
+            return [*lines, f"    raise SystemExit('{self.p.name} calls {named}, which no file can hold')"]
         return [
             *lines,
             "    call = bind(LIBRARIES, rt.load_constants(CONSTANTS, __file__), [])",

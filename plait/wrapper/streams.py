@@ -10,25 +10,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.wrapper import instructions as ins
-from plait.wrapper.walk import bases_of, defined, is_fence, root, used
+from plait.wrapper.walk import bases_of, defined, forks, is_fence, root, used
 
-FORK, RECORD = "streams::fork", "streams::record_stream"
+RECORD = "streams::record_stream"
 
 
 def keep_memory(p: ins.WrapperProgram, devices: Mapping[str, str]) -> ins.WrapperProgram:
     """The program where no memory is handed out again while another stream may use it. devices: of tensors."""
-    forks = [i for i in p.body if isinstance(i, ins.CallExtern) and i.op == FORK]
-    if not forks:
+    changes = forks(p)
+    if not changes:
         return p
-    home = now = forks[0].args[0]
+    home = now = changes[0].args[0]
     bases = bases_of(p.body)
     known: dict[str, set[ins.Operand]] = {i.name: {home} for i in p.inputs}
     out: list[ins.Instr] = []
     for i in p.body:
         out.append(i)
-        if isinstance(i, ins.CallExtern) and i.op == FORK:
-            now = i.args[1]
         if is_fence(i):
+            now = i.args[1] if i in changes else now
             continue
         known.update((name, {now}) for name in defined(i) if name not in bases)
         if isinstance(i, (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)):

@@ -150,6 +150,11 @@ def views_of(body: Iterable[ins.Instr]) -> dict[str, str]:
     return {i.name: i.base for i in body if isinstance(i, ins.View)}
 
 
+def forks(p: ins.WrapperProgram) -> list[ins.CallExtern]:
+    """The calls that make another stream the current one: of the stream before, and the one after."""
+    return [i for i in p.body if isinstance(i, ins.CallExtern) and i.op == "streams::fork"]
+
+
 def bases_of(body: Sequence[ins.Instr]) -> dict[str, str]:
     """Names on the memory of another, by view or takeover -> that one."""
     return {**views_of(body), **{i.name: i.old for i in body if isinstance(i, ins.Reuse)}}

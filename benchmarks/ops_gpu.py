@@ -149,7 +149,8 @@ def cases() -> list[tuple[str, Call, Call, Call | None]]:
     ]  # fmt: skip
     for m, n, k, dtype in (
         (1, 4096, 4096, torch.bfloat16), (16, 4096, 4096, torch.bfloat16), (256, 4096, 4096, torch.bfloat16),
-        (4096, 4096, 4096, torch.bfloat16), (1024, 1024, 1024, torch.float32),
+        (1024, 1024, 1024, torch.bfloat16), (2048, 4096, 11008, torch.bfloat16), (4096, 4096, 4096, torch.bfloat16),
+        (4096, 4096, 4096, torch.float16), (1024, 1024, 1024, torch.float32),
     ):  # fmt: skip
         a, b = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype).t()
         found.append((f"matmul {m}x{n}x{k} {str(dtype)[6:]}", lambda a=a, b=b: a @ b,

@@ -604,8 +604,10 @@ void chosen(char** argv) {
   std::FILE* list = std::fopen((std::string(argv[1]) + ".list").c_str(), "w");
   for (const std::string& s : signatures()) std::fprintf(list, "%s\n", s.c_str());
   std::fclose(list);
-  for (const char* name : {"hooked", "reads_shape", "refused", "all_refused"})
+  for (const char* name : {"hooked", "hooked_when_timed", "reads_shape", "refused", "all_refused"})
     expect_error([&] { jit(argv[1], name, worker(argv[0]))[{1}](x + 0, 5); });
+  jit(argv[1], "blocks", worker(argv[0]))[{1}](TensorDescriptor{x, DType::fp32, {8, 8}, {8, 1}, {1, 1}}, 5);
+  std::printf("%s\n", last.c_str());
 }
 
 // Packs that are damaged at random are refused, or launch what is still whole: argv is a pack and a file to write.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import struct
 import sys
 from functools import cache
@@ -24,6 +25,7 @@ gpu = ctypes.CDLL(str(FOLDER / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 ctypes.CDLL(str(FOLDER / "libtorch_cuda.so"), mode=ctypes.RTLD_GLOBAL)
 
 import triton.language as tl  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import plait.ops as ops  # noqa: E402
 from plait.runtime.triton_kernels import DType, Item, read_specialization  # noqa: E402
@@ -42,6 +44,8 @@ from plait.runtime.cubin import Cubin
 def words(item):
     if isinstance(item.type, tuple):
         return sum(map(words, item.type))
+    if item.type.startswith("tensordesc"):
+        return 2 + 4 * (1 + item.type.count(","))
     return int(item.type != "constexpr")
 
 def compile_kernel(fn, capability, specialization, options):
@@ -71,6 +75,12 @@ def launched(symbol: str) -> tuple[Any, list[Item]]:
     return function.fn if hasattr(function, "configs") else function, read_specialization(specialization)
 
 
+def memory_at(address: int, dtype: str) -> Tensor:
+    """What lies behind the first element is the interpreter's to find."""
+    memory = (ctypes.c_byte * 16).from_address(address) if address else ctypes.create_string_buffer(16)
+    return torch.frombuffer(memory, dtype=TYPES[dtype], count=1)
+
+
 def value_of(item: Item, words: Any) -> Any:
     if isinstance(item.type, tuple):
         return tuple(value_of(i, words) for i in item.type)
@@ -81,9 +91,13 @@ def value_of(item: Item, words: Any) -> Any:
         return item.value
     word = next(words)
     if item.type.startswith("*"):
-        # Memory behind the first element is the interpreter's to find.
-        memory = (ctypes.c_byte * 16).from_address(word) if word else ctypes.create_string_buffer(16)
-        return torch.frombuffer(memory, dtype=TYPES[item.type[1:]], count=1)
+        return memory_at(word, item.type[1:])
+    if found := re.fullmatch(r"tensordesc<(\w+)\[(.*)]>", item.type):
+        block = [int(n) for n in found[2].split(",")]
+        shape, strides = ([next(words) for _ in block] for _ in range(2))
+        padding = "nan" if next(words) & 1 else "zero"
+        assert [next(words) & 0xFFFFFFFF for _ in block] + [next(words) for _ in block] == shape + strides
+        return TensorDescriptor(memory_at(word, found[1]), shape, strides, block, padding)
     raw = struct.pack("<Q", word)
     if item.type == "fp64":  # annotated: a tensor, which a float is not to the interpreter
         return tl.tensor(TensorHandle(np.array(struct.unpack("<d", raw)), tl.float64), tl.float64)

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import random
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -314,6 +315,7 @@ def not_jit(x):
 DECORATED = """\
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def configs(*warps):
@@ -370,10 +372,27 @@ def kept(x, out, n, BLOCK: tl.constexpr):
     tl.store(out, tl.load(x))
 
 
-@triton.autotune([triton.Config({}, pre_hook=print)], key=[])
+@triton.autotune([triton.Config({}, pre_hook=lambda named: named["x"].zero_())], key=[])
 @triton.jit
 def hooked(x, n):
     pass
+
+
+@triton.autotune(configs(1, 8), key=["n"], post_hook=lambda named, exception: None)
+@triton.jit
+def hooked_when_timed(x, n, BLOCK: tl.constexpr):
+    pass
+
+
+def set_block(named):
+    if isinstance(named["d"], TensorDescriptor):
+        named["d"].block_shape = [named["BLOCK"], 4]
+
+
+@triton.autotune([triton.Config({"BLOCK": b}, pre_hook=set_block) for b in (8, 16)], key=["n"])
+@triton.jit
+def blocks(d, n, BLOCK: tl.constexpr):
+    d.store([n, 0], d.load([0, 0]) + tl.zeros([BLOCK, 4], tl.float32))
 
 
 @triton.heuristics({"BLOCK": lambda args: args["x"].shape[0]})
@@ -843,7 +862,8 @@ def decorators(folder: Path) -> None:
     del os.environ["PLAIT_TRITON_RECORD"]
     assert got(said) == want
     starts = [
-        "kernel hooked: TypeError: its @triton.autotune has a configuration with a pre_hook, a Python function that",
+        "kernel hooked: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its zero_; a hook",
+        "kernel hooked_when_timed: its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot",
         "kernel reads_shape: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its shape",
         "no error",
         "kernel all_refused: triton.compiler.errors.CompileTimeAssertionFailure: ",
@@ -851,10 +871,11 @@ def decorators(folder: Path) -> None:
     errors = re.split(r"(?:^|\n)(?:error: )?(?=kernel \w+: |no error)", said)[1:]
     for error, start in zip(errors, starts, strict=True):
         assert error.startswith(start), said
+    assert said.endswith("\nblocks tensordesc<fp32[8,4]>,i32,=8 1 4\n")
     n_timed = sum(line.startswith("launch") for line in done)
     again, done = run(folder, "chosen", sys.executable, file, "-")
     assert got(again) == want
-    assert sum(line.startswith("launch") for line in done) == len(want) + 1 < n_timed
+    assert sum(line.startswith("launch") for line in done) == len(want) + 2 < n_timed
 
     listed = Path(f"{file}.list").read_text().splitlines()
     assert set(listed) < set(record.read_text().splitlines())
@@ -862,6 +883,13 @@ def decorators(folder: Path) -> None:
     plait.tools.pack.main([str(file), "-o", output, "--signatures", f"@{record}"])
     said, done = run(folder, "chosen", "/bin/false", "/nowhere", output)
     assert got(said) == want and sum(line.startswith("launch") for line in done) == len(want)
+
+    # With all configurations, a pack is enough to tune anew.
+    shutil.rmtree(folder / "cache")
+    undecided = [x for x in record.read_text().splitlines() if " @tuned" not in x]
+    plait.tools.pack.main([str(file), "-o", output, "--all-configs", "--signatures", *undecided])
+    said, done = run(folder, "chosen", "/bin/false", "/nowhere", output)
+    assert got(said) == want and sum(line.startswith("launch") for line in done) > 2 * len(want)
 
     # What a pack lacks is asked for in words that make it.
     lines = [x for x in listed if "n=2048" not in x]

@@ -309,23 +309,32 @@ const cuda::Kernel* Site::load(const Asked& asked, Record& record, bool timed) c
     loaded = std::make_unique<Loaded>(driver, binary, record.specialization.slots);
     ++counts().loaded;
   }
-  if (!timed && flight.signature.empty())
-    recorder().note(flight.signature =
-                        function->name + " " + text + (request.options.empty() ? "" : " ") + request.options);
+  const std::string written = function->name + " " + text + (request.options.empty() ? "" : " ") + request.options;
+  if (!timed && flight.signature.empty()) recorder().note(flight.signature = written);
+  if (timed && !std::exchange(flight.is_timed, true)) recorder().note("?" + written);
   return &loaded->kernel;
 }
 
 Settings Site::decide(Asked& asked, size_t layer, Settings chosen) const {
   for (; layer < signature.layers.size(); ++layer) {
     const Layer& l = signature.layers[layer];
-    Settings found;
     if (!l.tunes) {
-      found = read_settings(ask(asked, "heuristics" + std::to_string(layer), chosen));
+      const Settings found = read_settings(ask(asked, "heuristics" + std::to_string(layer), chosen));
+      chosen.insert(chosen.end(), found.begin(), found.end());
     } else {
-      found = l.configs.size() == 1 ? l.configs[0] : tune(asked, layer, chosen);
+      const Settings found = l.configs.size() == 1 ? l.configs[0] : tune(asked, layer, chosen);
+      chosen = with_config(asked, layer, std::move(chosen), found);
     }
-    chosen.insert(chosen.end(), found.begin(), found.end());
   }
+  return chosen;
+}
+
+// And with what its pre_hook does.
+Settings Site::with_config(const Asked& asked, size_t layer, Settings chosen, const Settings& config) const {
+  chosen.insert(chosen.end(), config.begin(), config.end());
+  if (!signature.layers[layer].hooked) return chosen;
+  const Settings done = read_settings(ask(asked, "hook" + std::to_string(layer), chosen));
+  chosen.insert(chosen.end(), done.begin(), done.end());
   return chosen;
 }
 
@@ -379,12 +388,11 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
     if (is_capturing(driver, asked.call.launch.stream))
       refuse("it is not tuned yet and the stream is being captured: launch it once before");
     if (!asked.call.nbytes.data() && !(l.reset.empty() && l.restore.empty())) throw WantsLengths();
+    if (l.times_with_hooks)
+      refuse("its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot call around what it "
+             "times: let Python choose, and write that down as a fact, or set_tuning()");
     std::vector<Settings> candidates;
-    for (const Settings& c : configs) {
-      Settings with = chosen;
-      with.insert(with.end(), c.begin(), c.end());
-      candidates.push_back(decide(asked, layer + 1, with));
-    }
+    for (const Settings& c : configs) candidates.push_back(decide(asked, layer + 1, with_config(asked, layer, chosen, c)));
     const std::vector<double> ms = time(asked, l, candidates);
     best = write_settings(configs[static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin())]);
     file.write(*best);

@@ -61,6 +61,7 @@ struct Loaded {
 struct Flight {
   std::mutex mutex;
   std::string signature;  // empty: only timed so far
+  bool is_timed = false;
   std::optional<Binary> binary;
   std::exception_ptr refused;                          // by the compiler, for good
   std::map<uint64_t, std::unique_ptr<Loaded>> loaded;  // by context
@@ -278,6 +279,7 @@ struct Site {
   const Record* make(const Call& call);
   std::unique_ptr<Record> prepare(const Asked& asked, const Settings& chosen, bool timed = false) const;
   Settings decide(Asked& asked, size_t layer, Settings chosen) const;
+  Settings with_config(const Asked& asked, size_t layer, Settings chosen, const Settings& config) const;
   std::string ask(const Asked& asked, const std::string& kind, const Settings& chosen) const;
   Settings tune(Asked& asked, size_t layer, const Settings& chosen) const;
   std::vector<double> time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const;

@@ -95,6 +95,7 @@ struct Item {
   int parameter;
   bool is_default;
   Specialization& out;
+  const std::string* block = nullptr;  // of a descriptor, if a hook set it
 
   [[noreturn]] void refuse(const std::string& why) const {
     const std::string& name = signature.parameters[static_cast<size_t>(parameter)].name;
@@ -108,6 +109,20 @@ struct Item {
     } catch (const std::invalid_argument& error) {
       refuse(error.what());
     }
+  }
+
+  // A descriptor's type with the block that a hook set.
+  std::string with_block(const std::string& type, size_t rank) const {
+    if (!block) return type;
+    size_t n = 0, count = 1;
+    for (const std::string_view one : split(std::string_view(*block).substr(1, block->size() - 2), ',')) {
+      size_t length = 0;
+      std::from_chars(one.data(), one.data() + one.size(), length);
+      count = std::has_single_bit(length) && length <= kMaxBlock ? std::min<size_t>(count * length, kMaxBlock + 1) : kMaxBlock + 1;
+      ++n;
+    }
+    const bool fits = n == rank && count <= kMaxBlock;
+    return type.substr(0, type.find('[') + 1) + (fits ? block->substr(1, block->size() - 2) : "") + "]>";
   }
 
   void slot(size_t k, DType to, bool fix, size_t extra_words = 0) const {
@@ -165,8 +180,8 @@ struct Item {
         return;
       case Kind::descriptor:
         if (!annotation.empty()) refuse("a tensor descriptor for a parameter annotated " + annotation);
-        type(from.value(k, true), false);
-        if (from.value(k, true).ends_with("[]>"))
+        type(with_block(from.value(k, true), from.descriptor_rank(k)), false);
+        if (out.text.ends_with("[]>"))
           refuse("a descriptor's shape, strides and block shape have the same 1 to 5 dimensions, a block's "
                  "lengths are powers of two, 1048576 elements at most");
         return slot(k, state::type_of(state), false);
@@ -301,9 +316,11 @@ Signature::Signature(const std::string& function, const std::string& text) : fun
     } else if (first == '+' && !layers.empty()) {
       layers.back().configs.push_back(read_settings(rest));
     } else if (fields[0] == "@heuristics" && fields.size() == 2) {
-      layers.push_back({false, false, names(fields[1]), {}, {}, {}});
+      layers.push_back({false, false, false, false, names(fields[1]), {}, {}, {}});
     } else if (fields[0] == "@autotune" && fields.size() == 5) {
-      layers.push_back({true, fields[4] == "p", names(fields[1]), names(fields[2]), names(fields[3]), {}});
+      const auto has = [&](char flag) { return fields[4].find(flag) != std::string_view::npos; };
+      layers.push_back(
+          {true, has('p'), has('b'), has('h'), names(fields[1]), names(fields[2]), names(fields[3]), {}});
     } else if (fields.size() == 4) {
       const auto has = [&](char flag) { return fields[2].find(flag) != std::string_view::npos; };
       parameters.push_back({std::string(fields[0]), std::string(fields[1]), std::string(fields[3]),
@@ -434,7 +451,8 @@ Specialization specialize(const Signature& signature, const Binding& binding, co
     const std::string* set = find(chosen, parameter.name);
     const std::string& fallback = set ? *set : parameter.fallback;
     if (source >= 0) {
-      Item{signature, call, index, false, out}.add(static_cast<size_t>(source), rules_of(parameter));
+      Item{signature, call, index, false, out, find(chosen, parameter.name + ".block_shape")}.add(
+          static_cast<size_t>(source), rules_of(parameter));
     } else if (fallback.empty()) {
       throw Error("argument " + std::to_string(p) + " (" + parameter.name + ") is missing", signature.function,
                   out.text, index);
@@ -587,6 +605,7 @@ Settings options_of(const Signature& signature, const Options& o, const Settings
   const auto& parameters = signature.parameters;
   for (const auto& [name, value] : chosen) {
     if (std::any_of(parameters.begin(), parameters.end(), [&](const Parameter& p) { return p.name == name; })) continue;
+    if (name.find('.') != name.npos) continue;  // a parameter's block shape
     if (!set.try_emplace(name, value).second)
       throw Error("option " + name + " is set by a decorator", signature.function);
   }

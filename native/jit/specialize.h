@@ -5,12 +5,14 @@
 // constexpr, k const, s do_not_specialize, a do_not_specialize_on_alignment. default: a value as below,
 // `?` for one that only Python can say, or empty. Then come lines of other kinds: `#` and a hash of what
 // is compiled; for each decorator, the outermost first, `@heuristics|names that it sets` or
-// `@autotune|key|reset_to_zero|restore_value|p if it prunes`, and after the latter `+` and its configurations,
-// as `BLOCK=128;num_warps=8`; `>` and facts that are known already.
+// `@autotune|key|reset_to_zero|restore_value|flags`, and after the latter `+` and its configurations, as
+// `BLOCK=128;num_warps=8`; `>` and facts that are known already. Flags: p it prunes, b configurations have a
+// pre_hook, h it has hooks of its own, which are for timing.
 //
 // A fact is what a decorator made of some arguments: `@heuristics0 n=100 -> BLOCK=128`. The number is the
-// decorator's; `@pruned1` has several configurations, with `|` between them; `@tuned1` the fastest. It holds
-// where all that stands before the arrow does; `-` is for an argument that is not given. Facts of an
+// decorator's; `@pruned1` has several configurations, with `|` between them; `@tuned1` the fastest; `@hook1` what
+// a configuration's pre_hook does: `x.block_shape=(64,128)`. It holds where all that stands before the arrow
+// does; `-` is for an argument that is not given. Facts of an
 // @autotune know also @types, the tensors' dtypes, and @gpu.
 //
 // A specialization is text too, an item a parameter, with commas: a type, `i32`, `*fp32`, with `:D` for
@@ -39,7 +41,7 @@ std::string quoted(std::string_view text);
 
 // A decorator. names: of @heuristics what it sets, of @autotune its key.
 struct Layer {
-  bool tunes, prunes;
+  bool tunes, prunes, hooked, times_with_hooks;
   std::vector<std::string> names, reset, restore;
   std::vector<Settings> configs;
   bool sets(std::string_view name) const;

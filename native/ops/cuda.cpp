@@ -38,9 +38,10 @@ struct Kernels {
         rms_norm(get("rms_norm_kernel")), rms_norm_backward(get("rms_norm_backward_kernel")),
         rotary(get("rotary_kernel")), cross_entropy(get("cross_entropy_kernel")),
         cross_entropy_total(get("cross_entropy_total_kernel")),
-        cross_entropy_backward(get("cross_entropy_backward_kernel")), bmm(get("bmm_kernel")) {}
+        cross_entropy_backward(get("cross_entropy_backward_kernel")), bmm(get("bmm_kernel")),
+        bmm_tma(get("bmm_tma_kernel")) {}
   const Kernel add, softmax, softmax_backward, rms_norm, rms_norm_backward, rotary, cross_entropy, cross_entropy_total,
-      cross_entropy_backward, bmm;
+      cross_entropy_backward, bmm, bmm_tma;
 };
 std::atomic<const Kernels*> chosen{};
 
@@ -93,14 +94,15 @@ Tile tile_of(int64_t n, int64_t n_lines, int64_t longest) {
   return {rows, block, looped, static_cast<int16_t>(std::clamp<int64_t>(rows * block / 512, 1, 16))};
 }
 
-int64_t multiprocessors() {
+int64_t attribute_of_device(int attribute) {
   const auto& driver = plait::cuda::Driver::machine();
-  constexpr int attribute = 16;
   int device = 0, n = 0;
   driver.check(driver.current_device(&device), "cuCtxGetDevice");
   driver.check(driver.device_attribute(&n, attribute, device), "cuDeviceGetAttribute");
-  return std::max(n, 1);
+  return n;
 }
+int64_t multiprocessors() { return std::max<int64_t>(attribute_of_device(16), 1); }
+bool has_tensor_maps() { return attribute_of_device(75) >= 9; }  // by compute capability
 
 // A tensor as lines of its last dimensions, which are contiguous: a copy only where they, or the steps from line to
 // line, are not regular.
@@ -396,6 +398,49 @@ Tensor cross_entropy_backward(const Tensor& grad, const Tensor& x, const Tensor&
   return dx;
 }
 
+namespace {
+// A batch of matrices as the hardware copies tiles of it; turned: they are transposed in memory.
+struct Tiled {
+  triton::TensorDescriptor descriptor;
+  bool turned;
+};
+std::optional<Tiled> tiled(const Tensor& t) {
+  const bool turned = t.stride(2) != 1;
+  const auto fits = [&](int64_t size, int64_t stride) {
+    return size < std::numeric_limits<int32_t>::max() && stride > 0 && stride * t.element_size() % 16 == 0;
+  };
+  const int64_t inner = turned ? 1 : 2, outer = 3 - inner;
+  const bool batched = t.size(0) > 1;
+  if (t.stride(inner) != 1 || t.size(inner) > std::numeric_limits<int32_t>::max() || !fits(t.size(outer), t.stride(outer)) ||
+      (batched && !fits(t.size(0), t.stride(0))) || reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 != 0)
+    return std::nullopt;
+  triton::TensorDescriptor d{t.data_ptr(), triton::dtype_of_torch(t.scalar_type()), {t.size(outer), t.size(inner)},
+                             {t.stride(outer), 1}, {1, 1}};  // a configuration has the blocks
+  if (batched) {
+    d.shape = {t.size(0), t.size(outer), t.size(inner)};
+    d.strides = {t.stride(0), t.stride(outer), 1};
+    d.block_shape = {1, 1, 1};
+  }
+  return Tiled{d, turned};
+}
+
+// With tensor maps, where both matrices have regular rows and fill the smallest tiles.
+bool bmm_by_maps(const Tensor& a, const Tensor& b, const Tensor& out, const Here& here) {
+  constexpr int64_t small = 32;
+  const int64_t batches = a.size(0), m = a.size(1), n = b.size(2), k = a.size(2);
+  if (a.element_size() != 2 || m <= small || n <= small || !has_tensor_maps()) return false;
+  const auto x = tiled(a), y = tiled(b), z = tiled(out);
+  if (!x || !y || !z || z->turned) return false;
+  const auto grid = [batches, m, n, most = multiprocessors()](const triton::Meta& meta) {
+    return triton::Grid(std::min(batches * up(m, meta["BM"]) * up(n, meta["BN"]), most));
+  };
+  kernels().bmm_tma[{grid, reinterpret_cast<triton::Stream>(here.stream)}](
+      x->descriptor, y->descriptor, z->descriptor, batches, m, n, k, pow2(m), pow2(n), pow2(k), x->turned, y->turned,
+      batches > 1);
+  return true;
+}
+}  // namespace
+
 Tensor bmm(const Tensor& a, const Tensor& b) {
   Tensor out = shape::bmm(a, b);
   if (out.numel() == 0) return out;
@@ -404,6 +449,7 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   const bool is_float = a.scalar_type() == at::kFloat;
   const char* precision = !is_float ? "ieee" : at::globalContext().allowTF32CuBLAS() ? "tf32" : "tf32x3";
   const Here here(a);
+  if (bmm_by_maps(a, b, out, here)) return out;
   const auto grid = [n_batches = a.size(0), m, n](const triton::Meta& meta) {
     return triton::Grid(n_batches * up(m, meta["BM"]) * up(n, meta["BN"]));
   };

@@ -106,7 +106,7 @@ class _Reader:
         if pointers and word.startswith("*"):
             return _Memory(word[1:])
         if pointers and (found := _DESCRIPTOR.fullmatch(word)):
-            return _Memory(found[1], block_shape=[int(n) for n in found[2].split(",")])
+            return _descriptor(found[1], [int(n) for n in found[2].split(",")])
         if word == "?":
             return ...
         if word.startswith("@"):
@@ -232,16 +232,14 @@ def describe(fn: Any, layers: Sequence[Any] = ()) -> str:
 def _write_layer(layer: Any) -> list[str]:
     if hasattr(layer, "values"):
         return [f"@heuristics|{','.join(layer.values)}"]
-    hooks = {
-        "pre_hook": layer.user_defined_pre_hook,
-        "post_hook": layer.user_defined_post_hook,
-        "configuration with a pre_hook": any(c.pre_hook for c in layer.configs),
+    flags = {
+        "p": layer.early_config_prune or layer.perf_model,
+        "b": any(c.pre_hook for c in layer.configs),
+        "h": layer.user_defined_pre_hook or layer.user_defined_post_hook,
     }
-    if found := [name for name, is_there in hooks.items() if is_there]:
-        raise TypeError(f"its @triton.autotune has a {found[0]}, a Python function that C++ cannot call")
     lists = map(",".join, (layer.keys, layer.reset_to_zero, layer.restore_value))
-    prunes = layer.early_config_prune or layer.perf_model
-    return [f"@autotune|{'|'.join(lists)}|{'p' if prunes else ''}", *(f"+{write_config(c)}" for c in layer.configs)]
+    told = "".join(flag for flag, is_there in flags.items() if is_there)
+    return [f"@autotune|{'|'.join(lists)}|{told}", *(f"+{write_config(c)}" for c in layer.configs)]
 
 
 def write_config(config: Any) -> str:
@@ -281,7 +279,17 @@ class _Memory:
         return size
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"C++ tells a decorator's function the dtype of a tensor, not its {name}")
+        raise AttributeError(
+            f"C++ tells a decorator's function the dtype of a tensor, not its {name}; a hook may set block_shape alone"
+        )
+
+
+def _descriptor(dtype: str, block_shape: list[int]) -> Any:
+    """Stands for a tensor descriptor, and is one to those who ask."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kind: Any = type("Descriptor", (_Memory, TensorDescriptor), {})
+    return kind(dtype, block_shape=block_shape)
 
 
 class _Watched(dict[str, Any]):
@@ -338,6 +346,17 @@ def evaluate(fn: Any, layers: Sequence[Any], kind: str, arguments: str) -> str:
             given.add(name, value := heuristic(given))
             found.append(f"{name}={_write_set(name, value)}")
         return f"{','.join(given.read)}\n{';'.join(found)}"
+    if kind.startswith("hook"):
+        config = max(
+            (c for c in layer.configs if set(write_config(c).split(";")) <= {*arguments.split(";")}),
+            key=lambda c: len(c.all_kwargs()),
+        )
+        given = _Watched({**positional, **keywords})
+        if config.pre_hook is not None:
+            config.pre_hook(given)
+        described = [(n, d) for n, d in dict.items(given) if isinstance(d, _Memory) and "block_shape" in vars(d)]
+        set_by_hook = (f"{n}.block_shape={write_value(tuple(d.block_shape))}" for n, d in described)
+        return f"{','.join(given.read)}\n{';'.join(set_by_hook)}"
     layer.nargs = positional
     try:
         configs = layer.prune_configs({**keywords, "grid": None, "warmup": False})

@@ -78,15 +78,17 @@ def _compiler() -> Iterator[_Line]:
 
 
 def triton_pack(
-    path: str | Path, file: str | Path, signatures: Sequence[str], capabilities: Sequence[int] = (90,)
-) -> None:
+    path: str | Path, file: str | Path, signatures: Sequence[str], capabilities: Sequence[int] = (90,),
+    all_configs: bool = False,
+) -> None:  # fmt: skip
     """Compiles functions of a Python file and writes them to `path`.
 
     signatures: each a function's name, its specialization and perhaps options, with spaces between them; or a name and
-    a fact about its decorators. capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or
-    what Triton refuses.
+    a fact about its decorators; one that begins with "?" was only timed, and counts with all_configs alone.
+    capabilities: of the GPUs, such as 90. Raises UserError for what cannot be read, or what Triton refuses.
     """
     file = str(Path(file).resolve())
+    signatures = [s.lstrip().removeprefix("?") for s in signatures if all_configs or not s.lstrip().startswith("?")]
     facts = [s for s in dict.fromkeys(signatures) if _is_fact(s)]
     wanted = [_read(s) for s in dict.fromkeys(signatures) if not _is_fact(s)]
     n = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(wanted) * len(capabilities)))
@@ -162,13 +164,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tune-table", metavar="FILE", help="a tuned program's list of signatures: what was decided is taken from it"
     )
+    parser.add_argument(
+        "--all-configs", action="store_true",
+        help="also what a recorded run timed and did not choose: then a pack is enough to tune anew",
+    )  # fmt: skip
     parser.add_argument("--arch", nargs="+", type=int, default=[90], help="compute capabilities (90)")
     parser.add_argument("-o", "--output", help="the pack (the file's name with .pack)")
     given = parser.parse_args(arguments)
     output = given.output or Path(given.file).with_suffix(".pack")
     try:
         table = Path(given.tune_table).read_text().splitlines() if given.tune_table else []
-        triton_pack(output, given.file, [*given.signatures, *filter(_is_fact, table)], given.arch)
+        signatures = [*given.signatures, *filter(_is_fact, table)]
+        triton_pack(output, given.file, signatures, given.arch, given.all_configs)
     except (UserError, OSError) as error:
         sys.exit(f"plait: {error}")
 

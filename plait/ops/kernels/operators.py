@@ -441,6 +441,14 @@ def fitting(configs, named, **constants):
     return list(dict.fromkeys([*found[:3], *sorted(found, key=distance)[:4]]))
 
 
+@triton.jit
+def _place(tile, n_m, n_n, GROUP: tl.constexpr):
+    """Row and column of a tile. Those that follow each other share rows of a and columns of b."""
+    band = tile // (GROUP * n_n)
+    height = tl.minimum(n_m - band * GROUP, GROUP)
+    return band * GROUP + tile % (GROUP * n_n) % height, tile % (GROUP * n_n) // height
+
+
 @triton.autotune(
     [triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 8}, num_warps=w, num_stages=s) for m, n, k, w, s in TILES],
     key=["m_like", "n_like", "k_like", "PRECISION"], prune_configs_by={"early_config_prune": fitting},
@@ -450,16 +458,14 @@ def bmm_kernel(
     a, b, out, M, N, K, m_like, n_like, k_like, a_batch, a_m, a_k, b_batch, b_k, b_n, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = a @ b for every batch; out is contiguous. Programs that run together share rows of a and columns of b.
+    """out = a @ b for every batch; out is contiguous.
 
     m_like, ...: powers of two; what is chosen for one size serves all that are like it."""
     n_m, n_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     batch = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
     tile = tl.program_id(0) % (n_m * n_n)
-    band = tile // (GROUP * n_n)
-    height = tl.minimum(n_m - band * GROUP, GROUP)
-    m = (band * GROUP + tile % (GROUP * n_n) % height) * BM + tl.arange(0, BM)
-    n = tile % (GROUP * n_n) // height * BN + tl.arange(0, BN)
+    row, column = _place(tile, n_m, n_n, GROUP)
+    m, n = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     a_k, b_k = tl.cast(a_k, tl.int64), tl.cast(b_k, tl.int64)
     a += batch * a_batch + (m % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
@@ -473,3 +479,78 @@ def bmm_kernel(
         b += BK * b_k
     at = batch * M * N + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+
+
+TMA_TILES = (  # BM, BN, BK, num_warps, num_stages
+    (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 4, 5), (64, 256, 64, 4, 4),
+    (128, 64, 64, 4, 5), (64, 128, 64, 4, 5), (64, 128, 128, 4, 3), (64, 64, 64, 4, 6),
+)  # fmt: skip
+
+
+def balanced(configs, named, **constants):
+    """The tiles with which the multiprocessor that has most of them has least to do, larger ones first."""
+
+    def work(c):
+        area = c.kwargs["BM"] * c.kwargs["BN"]
+        n_tiles = -(-named["m_like"] // c.kwargs["BM"]) * -(-named["n_like"] // c.kwargs["BN"])
+        return -(-n_tiles // MULTIPROCESSORS) * area, -area
+
+    return sorted(configs, key=work)[:6]
+
+
+def set_blocks(named):
+    """The descriptors' blocks are the tiles of a configuration."""
+    m, n, k = (named[name] for name in ("BM", "BN", "BK"))
+    for name, block in (
+        ("a", [k, m] if named["A_TURNED"] else [m, k]), ("b", [n, k] if named["B_TURNED"] else [k, n]), ("out", [m, n])
+    ):  # fmt: skip
+        named[name].block_shape = [1] * (len(named[name].block_shape) - 2) + block
+
+
+@triton.jit
+def _in_memory(x, batch, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCHED: tl.constexpr):
+    if BATCHED:
+        tile = x.load([batch, row, column]).reshape(ROWS, COLUMNS)
+    else:
+        tile = x.load([row, column])
+    return tile
+
+
+@triton.jit
+def _tile_of(
+    x, batch, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr, BATCHED: tl.constexpr
+):  # fmt: skip
+    """Of matrices; TURNED: which are transposed in memory."""
+    if TURNED:
+        tile = _in_memory(x, batch, column, row, COLUMNS, ROWS, BATCHED).T
+    else:
+        tile = _in_memory(x, batch, row, column, ROWS, COLUMNS, BATCHED)
+    return tile
+
+
+@triton.autotune(
+    [triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 8}, num_warps=w, num_stages=s, pre_hook=set_blocks)
+     for m, n, k, w, s in TMA_TILES],
+    key=["m_like", "n_like", "k_like", "A_TURNED", "B_TURNED"], prune_configs_by={"early_config_prune": balanced},
+)  # fmt: skip
+@triton.jit(do_not_specialize=["m_like", "n_like", "k_like"])
+def bmm_tma_kernel(
+    a, b, out, batches, M, N, K, m_like, n_like, k_like, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
+    BATCHED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same by tensor descriptors, of two dimensions unless BATCHED. A program walks tiles: it loads the next one's
+    first blocks while it stores."""
+    n_m, n_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in range(tl.program_id(0), batches * n_m * n_n, tl.num_programs(0)):
+        batch = tile // (n_m * n_n)
+        row, column = _place(tile % (n_m * n_n), n_m, n_n, GROUP)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, K, BK):
+            av = _tile_of(a, batch, row * BM, k, BM, BK, A_TURNED, BATCHED)
+            bv = _tile_of(b, batch, k, column * BN, BK, BN, B_TURNED, BATCHED)
+            acc = tl.dot(av, bv, acc)
+        c = acc.to(out.dtype)
+        if BATCHED:
+            out.store([batch, row * BM, column * BN], c.reshape(1, BM, BN))
+        else:
+            out.store([row * BM, column * BN], c)

@@ -232,6 +232,31 @@ def test_recordings_know_the_sizes_of_what_they_are_given(make: Make) -> None:
     assert stats(program)["recorded"] >= 2
 
 
+@pytest.mark.parametrize("offset", ["1", "s1"])
+def test_a_view_from_an_earlier_part_is_of_the_copy_that_is_read(make: Make, offset: str) -> None:
+    """An operator's input moves and is copied from then on; it is seen through a view that another part made."""
+    body = f"""\
+v = view(x, f32[3] @ (1,), {offset})
+a, = call('aten::neg')(v)
+b, = call('aten::neg')(a)
+call_python(0, 'f')()
+c, = call('aten::neg')(v)
+d = alloc(f32[3] @ (1,), device='cuda:0')
+launch('both', (v, c, d), (3,), (d,), 1)
+e, = call('aten::neg')(d)
+return (b, c, e, v)
+"""
+    program, held = make(body, callables=[lambda: None], head=CALLS), []
+    for k in range(6):
+        x = here(ramp(N, 10 * k))
+        held.append((k, x, program(N, 1, x, x)))
+    for k, x, (b, c, e, v) in held:
+        want = ramp(3, 10 * k + 1)
+        assert all(torch.equal(there(a), w) for a, w in ((b, want), (c, -want), (e, 0 * want), (v, want)))
+        assert v.data_ptr() == x.data_ptr() + 4
+    assert stats(program)["copied"] == 6 and stats(program)["replayed"] == 6
+
+
 def test_recordings_share_memory_that_lives_no_longer_than_a_run(make: Make) -> None:
     """Calls of several programs in any order, whose results are used and let go of later."""
     arena = """\

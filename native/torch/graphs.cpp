@@ -214,6 +214,11 @@ void Program::substitute(Frame& f, SlotId s, const at::Tensor* tensor) const {
     patch(f, s, static_cast<char*>(tensor->unsafeGetTensorImpl()->mutable_data()));
 }
 
+// Views from before the partition are of what their bases are now.
+void Program::name_again(Frame& f, const PartitionInfo& p) const {
+  for (int32_t at : p.names) step(f, steps_[static_cast<size_t>(at)], false);
+}
+
 // Whether a slot names memory that a recording has copied out, so that nothing in it needs the slot.
 bool Program::is_brought_out(const PartitionInfo& p, const Recording& r, SlotId s) const {
   while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
@@ -342,6 +347,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
       }
       import.pointer = data_of(*f.refs[static_cast<size_t>(s)]);
     }
+    if (!replaced.empty()) name_again(f, p);
     std::vector<c10::DataPtr> rooms(p.exports.size());  // outside of the recording's pool
     for (size_t k = 0; k < rooms.size(); ++k) {
       r->exports[k].nbytes = at.nbytes[k];
@@ -378,6 +384,7 @@ bool Program::record(Frame& f, size_t partition, Recordings& at) const {
   f.stream = outer;
   f.lending = nullptr;
   for (auto& [slot, tensor] : replaced) substitute(f, slot, tensor);
+  if (!replaced.empty()) name_again(f, p);
   if (failed) {
     for (SlotId s : p.made) f.tensors[static_cast<size_t>(s)].reset();
     drop_arena(f);

@@ -47,6 +47,7 @@ struct PartitionInfo {
   std::vector<Export> exports;
   std::vector<int32_t> kept;     // steps that make memory which outlives a run without being copied
   std::vector<int32_t> after;    // steps that a replay does not spare: sizes, headers of views
+  std::vector<int32_t> names;    // steps before it that make headers and pointers for it
   std::vector<int32_t> bumps;    // inputs whose versions go up
   std::vector<int32_t> dropped;  // slots from before it that die in it
   std::vector<int32_t> made;     // slots whose tensors are made in it

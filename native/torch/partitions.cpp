@@ -260,11 +260,10 @@ void PartitionLearner::see(int32_t k, SlotId s) {
   if (k < n_) read_shape(k, s);
   if (!is_derived(s)) return;
   const int32_t at = home(s);
-  if (at >= 0 && at < k && partition(at).recorded) {
-    std::vector<int32_t>& after = partition(at).after;
-    const std::vector<int32_t>& made = made_[static_cast<size_t>(s)];
-    after.insert(after.end(), made.begin(), made.end());
-  }
+  const std::vector<int32_t>& made = made_[static_cast<size_t>(s)];
+  const auto add = [&](std::vector<int32_t>& steps) { steps.insert(steps.end(), made.begin(), made.end()); };
+  if (at >= 0 && at < k && partition(at).recorded) add(partition(at).after);
+  if (at < k && k < n_) add(partition(k).names);
   if (i.base != kNone && i.kind == SlotInfo::Kind::view) see(k, i.base);
 }
 
@@ -312,8 +311,10 @@ void PartitionLearner::finish(int32_t k) {
     if (s.kind == StepKind::drop_input || (s.kind == StepKind::drop && home(s.a) != k))
       p.dropped.push_back(s.a);
   }
-  std::sort(p.after.begin(), p.after.end());
-  p.after.erase(std::unique(p.after.begin(), p.after.end()), p.after.end());
+  for (std::vector<int32_t>* steps : {&p.after, &p.names}) {
+    std::sort(steps->begin(), steps->end());
+    steps->erase(std::unique(steps->begin(), steps->end()), steps->end());
+  }
   for (size_t s = 0; s < exported_.size(); ++s) {
     if (home_[s] != k || !exported_[s]) continue;
     const SlotInfo::Kind kind = p_.slots_[s].kind;

@@ -400,6 +400,7 @@ class Program {
   void keeping(void* capture, const F& f) const;
   void copy_import(Frame& f, SlotId s, const at::Tensor& copy) const;
   void substitute(Frame& f, SlotId s, const at::Tensor* tensor) const;
+  void name_again(Frame& f, const PartitionInfo& p) const;
   void step(Frame& f, const Step& s, bool profiled) const;
   template <class T>
   const T& instr(int32_t index) const {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -142,10 +143,11 @@ def test_a_thread_that_never_met_cuda() -> None:
 # ------------------------------------------------------------------------------------------------ memory
 @contextmanager
 def at_most(nbytes: int) -> Iterator[None]:
-    """This process may hold no more of the device's memory."""
+    """This process may take no more of the device's memory than it holds now."""
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(CUDA).total_memory
-    torch.cuda.set_per_process_memory_fraction(nbytes / total, CUDA)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + nbytes) / total, CUDA)
     try:
         yield
     finally:

@@ -168,7 +168,7 @@ def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
     else:
         few = rows < BUSY // 2
         r, x = min(_power(length), AGAIN_POINTS if again or few else REDUCE_POINTS), 1
-        warps = _power(r // (32 * (8 if again else 16)))
+        warps = _power(r // (32 * (16 if few and not again else 8)))
     return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
 
 

@@ -177,6 +177,23 @@ def test_memory_is_the_allocators(compile_only: None) -> None:  # noqa: F811
                 assert record in body and body.index(record) < body.index(Free(name))
 
 
+def test_tensors_that_are_kept_for_a_stream_live_that_long(compile_only: None) -> None:  # noqa: F811
+    """As backward passes of torch have it."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        a = x.sin() @ x
+        b = a.cos() @ x
+        streams.record_stream(a, 1)
+        streams.sync_dealloc(2, 0, a)
+        return b
+
+    body = list(compiled(graph_of(fn, (64, 64))).wrapper.body)
+    *_, last = (i for i in body if isinstance(i, CallExtern) and i.op == "streams::sync_dealloc")
+    (kept,) = (a for a in last.args if isinstance(a, Ref))
+    assert CallExtern("streams::record_stream", (kept, 1), (), ()) in body
+    assert body.index(Free(kept.name)) == body.index(last) + 1
+
+
 @ours
 def test_new_values_of_inputs_come_last(compile_only: None) -> None:  # noqa: F811
     """They are written by the caller's stream, which waits for the others, and these for it."""

@@ -4,11 +4,13 @@ AOTAutograd hands them over."""
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import graph_bytecode_inputs
 from torch._functorch._aot_autograd import streams as torch_streams
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -226,6 +228,19 @@ def test_copies_to_the_host_and_calls_without_results_are_work() -> None:
     order_streams(on(graph, 1, "fill", "_to_copy"))
     calls = [n.name for n in graph.graph.nodes if n.op == "call_function"]
     assert calls == ["fork_default", "fill", "_to_copy", "fork_default_1"]
+
+
+def test_streams_of_graphs_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would crash over a weak reference to one that has died."""
+    stream = Named("a stream")
+    alive = weakref.ref(stream)
+    monkeypatch.setitem(graph_bytecode_inputs.index_to_external_object_weakref, 9, alive)
+    graph = graph_of(lambda x: x.sin(), (8,))
+    order_streams(graph)
+    assert stream not in compat._streams.values()
+    order_streams(on(graph, 1, "sin"))
+    del stream
+    assert alive() is not None
 
 
 def test_nothing_of_it_is_recorded(compile_only: None) -> None:  # noqa: F811

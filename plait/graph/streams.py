@@ -27,6 +27,8 @@ def order_streams(gm: GraphModule) -> int:
         node.update_arg(0, ())  # their order is that of the graph
     for node in wrapped:
         _inline(gm, node)
+    if any(is_fence(n) or stream_of(n) is not None for n in gm.graph.nodes):
+        compat.keep_streams()
     return len(wrapped) + _place_forks(gm)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import linecache
 import math
 import re
-import sys
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +44,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from torch.utils.checkpoint import CheckpointPolicy
 
-from plait.errors import InternalError, PlaitError, Unsupported, UserError
+from plait.errors import Forwards, InternalError, PlaitError, Unsupported, UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,6 +56,14 @@ MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RE
 
 CALLERS_STREAM: int | None = getattr(graph_bytecode_inputs, "CURRENT_STREAM_INDEX", None)
 """The caller's stream by number, as graphs name streams. None in torch 2.11, whose graphs lose waits between them."""
+_streams: dict[int, object] = {}
+
+
+def keep_streams() -> None:
+    """What graphs name by number, streams and events, lives as long as the process: torch 2.11 keeps weak references to
+    them, and crashes when it forgets one of an object that has died."""
+    found = (known() for known in graph_bytecode_inputs.index_to_external_object_weakref.values())
+    _streams.update((id(x), x) for x in found if x is not None)
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -725,23 +731,11 @@ def wants_values(error: Exception) -> bool:
     return told or isinstance(error, _NO_VALUES)
 
 
-class _Forwards(traceback.StackSummary):
-    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a trace's time."""
-
-    @classmethod
-    def extract(cls, *_: object, **__: object) -> _Forwards:
-        frames = [f for f, _ in traceback.walk_stack(sys._getframe(1)) if f.f_code.co_name == "forward"]
-        return cls(traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward") for f in reversed(frames))
-
-    def summary(self) -> _Forwards:
-        return self
-
-
 @contextmanager
 def _exporting() -> Iterator[None]:
     """torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values."""
     flags = [(torch.compiler, name, True) for name in ("_is_compiling_flag", "_is_exporting_flag")]
-    changes: list[Any] = [*flags, (fx_proxy, "CapturedTraceback", _Forwards)]
+    changes: list[Any] = [*flags, (fx_proxy, "CapturedTraceback", Forwards)]
     before = [getattr(module, name) for module, name, _ in changes]
     try:
         for module, name, value in changes:

@@ -19,8 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._traceback import CapturedTraceback
 
 import plait
+from plait import compat
+from plait.capture.trace import trace
 from plait.errors import InputError, Unsupported, UserError
 from tests.against_eager import sharing, tree_equal
 
@@ -583,3 +586,26 @@ def test_a_recurrent_layer_gets_rows_in_order(bidirectional: bool) -> None:
     compiled = plait.compile(layer, (x,))
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inner(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 2).sin()
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 1
+
+    def lines() -> list[str]:
+        graph = trace(Outer(), (torch.ones(3),), {}, None, "a test").graph.graph
+        return [n.meta["stack_trace"] for n in graph.nodes if n.op == "call_function"]
+
+    ours = lines()
+    monkeypatch.setattr(compat, "Forwards", CapturedTraceback)
+    assert ours == lines() and len(ours) == 3
+    assert "return (x * 2).sin()" in ours[1] and "return self.inner(x) + 1" in ours[2]

@@ -20,6 +20,8 @@ from tests.test_gpu import CUDA
 WRAPPERS = pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
 CALLERS, SIDE, EVENT = range(3)
 SLEEP = 50_000_000  # cycles
+HERE, OTHER = torch.cuda.current_stream(), torch.cuda.Stream()  # for good: torch knows them by weak references
+RECORDED = torch.cuda.Event()
 streams = torch.ops.streams
 
 
@@ -42,7 +44,7 @@ def test_work_runs_on_its_stream(wrapper: str, monkeypatch: pytest.MonkeyPatch) 
         if node.name in ("mul", "sin", "mm"):
             node.meta["custom"] = {"stream": SIDE}
     run = compile_graph(Captured(graph, "late", "inference"), Config.from_env().with_options({"wrapper": wrapper}))
-    here, side, event = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Event()
+    here, side, event = HERE, OTHER, RECORDED
     event.record(side)
     y = torch.randn(64, 64, device=CUDA)
     for value in range(5):
@@ -73,11 +75,10 @@ def test_the_callers_stream_comes_back_after_an_error(wrapper: str, monkeypatch:
         if node.name in ("sin", "mm"):
             node.meta["custom"] = {"stream": SIDE}
     run = compile_graph(Captured(graph, "wrong", "inference"), Config.from_env().with_options({"wrapper": wrapper}))
-    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    graph_bytecode_inputs.store_user_object_weakrefs(here, side)
+    graph_bytecode_inputs.store_user_object_weakrefs(HERE, OTHER)
     with pytest.raises(AssertionError, match="not registered"):
         run.call(torch.randn(8, 8, device=CUDA))
-    assert torch.cuda.current_stream() == here
+    assert torch.cuda.current_stream() == HERE
 
 
 def _prefetch(x: torch.Tensor, y: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
@@ -103,7 +104,7 @@ def _events(x: torch.Tensor, y: torch.Tensor, side: torch.cuda.Stream, event: to
 @pytest.mark.parametrize("fn", [_prefetch, _events])
 def test_as_eager(fn: Callable[..., torch.Tensor], wrapper: str) -> None:
     x, y = torch.randn(128, 128, device=CUDA), torch.randn(128, 128, device=CUDA)
-    more: list[Any] = [torch.cuda.Stream()] + [torch.cuda.Event()] * (fn is _events)
+    more: list[Any] = [OTHER] + [RECORDED] * (fn is _events)
     torch._dynamo.reset()
     compiled = torch.compile(fn, backend="plait", options={"wrapper": wrapper})
     for _ in range(3):

@@ -4,11 +4,13 @@ AOTAutograd hands them over."""
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import graph_bytecode_inputs
 from torch._functorch._aot_autograd import streams as torch_streams
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -177,6 +179,23 @@ def test_memory_is_the_allocators(compile_only: None) -> None:  # noqa: F811
                 assert record in body and body.index(record) < body.index(Free(name))
 
 
+def test_tensors_that_are_kept_for_a_stream_live_that_long(compile_only: None) -> None:  # noqa: F811
+    """As backward passes of torch have it."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        a = x.sin() @ x
+        b = a.cos() @ x
+        streams.record_stream(a, 1)
+        streams.sync_dealloc(2, 0, a)
+        return b
+
+    body = list(compiled(graph_of(fn, (64, 64))).wrapper.body)
+    *_, last = (i for i in body if isinstance(i, CallExtern) and i.op == "streams::sync_dealloc")
+    (kept,) = (a for a in last.args if isinstance(a, Ref))
+    assert CallExtern("streams::record_stream", (kept, 1), (), ()) in body
+    assert body.index(Free(kept.name)) == body.index(last) + 1
+
+
 @ours
 def test_new_values_of_inputs_come_last(compile_only: None) -> None:  # noqa: F811
     """They are written by the caller's stream, which waits for the others, and these for it."""
@@ -209,6 +228,19 @@ def test_copies_to_the_host_and_calls_without_results_are_work() -> None:
     order_streams(on(graph, 1, "fill", "_to_copy"))
     calls = [n.name for n in graph.graph.nodes if n.op == "call_function"]
     assert calls == ["fork_default", "fill", "_to_copy", "fork_default_1"]
+
+
+def test_streams_of_graphs_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would crash over a weak reference to one that has died."""
+    stream = Named("a stream")
+    alive = weakref.ref(stream)
+    monkeypatch.setitem(graph_bytecode_inputs.index_to_external_object_weakref, 9, alive)
+    graph = graph_of(lambda x: x.sin(), (8,))
+    order_streams(graph)
+    assert stream not in compat._streams.values()
+    order_streams(on(graph, 1, "sin"))
+    del stream
+    assert alive() is not None
 
 
 def test_nothing_of_it_is_recorded(compile_only: None) -> None:  # noqa: F811

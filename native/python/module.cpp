@@ -122,7 +122,7 @@ PyObject* module_write(PyObject*, PyObject* args) {
       const auto chunk = left.first(std::min(kChunk, left.size()));
       for (size_t done = 0; error == 0 && done < chunk.size();) {
         const ssize_t n = pwrite(file, chunk.data() + done, chunk.size() - done, at);
-        if (n < 0 && errno != EINTR) error = errno;
+        if (n == 0 || (n < 0 && errno != EINTR)) error = n == 0 ? EIO : errno;
         done += static_cast<size_t>(std::max<ssize_t>(n, 0));
         at += std::max<ssize_t>(n, 0);
       }

@@ -27,6 +27,8 @@ def order_streams(gm: GraphModule) -> int:
         node.update_arg(0, ())  # their order is that of the graph
     for node in wrapped:
         _inline(gm, node)
+    if any(is_fence(n) or stream_of(n) is not None for n in gm.graph.nodes):
+        compat.keep_streams()
     return len(wrapped) + _place_forks(gm)
 
 
@@ -74,9 +76,9 @@ def _inline(gm: GraphModule, node: Node) -> None:
 def _place_forks(gm: GraphModule) -> int:
     """Calls that make another stream the current one, where the next node works on it."""
     home = compat.CALLERS_STREAM
-    work = [n for n in gm.graph.nodes if _works(n)]
-    if home is None or all(stream_of(n) in (None, home) for n in work):
+    if home is None or all(stream_of(n) in (None, home) for n in gm.graph.nodes):
         return 0
+    work = [n for n in gm.graph.nodes if _works(n)]
     streams = torch.ops.streams
     now, used, forks = home, dict[int, None](), 0
     writes_back = [n for n in work if n.target is aten.copy_.default]
@@ -90,7 +92,7 @@ def _place_forks(gm: GraphModule) -> int:
             now, forks = wanted, forks + 1
             used.setdefault(wanted)
     if writes_back:  # done at the very end, by the caller's stream
-        for stream in used.keys() - {home}:
+        for stream in sorted(used.keys() - {home}):
             with gm.graph.inserting_before(end):
                 gm.graph.call_function(streams.wait_stream.default, (home, stream))
             with gm.graph.inserting_after(writes_back[-1]):

@@ -1114,6 +1114,13 @@ def test_what_decorators_are_asked(program: Path) -> None:
     assert sum(line.startswith("fill 0 40 ") for line in done) == 9
     _, done = run(program, "decorated")  # another process times nothing again
     assert sum(line.startswith("launch tuned") for line in done) == 7
+    shutil.rmtree(program / "cache")
+    (program / "cache").touch()  # where nothing can be written, the process knows it alone
+    try:
+        said, done = run(program, "decorated")
+    finally:
+        (program / "cache").unlink()
+    assert said == DECORATORS_ASKED and sum(line.startswith("launch tuned") for line in done) == 43
 
 
 @pytest.mark.slow

@@ -604,8 +604,16 @@ void chosen(char** argv) {
   std::FILE* list = std::fopen((std::string(argv[1]) + ".list").c_str(), "w");
   for (const std::string& s : signatures()) std::fprintf(list, "%s\n", s.c_str());
   std::fclose(list);
-  for (const char* name : {"hooked", "hooked_when_timed", "reads_shape", "refused", "all_refused"})
+  for (const char* name : {"hooked", "hooked_when_timed", "reads_shape", "refused", "clears"})
     expect_error([&] { jit(argv[1], name, worker(argv[0]))[{1}](x + 0, 5); });
+  const Kernel clears = jit(argv[1], "clears", worker(argv[0]));
+  const Pointer cleared{x, DType::fp32, sizeof x};
+  clears[{1, stream(5)}](cleared, 5);
+  auto bound = clears.bind({1}, cleared, 5);
+  bound(stream(6));
+  expect_error([&] { bound.set<0>(cleared); });
+  expect_error([&] { bound.add_to(nullptr); });
+  expect_error([&] { jit(argv[1], "all_refused", worker(argv[0]))[{1}](x + 0, 5); });
   jit(argv[1], "blocks", worker(argv[0]))[{1}](TensorDescriptor{x, DType::fp32, {8, 8}, {8, 1}, {1, 1}}, 5);
   std::printf("%s\n", last.c_str());
 }

@@ -372,10 +372,16 @@ def kept(x, out, n, BLOCK: tl.constexpr):
     tl.store(out, tl.load(x))
 
 
-@triton.autotune([triton.Config({}, pre_hook=lambda named: named["x"].zero_())], key=[])
+@triton.autotune([triton.Config({}, pre_hook=lambda named: named["x"].fill_(1))], key=[])
 @triton.jit
 def hooked(x, n):
     pass
+
+
+@triton.autotune([triton.Config({"BLOCK": b}, pre_hook=lambda named: named["x"].zero_()) for b in (8, 16)], key=["n"])
+@triton.jit
+def clears(x, n, BLOCK: tl.constexpr):
+    tl.atomic_add(x, BLOCK)
 
 
 @triton.autotune(configs(1, 8), key=["n"], post_hook=lambda named, exception: None)
@@ -519,7 +525,8 @@ k *i32,(i32,*fp32:D),i32:D,fp16,=4 [] sm_90
 error: kernel k: a launch with an empty grid is no node of a graph [k] -1
 big i32:D [] sm_90
 scratch i32:D [] sm_90
-error: kernel scratch: a kernel with scratch memory is no node of its own: capture its launch [scratch] -1
+error: kernel scratch: a kernel with scratch memory, or a pre_hook that zeroes, is no node of its own: capture its \
+launch [scratch] -1
 p *fp32,*fp32:D,i32,i32,=64 [] sm_90
 p *fp32:D,*fp32:D,i32,i32,=64 [] sm_90
 p *fp32,*fp32:D,i32:D,i32,=64 [] sm_90
@@ -862,10 +869,13 @@ def decorators(folder: Path) -> None:
     del os.environ["PLAIT_TRITON_RECORD"]
     assert got(said) == want
     starts = [
-        "kernel hooked: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its zero_; a hook",
+        "kernel hooked: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its fill_",
         "kernel hooked_when_timed: its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot",
         "kernel reads_shape: AttributeError: C++ tells a decorator's function the dtype of a tensor, not its shape",
         "no error",
+        "kernel clears: a pre_hook zeroes x, whose length is not known: pass a dense tensor or plait::triton::Pointer",
+        "kernel clears: a tensor that a pre_hook zeroes cannot be set: bind again",
+        "kernel clears: a kernel with scratch memory, or a pre_hook that zeroes, is no node of its own",
         "kernel all_refused: triton.compiler.errors.CompileTimeAssertionFailure: ",
     ]
     errors = re.split(r"(?:^|\n)(?:error: )?(?=kernel \w+: |no error)", said)[1:]
@@ -875,7 +885,8 @@ def decorators(folder: Path) -> None:
     n_timed = sum(line.startswith("launch") for line in done)
     again, done = run(folder, "chosen", sys.executable, file, "-")
     assert got(again) == want
-    assert sum(line.startswith("launch") for line in done) == len(want) + 2 < n_timed
+    assert sum(line.startswith("launch") for line in done) == len(want) + 4 < n_timed
+    assert [line for line in done if line.startswith("fill 0 256 ")] == ["fill 0 256 on 5", "fill 0 256 on 6"]
 
     listed = Path(f"{file}.list").read_text().splitlines()
     assert set(listed) < set(record.read_text().splitlines())
@@ -1103,6 +1114,13 @@ def test_what_decorators_are_asked(program: Path) -> None:
     assert sum(line.startswith("fill 0 40 ") for line in done) == 9
     _, done = run(program, "decorated")  # another process times nothing again
     assert sum(line.startswith("launch tuned") for line in done) == 7
+    shutil.rmtree(program / "cache")
+    (program / "cache").touch()  # where nothing can be written, the process knows it alone
+    try:
+        said, done = run(program, "decorated")
+    finally:
+        (program / "cache").unlink()
+    assert said == DECORATORS_ASKED and sum(line.startswith("launch tuned") for line in done) == 43
 
 
 @pytest.mark.slow

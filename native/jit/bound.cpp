@@ -12,14 +12,14 @@ struct Plan {
   Plan(Sites& sites, const Call& call)
       : sites(sites), launch(call.launch), texts(call.strings.begin(), call.strings.end()),
         strings(texts.begin(), texts.end()), given(call.words.begin(), call.words.end()), grid(launch.grid),
-        call{call.function, launch, call.leaves, given, strings, call.nbytes} {}
+        nbytes(call.nbytes.begin(), call.nbytes.end()), call{call.function, launch, call.leaves, given, strings, nbytes} {}
 
   // Finds the kernel of the words that are given; false: it must be known how long the arguments are.
   bool resolve() {
     if (!launch.rule.call && is_empty(grid)) return true;
     if (!record || !record->is_of(call)) record = find(sites, call);
     call.nbytes = {};
-    if (!record) return false;
+    if (!record || (!record->cleared.empty() && nbytes.empty())) return false;
     grid = record->grid_of(call);
     if (is_empty(grid)) return true;
     words = given;
@@ -37,6 +37,7 @@ struct Plan {
   std::vector<uint64_t> given, words;  // as the call has them, and as the kernel takes them
   const Record* record = nullptr;      // null: the grid is empty
   Grid grid;
+  const std::vector<uint64_t> nbytes;
   cuda::Config config{};
   std::vector<void*> parameters;
   std::vector<TensorMap> maps;
@@ -54,6 +55,7 @@ void launch(const Plan& plan, Stream stream) {
   auto** parameters = static_cast<void**>(alloca(n * sizeof(void*)));
   std::memcpy(parameters, plan.parameters.data(), n * sizeof(void*));
   cuda::Config config = plan.config;
+  plan.record->clear(plan.given.data(), plan.nbytes, stream);
   plan.record->launch(plan.grid, config, stream, parameters);
 }
 
@@ -63,6 +65,9 @@ void change(Plan& plan, size_t leaf, std::span<const uint8_t> states, size_t wor
   std::copy(states.begin(), states.end(), reinterpret_cast<uint8_t*>(plan.given.data() + n_head_words) + leaf);
   std::copy(words.begin(), words.end(), plan.given.begin() + static_cast<std::ptrdiff_t>(first + word));
   try {
+    const auto is_here = [&](const Cleared& c) { return c.word - first >= word && c.word - first < word + words.size(); };
+    if (plan.record && std::any_of(plan.record->cleared.begin(), plan.record->cleared.end(), is_here))
+      throw Error("a tensor that a pre_hook zeroes cannot be set: bind again", plan.call.function->name);
     if (!plan.resolve())
       throw Error("a value that was set has no tuned configuration yet, and resets or restores tensors: launch it once",
                   plan.call.function->name);
@@ -77,8 +82,8 @@ namespace {
 // What a graph's node launches: it has no memory of its own for scratch.
 cuda::NodeParams node_of(const Plan& plan, void** parameters) {
   const cuda::KernelFacts* facts = is_empty(plan.grid) ? nullptr : &plan.record->kernel->facts();
-  if (!facts || facts->global_scratch != 0 || facts->profile_scratch != 0)
-    throw Error(facts ? "a kernel with scratch memory is no node of its own: capture its launch"
+  if (!facts || facts->global_scratch != 0 || facts->profile_scratch != 0 || !plan.record->cleared.empty())
+    throw Error(facts ? "a kernel with scratch memory, or a pre_hook that zeroes, is no node of its own: capture its launch"
                       : "a launch with an empty grid is no node of a graph",
                 plan.call.function->name);
   static void* none = nullptr;

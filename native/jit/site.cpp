@@ -141,6 +141,21 @@ void Record::make(TensorMap& map, const Recipe& r, const Fields& fields) const {
   });
 }
 
+bool Record::clear(const uint64_t* words, std::span<const uint64_t> nbytes, Stream stream) const {
+  if (nbytes.empty()) return cleared.empty();
+  for (const Cleared& c : cleared) {
+    if (words[c.word] == 0) continue;
+    if (nbytes[c.argument] == 0)
+      throw Error("a pre_hook zeroes " + signature->parameters[c.parameter].name + ", whose length is not known: pass a "
+                  "dense tensor or plait::triton::Pointer{data, dtype, nbytes}", function->name, specialization.text,
+                  static_cast<int>(c.parameter));
+    told(function->name, specialization.text, [&] {
+      triton::clear(*driver, reinterpret_cast<void*>(words[c.word]), nbytes[c.argument], stream);
+    });
+  }
+  return true;
+}
+
 Memory Record::scratch(const Launched& l, int64_t nbytes, int64_t alignment) const {
   size_t all = l.num_ctas;
   for (const int64_t factor : {l.grid.x, l.grid.y, l.grid.z, nbytes})
@@ -279,6 +294,9 @@ std::unique_ptr<Record> Site::prepare(const Asked& asked, const Settings& chosen
     if (slot.map >= 0) record->made.push_back(k);
     last = slot.parameter;
   }
+  for (size_t k = 0, argument = 0; k < asked.arguments.size() && !chosen.empty(); k = asked.arguments.next(k), ++argument)
+    if (const size_t p = Asked::parameter_of(binding, k); triton::find(chosen, signature.parameters[p].name + ".zero"))
+      record->cleared.push_back({p, argument, first + asked.arguments.word(k)});
   record->plain = record->defaults.empty() && record->fixes.empty() && record->descriptors.empty();
   return record;
 }
@@ -392,7 +410,12 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
       refuse("its @triton.autotune has a pre_hook or post_hook, Python functions that C++ cannot call around what it "
              "times: let Python choose, and write that down as a fact, or set_tuning()");
     std::vector<Settings> candidates;
-    for (const Settings& c : configs) candidates.push_back(decide(asked, layer + 1, with_config(asked, layer, chosen, c)));
+    for (const Settings& c : configs) {
+      candidates.push_back(decide(asked, layer + 1, with_config(asked, layer, chosen, c)));
+      const bool clears = std::any_of(candidates.back().begin(), candidates.back().end(),
+                                      [](const auto& set) { return set.first.ends_with(".zero"); });
+      if (clears && !asked.call.nbytes.data()) throw WantsLengths();
+    }
     const std::vector<double> ms = time(asked, l, candidates);
     best = write_settings(configs[static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin())]);
     file.write(*best);
@@ -467,6 +490,7 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
       const Grid grid = c.record->grid_of(call);
       if (is_empty(grid)) return;
       cuda::Config config = c.record->config_of(grid);
+      c.record->clear(call.words.data(), call.nbytes, call.launch.stream);
       c.record->launch(grid, config, call.launch.stream, c.parameters.data());
     });
   }

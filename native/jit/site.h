@@ -116,6 +116,12 @@ struct TensorMap {
   int64_t last_extent;
 };
 
+// A tensor that a configuration's pre_hook zeroes before each launch: its place in the signature, among the arguments
+// that are given, and of its address in the call's words.
+struct Cleared {
+  size_t parameter, argument, word;
+};
+
 // What a call with one key launches.
 struct Record {
   const Function* function;
@@ -132,6 +138,7 @@ struct Record {
   std::vector<uint32_t> defaults, fixes, made;  // slots that are not simply the call's
   std::vector<uint32_t> descriptors;            // the first slot of each
   bool plain = true;                            // there are none of them
+  std::vector<Cleared> cleared;
   std::vector<Recipe> recipes;
   int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
                 int, int, int) = nullptr;
@@ -142,6 +149,9 @@ struct Record {
     for (size_t k = 0, n = key.size(); k < n; ++k) different |= (words[k] & masks[k]) ^ known[k];
     return different == 0 && std::equal(call.strings.begin(), call.strings.end(), strings.begin());
   }
+
+  // Before a launch; false if it must be known how long the arguments are.
+  bool clear(const uint64_t* words, std::span<const uint64_t> nbytes, Stream stream) const;
 
   Grid grid_of(const Call& call) const {
     const Rule& rule = call.launch.rule;

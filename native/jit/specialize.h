@@ -11,7 +11,7 @@
 //
 // A fact is what a decorator made of some arguments: `@heuristics0 n=100 -> BLOCK=128`. The number is the
 // decorator's; `@pruned1` has several configurations, with `|` between them; `@tuned1` the fastest; `@hook1` what
-// a configuration's pre_hook does: `x.block_shape=(64,128)`. It holds where all that stands before the arrow
+// a configuration's pre_hook does: `x.block_shape=(64,128);y.zero=True`. It holds where all that stands before the arrow
 // does; `-` is for an argument that is not given. Facts of an
 // @autotune know also @types, the tensors' dtypes, and @gpu.
 //

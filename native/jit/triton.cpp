@@ -62,6 +62,7 @@ bool launch(Sites& sites, const Call& call) {
   const Record& record = *found;
   const Grid grid = record.grid_of(call);
   if (call.launch.rule.call && is_empty(grid)) return true;
+  if (!record.cleared.empty() && !record.clear(call.words.data(), call.nbytes, call.launch.stream)) return false;
   auto** parameters = static_cast<void**>(alloca((record.offsets.size() + 2) * sizeof(void*)));
   const size_t n_maps = record.recipes.size();
   auto* maps = n_maps == 0 ? nullptr : aligned<TensorMap>(alloca((n_maps + 1) * sizeof(TensorMap)));

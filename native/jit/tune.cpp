@@ -208,6 +208,10 @@ Memory::~Memory() {
   if (data && !user_) driver_.free(data, of_driver(stream_));
 }
 
+void clear(const cuda::Driver& driver, void* data, size_t nbytes, Stream stream) {
+  driver.check(clock_of(driver).fill(data, 0, nbytes, of_driver(stream)), "cuMemsetD8Async");
+}
+
 std::vector<double> times(const cuda::Driver& driver, Stream stream, const std::vector<Kept>& kept,
                           std::span<const std::function<void()>> launches) {
   static std::mutex one_at_a_time;

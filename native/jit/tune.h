@@ -63,6 +63,9 @@ class Memory {
   const Scratch* const user_;
 };
 
+// Zeros in device memory, ordered as the stream is.
+void clear(const cuda::Driver& driver, void* data, size_t nbytes, Stream stream);
+
 // A tensor that a timed kernel must find as it was, or zeroed.
 struct Kept {
   void* data;

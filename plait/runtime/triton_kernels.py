@@ -279,9 +279,15 @@ class _Memory:
         return size
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"C++ tells a decorator's function the dtype of a tensor, not its {name}; a hook may set block_shape alone"
-        )
+        raise AttributeError(f"C++ tells a decorator's function the dtype of a tensor, not its {name}")
+
+
+class _Hooked(_Memory):
+    """The same for a configuration's pre_hook."""
+
+    def zero_(self) -> _Hooked:
+        self.zero = True
+        return self
 
 
 def _descriptor(dtype: str, block_shape: list[int]) -> Any:
@@ -351,12 +357,18 @@ def evaluate(fn: Any, layers: Sequence[Any], kind: str, arguments: str) -> str:
             (c for c in layer.configs if set(write_config(c).split(";")) <= {*arguments.split(";")}),
             key=lambda c: len(c.all_kwargs()),
         )
-        given = _Watched({**positional, **keywords})
+        memory = {n: v for n, v in {**positional, **keywords}.items() if isinstance(v, _Memory)}
+        memory = {n: v if hasattr(v, "block_shape") else _Hooked(v.triton_dtype) for n, v in memory.items()}
+        given = _Watched({**positional, **keywords, **memory})
         if config.pre_hook is not None:
             config.pre_hook(given)
-        described = [(n, d) for n, d in dict.items(given) if isinstance(d, _Memory) and "block_shape" in vars(d)]
-        set_by_hook = (f"{n}.block_shape={write_value(tuple(d.block_shape))}" for n, d in described)
-        return f"{','.join(given.read)}\n{';'.join(set_by_hook)}"
+        found = [
+            f"{n}.block_shape={write_value(tuple(v.block_shape))}"
+            for n, v in memory.items()
+            if "block_shape" in vars(v)
+        ]
+        found += [f"{n}.zero=True" for n, v in memory.items() if "zero" in vars(v)]
+        return f"{','.join(given.read)}\n{';'.join(found)}"
     layer.nargs = positional
     try:
         configs = layer.prune_configs({**keywords, "grid": None, "warmup": False})

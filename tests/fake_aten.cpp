@@ -31,6 +31,26 @@ at::Tensor copied(const at::Tensor& t, c10::DeviceType to) {
             to == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU, t);
 }
 
+// Puts f of each tensor on the stack in its place.
+template <class F>
+void each_tensor(torch::jit::Stack& stack, size_t first, const F& f) {
+  for (size_t k = first; k < stack.size(); ++k) {
+    c10::IValue& v = stack[k];
+    if (v.isTensor()) {
+      v = f(v.toTensor());
+    } else if (v.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : v.toTensorVector()) list.push_back(f(t));
+      v = list;
+    } else if (v.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& t : v.toOptionalTensorVector())
+        list.push_back(t ? std::optional(f(*t)) : t);
+      v = list;
+    }
+  }
+}
+
 void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const size_t n_arguments = op.schema().arguments().size(), first = stack->size() - n_arguments;
   std::vector<at::Tensor> given, aliases;
@@ -41,23 +61,12 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     aliases.push_back(as_cpu(t));
     return aliases.back();
   };
+  each_tensor(*stack, first, replaced);
   for (size_t k = first; k < stack->size(); ++k) {
     c10::IValue& v = (*stack)[k];
-    if (v.isTensor()) {
-      v = replaced(v.toTensor());
-    } else if (v.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : v.toTensorVector()) list.push_back(replaced(t));
-      v = list;
-    } else if (v.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& t : v.toOptionalTensorVector())
-        list.push_back(t ? std::optional(replaced(*t)) : t);
-      v = list;
-    } else if (v.isDevice()) {
-      results_on = v.toDevice().type();
-      v = c10::Device(c10::kCPU);
-    }
+    if (!v.isDevice()) continue;
+    results_on = v.toDevice().type();
+    v = c10::Device(c10::kCPU);
   }
   op.callBoxed(stack);
   const auto back = [&](const at::Tensor& t) {
@@ -69,16 +78,7 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     }
     return copied(t, c10::kCUDA);
   };
-  for (size_t k = stack->size() - op.schema().returns().size(); k < stack->size(); ++k) {
-    c10::IValue& v = (*stack)[k];
-    if (v.isTensor()) {
-      v = back(v.toTensor());
-    } else if (v.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : v.toTensorVector()) list.push_back(back(t));
-      v = list;
-    }
-  }
+  each_tensor(*stack, stack->size() - op.schema().returns().size(), back);
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {

@@ -180,6 +180,9 @@ def test_data_dependent_sizes() -> None:
         run = torch.compile(lambda x: x.nonzero() * 2 + 1, backend="plait", fullgraph=True)
         for x in (torch.tensor([1, 0, 3]), torch.tensor([0, 0, 5, 6])):
             assert torch.equal(run(x), x.nonzero() * 2 + 1)
+        twice = torch.compile(lambda x: torch.stack([x[x > 0], -x[x > 0]]), backend="plait", fullgraph=True)
+        for x in (rand(5, 4) - 0.5, torch.tensor([[0.0, 1.0]]), -rand(3, 3)):
+            assert torch.equal(twice(x), torch.stack([x[x > 0], -x[x > 0]]))
         run = torch.compile(lambda i: torch.ones(i.item(), 3) * 2, backend="plait", fullgraph=True)
         for n in (2, 5):
             assert torch.equal(run(torch.tensor(n)), torch.ones(n, 3) * 2)

@@ -185,6 +185,7 @@ def matmul_cases() -> list[Case]:
         (r(5, 2, 3), r(3)), (r(9, 7).t(), r(8, 9).t()), (r(4, 5, dtype=HALF), r(5, 6, dtype=HALF)),
         (r(4, 5, dtype=torch.float16), r(5, 6, dtype=torch.float16)), (r(4, 5, dtype=F64), r(5, 6, dtype=F64)),
         (r(2, 0), r(0, 3)), (r(0, 2), r(2, 3)), (r(130, 20), r(20, 150)), (strided(r(4, 5), 0, 1), r(5, 3)),
+        (r(9, 20), r(20, 28)), (r(20, 12).t(), r(28, 20).t()), (r(2, 9, 40, dtype=HALF), r(2, 40, 24, dtype=HALF)),
         # By tensor maps.
         (r(130, 72, dtype=HALF), r(72, 264, dtype=HALF)), (r(72, 136, dtype=HALF).t(), r(40, 72, dtype=HALF).t()),
         (r(2, 40, 24, dtype=HALF), r(2, 24, 48, dtype=HALF)), (r(3, 40, 24, dtype=HALF), r(1, 24, 48, dtype=HALF)),

@@ -158,15 +158,17 @@ struct Shape {
     if (arguments.size() != heads.size()) return false;
     uint64_t* words = to.words;
     std::string_view* strings = to.strings;
+    const uint64_t* const known = heads.data();  // what is written could be these pointers, for all the compiler knows
+    const Leaf* const leaf = leaves.data();
     for (size_t k = 0; k < arguments.size(); ++k) {
       const plait_triton_argument& a = arguments[k];
       Writer w{to.states + k, words, strings};
-      if ((head_of(a) & kHead) != heads[k] || !is_named(a.name, leaves[k].name)) return false;
+      if ((head_of(a) & kHead) != known[k] || !is_named(a.name, leaf[k].name)) return false;
       if (a.kind == PLAIT_TRITON_POINTER)  // these two here: 2 ns less for each
         Traits<Pointer>::write(w, {a.value.pointer, dtype_of(a.dtype)});
       else if (a.kind == PLAIT_TRITON_INTEGER)
         Traits<int64_t>::write(w, a.value.integer);
-      else if (a.kind != PLAIT_TRITON_TUPLE || a.n == leaves[k].n_inside)
+      else if (a.kind != PLAIT_TRITON_TUPLE || a.n == leaf[k].n_inside)
         strings = (w = put(w, a)).strings;
       else
         return false;

@@ -19,6 +19,7 @@
 #include <atomic>
 #include <bit>
 #include <mutex>
+#include <numeric>
 
 #include "ops/ops.h"
 #include "torch/accelerator.h"
@@ -450,12 +451,18 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   const char* precision = !is_float ? "ieee" : at::globalContext().allowTF32CuBLAS() ? "tf32" : "tf32x3";
   const Here here(a);
   if (bmm_by_maps(a, b, out, here)) return out;
+  const bool a_turned = a.stride(2) != 1, b_turned = b.stride(2) != 1;
+  int64_t common = std::gcd(n, k);
+  for (const int64_t v : {a_turned ? m : 0, a.stride(a_turned ? 2 : 1), b.stride(b_turned ? 2 : 1), a.stride(0), b.stride(0)})
+    common = std::gcd(common, v);
+  const bool regular = a.stride(a_turned ? 1 : 2) == 1 && b.stride(b_turned ? 1 : 2) == 1;
+  const int64_t unit = regular && common % 16 != 0 ? std::min(common & -common, 16 / a.element_size()) : 1;
   const auto grid = [n_batches = a.size(0), m, n](const triton::Meta& meta) {
     return triton::Grid(n_batches * up(m, meta["BM"]) * up(n, meta["BN"]));
   };
   kernels().bmm[{grid, reinterpret_cast<triton::Stream>(here.stream)}](
       a, b, out, m, n, k, pow2(m), pow2(n), pow2(k), a.stride(0), a.stride(1), a.stride(2), b.stride(0), b.stride(1),
-      b.stride(2), sums_of(a), precision);
+      b.stride(2), sums_of(a), precision, a_turned, b_turned, unit);
   return out;
 }
 

@@ -456,11 +456,24 @@ def _place(tile, n_m, n_n, GROUP: tl.constexpr):
 @triton.jit(do_not_specialize=["m_like", "n_like", "k_like"])
 def bmm_kernel(
     a, b, out, M, N, K, m_like, n_like, k_like, a_batch, a_m, a_k, b_batch, b_k, b_n, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = a @ b for every batch; out is contiguous.
+    """out = a @ b for every batch; out is contiguous. UNIT: as many elements are loaded at once, and sizes and strides
+    are multiples of it: but for M unless A_TURNED, and for the strides that are 1.
 
     m_like, ...: powers of two; what is chosen for one size serves all that are like it."""
+    if UNIT > 1:  # Triton itself knows of multiples of 16
+        N, K = N // UNIT * UNIT, K // UNIT * UNIT
+        a_batch, b_batch = a_batch // UNIT * UNIT, b_batch // UNIT * UNIT
+        if A_TURNED:
+            M, a_k = M // UNIT * UNIT, a_k // UNIT * UNIT
+        else:
+            a_m = a_m // UNIT * UNIT
+        if B_TURNED:
+            b_n = b_n // UNIT * UNIT
+        else:
+            b_k = b_k // UNIT * UNIT
     n_m, n_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     batch = (tl.program_id(0) // (n_m * n_n)).to(tl.int64)
     tile = tl.program_id(0) % (n_m * n_n)

@@ -8,6 +8,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/as_strided_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -194,6 +195,7 @@ at::Tensor to_host(const at::Tensor& x) {
   return y;
 }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("empty_strided", empty_strided);
   m.impl("neg", neg);
   m.impl("neg.out", neg_out);

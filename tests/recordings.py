@@ -257,6 +257,20 @@ return (b, c, e, v)
     assert stats(program)["copied"] == 6 and stats(program)["replayed"] == 6
 
 
+def test_what_is_seen_from_the_start_of_its_storage_is_not_copied(make: Make) -> None:
+    program, held = (
+        make("v = view(x, f32[3] @ (1,), 2, relative=False)\n" + CHAIN.replace("(x, a)", "(v, a)") + "return (d,)\n"),
+        [],
+    )
+    for k in range(6):
+        whole = here(ramp(N, 10 * k))
+        x = whole.as_strided((3,), (1,), 8)
+        held.append((k, x, program(3, 3, x, x)))
+    for k, _, (d,) in held:
+        assert torch.equal(there(d), chain(ramp(3, 10 * k + 2))[1])
+    assert stats(program)["copied"] == 0
+
+
 def test_recordings_share_memory_that_lives_no_longer_than_a_run(make: Make) -> None:
     """Calls of several programs in any order, whose results are used and let go of later."""
     arena = """\

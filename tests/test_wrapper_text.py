@@ -180,6 +180,8 @@ def test_every_field_has_a_place_in_the_text() -> None:
         ("program('g')\nx = alloc(f33[2] @ (1,))", "line 2, column 10: expected an element type"),
         ("program('g')\nlaunch('k', (x,), (1/2,), (), 0)", "expected an integer expression, got 1 / 2"),
         ("program('g')\nfrobnicate(x)", "expected an instruction, got frobnicate(x)"),
+        ("program('g')\nfree(x, y)", "expected no other arguments than name, got y"),
+        ("program('g')\nfree(x, at=1)", "expected no other arguments than name, got 1"),
         ("x = alloc(f32[2] @ (1,))", "expected program(...)"),
     ],
 )

@@ -510,7 +510,7 @@ Recording* Program::find_recording(const Frame& f, const PartitionInfo& p, Recor
   if (at.all.empty() || known) return nullptr;
   const Recording& last = *at.all.back();
   const auto may_copy = [&](size_t i) {
-    return lies_elsewhere(last, i) && !p.imports[i].written &&
+    return lies_elsewhere(last, i) && !p.imports[i].written && !p.imports[i].stored &&
            f.refs[static_cast<size_t>(p.imports[i].slot)]->is_non_overlapping_and_dense();
   };
   size_t moved = 0;

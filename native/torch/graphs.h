@@ -32,9 +32,10 @@ struct PartitionInfo {
   int32_t first = 0, last = 0;  // steps [first, last)
   bool recorded = false;
   // What it reads or writes that exists before it. fixed: others than our kernels touch it, too.
+  // stored: views count from the start of its storage.
   struct Import {
     int32_t slot;
-    bool fixed = false, written = false;
+    bool fixed = false, written = false, stored = false;
   };
   // Allocations and results that live on after it. escapes: the caller gets them.
   struct Export {

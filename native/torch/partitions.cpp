@@ -322,6 +322,9 @@ void PartitionLearner::finish(int32_t k) {
       p.exports.push_back({static_cast<int32_t>(s), escaping_[s], last_[s], {}});
   }
   keep(p);
+  for (size_t s = 0; s < p_.slots_.size(); ++s)
+    if (p_.slots_[s].kind == SlotInfo::Kind::view && !p_.slots_[s].relative)
+      for (PartitionInfo::Import& i : p.imports) i.stored |= i.slot == memory(static_cast<SlotId>(s));
   for (SlotId v : p.made)
     for (PartitionInfo::Export& e : p.exports)
       if (is_derived(v) && memory(v) == e.slot) e.views.push_back(v);

@@ -274,6 +274,9 @@ class _Reader:
                 yield name, self.value(kind, given[name])
             elif name not in _DEFAULTS[cls]:
                 yield name, self.value(kind, _next(given_in_order, call, f"an argument {name}"))
+        known = [name for name, _ in SYNTAX[cls][1]]
+        for more in (*given_in_order, *(k.value for k in call.keywords if k.arg not in known)):
+            raise wrong(more, f"no other arguments than {', '.join(known)}")
 
     def value(self, kind: str, e: ast.expr) -> Any:
         match kind:

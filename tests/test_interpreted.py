@@ -74,4 +74,5 @@ def test_sample_builds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_everything_builds(capability: str, tmp_path: Path) -> None:
-    builds(["tests/test_models.py", "tests/test_fuzz_graphs.py", *ALL], 42, 300, capability, tmp_path)
+    suites = [f"tests/test_{s}.py" for s in ("models", "fuzz_graphs", "optimizers")]
+    builds([*suites, *ALL], 160, 300, capability, tmp_path)

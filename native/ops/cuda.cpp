@@ -456,7 +456,8 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   for (const int64_t v : {a_turned ? m : 0, a.stride(a_turned ? 2 : 1), b.stride(b_turned ? 2 : 1), a.stride(0), b.stride(0)})
     common = std::gcd(common, v);
   const bool regular = a.stride(a_turned ? 1 : 2) == 1 && b.stride(b_turned ? 1 : 2) == 1;
-  const int64_t unit = regular && common % 16 != 0 ? std::min(common & -common, 16 / a.element_size()) : 1;
+  const int64_t vector = 16 / a.element_size();  // smaller ones would be kernels more for sizes that are alike
+  const int64_t unit = regular && common % 16 != 0 && common % vector == 0 ? vector : 1;
   const auto grid = [n_batches = a.size(0), m, n](const triton::Meta& meta) {
     return triton::Grid(n_batches * up(m, meta["BM"]) * up(n, meta["BN"]));
   };

@@ -16,6 +16,8 @@ BOTH = {  # with and without the decompositions that usually run before
     "triu": (lambda x: x.triu(-1), r(4, 5)),
     "roll": (lambda x: torch.roll(x, (1, -2), (0, 1)), r(4, 5)),
     "reflect": (lambda x: F.pad(x, (2, 1, 1, 2), mode="reflect"), r(2, 3, 4, 5)),
+    "reflect of no images": (lambda x: F.pad(x, (2, 1, 1, 2), mode="reflect"), r(0, 3, 4, 5)),
+    "replicate of no images": (lambda x: F.pad(x, (2, 1), mode="replicate"), r(0, 3, 4)),
     "replicate": (lambda x: F.pad(x, (2, 1, 1, 3), mode="replicate"), r(2, 3, 4, 5)),
     "eye": (lambda x: torch.eye(x.shape[0], 5), r(4)),
     "stack": (lambda x, y: torch.stack([x, y], 1) * 2, r(3, 4), r(3, 4)),

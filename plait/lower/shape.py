@@ -201,7 +201,7 @@ def _in_runs(ctx: Lowering, runs: Sequence[Sequence[Run]]) -> bool:
     assert ctx.node is not None
     lengths = [n for of_dim in runs for n, _ in of_dim]
     known = all(isinstance(n, int) and n >= 0 for n in lengths)
-    n_loops = math.prod(max(1, sum(n != 0 for n, _ in of_dim)) for of_dim in runs)
+    n_loops = math.prod(sum(n != 0 for n, _ in of_dim) for of_dim in runs)
     return known and 1 < n_loops <= _MAX_RUNS and not _read_by_loops(ctx.node)
 
 

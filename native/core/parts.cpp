@@ -41,24 +41,22 @@ Matrix block(const Matrix& m, int64_t row, int64_t rows, int64_t col, int64_t co
 Part cut(const Part& w, int64_t row, int64_t rows, int64_t at, int64_t inner, int64_t col,
          int64_t cols) {
   Part p{block(w.a, row, rows, at, inner), block(w.b, at, inner, col, cols),
-         block(w.out, row, rows, col, cols), std::nullopt};
+         block(w.out, row, rows, col, cols), std::nullopt, w.batch};
   if (w.addend) p.addend = block(*w.addend, row, rows, col, cols);
   return p;
 }
 
-double seconds(const Part& p, int64_t batch, double ops, double bytes) {
+double seconds(const Part& p, double ops, double bytes) {
   const auto m = static_cast<double>(p.out.rows), n = static_cast<double>(p.out.cols),
              k = static_cast<double>(p.a.cols);
-  return static_cast<double>(batch) *
+  return static_cast<double>(p.batch) *
          std::max(2 * m * n * k / ops, (m * k + k * n + m * n) * kWidth / bytes);
 }
-double slow(const Part& p, int64_t batch) { return seconds(p, batch, kSlowOps, kSlowBytes); }
-double fast(const Part& p, int64_t batch) {
-  return kLaunch + seconds(p, batch, kFastOps, kFastBytes);
-}
+double slow(const Part& p) { return seconds(p, kSlowOps, kSlowBytes); }
+double fast(const Part& p) { return kLaunch + seconds(p, kFastOps, kFastBytes); }
 
 // Lines are aligned, but a length is not.
-Parts cut_lengths(const Part& w, int64_t batch) {
+Parts cut_lengths(const Part& w) {
   const int64_t m = w.out.rows, n = w.out.cols, k = w.a.cols;
   const auto kept = [](bool counts, int64_t length) {
     return counts ? length / kUnit * kUnit : length;
@@ -75,45 +73,56 @@ Parts cut_lengths(const Part& w, int64_t batch) {
   const double edges = kEdge * static_cast<double>(parts.size());
   Part most = cut(w, 0, m8, 0, k8, 0, n8);
   most.adds = k8 < k;
-  const bool pays = edges + fast(most, batch) < kWorthwhile * slow(w, batch);
+  const bool pays = edges + fast(most) < kWorthwhile * slow(w);
   parts.add(most);
   return pays ? parts : Parts{};
 }
 
-// Rows of the result start anywhere. Their ends come first, and are partly written over.
+// Rows of the result start anywhere: `kinds` of them differ in alignment, and each kind's columns
+// begin `further` columns behind those of the row before. What lies before and behind the columns
+// of all kinds, two strips of equal width, comes first and is partly written over.
 Parts cut_rows(const Part& w) {
   const int64_t step = w.out.row_step, kinds = kUnit / std::gcd(step, kUnit);
   const int64_t m = w.out.rows, n = w.out.cols, k = w.a.cols;
-  const int64_t middle = (n - kUnit + 1) / kUnit * kUnit;
-  if (middle <= 0 || m < kinds) return {};
+  const auto start = reinterpret_cast<uintptr_t>(w.out.data) / kWidth;
+  const auto first = static_cast<int64_t>(-start % kUnit);
+  const int64_t further = (kUnit - step % kUnit) % kUnit, last = first + (kinds - 1) * further;
+  const int64_t middle = (n - last) / kUnit * kUnit, strip = std::max(last, n - first - middle);
+  if (m < kinds || middle <= 0 || 2 * strip > n) return {};
   Parts parts;
-  parts.add(cut(w, 0, m, 0, k, 0, kUnit));
-  parts.add(cut(w, 0, m, 0, k, middle, n - middle));
-  double time = 2 * kEdge;
-  for (int64_t kind = 0; kind < kinds; ++kind) {
-    const auto start = reinterpret_cast<uintptr_t>(w.out.data) / kWidth +
-                       static_cast<uintptr_t>(kind * step);
-    const auto col = static_cast<int64_t>(-start % kUnit);
-    const int64_t rows = (m - kind + kinds - 1) / kinds;
-    Part p = cut(w, kind, rows, 0, k, col, middle);
+  Part ends = cut(w, 0, m, 0, k, 0, strip);
+  ends.batch = 2;
+  ends.b.batch_step = (n - strip) * w.b.col_step;
+  ends.out.batch_step = n - strip;
+  parts.add(ends);
+  double time = kEdge;
+  const auto add = [&](int64_t kind, int64_t batch, int64_t rows) {
+    if (!batch) return;
+    Part p = cut(w, kind, rows, 0, k, first + kind * further, middle);
+    p.batch = batch;
+    p.a.batch_step = w.a.row_step;
+    p.b.batch_step = further * w.b.col_step;
+    p.out.batch_step = step + further;
     p.a.row_step *= kinds;
     p.out.row_step *= kinds;
     parts.add(p);
-    time += fast(p, 1);
-  }
-  return time < kWorthwhile * slow(w, 1) ? parts : Parts{};
+    time += fast(p);
+  };
+  add(0, m % kinds, m / kinds + 1);
+  add(m % kinds, kinds - m % kinds, m / kinds);
+  return time < kWorthwhile * slow(w) ? parts : Parts{};
 }
 }  // namespace
 
-Parts parts(Type type, const Part& w, int64_t batch) {
-  if (type == Type::f32 || w.out.rows <= 0 || w.out.cols <= 0 || w.a.cols <= 0 || batch <= 0)
+Parts parts(Type type, const Part& w) {
+  if (type == Type::f32 || w.out.rows <= 0 || w.out.cols <= 0 || w.a.cols <= 0 || w.batch <= 0)
     return {};
-  if (!has_aligned_lines(w.a, batch) || !has_aligned_lines(w.b, batch)) return {};
-  if (has_aligned_lines(w.out, batch)) return cut_lengths(w, batch);
+  if (!has_aligned_lines(w.a, w.batch) || !has_aligned_lines(w.b, w.batch)) return {};
+  if (has_aligned_lines(w.out, w.batch)) return cut_lengths(w);
   // Factors are read from any row or column on: it must be theirs that lie apart.
   const bool fits =
       along_rows(w.a) && along_cols(w.b) && along_rows(w.out) && aligned(w.a.cols);
-  return fits && batch == 1 && !w.addend ? cut_rows(w) : Parts{};
+  return fits && w.batch == 1 && !w.addend ? cut_rows(w) : Parts{};
 }
 
 }  // namespace plait::blaslt

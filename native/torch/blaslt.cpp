@@ -108,15 +108,15 @@ bool expands(c10::IntArrayRef sizes, int64_t batch, int64_t rows, int64_t cols) 
 // Products that follow each other, each with its plan.
 class Products {
  public:
-  Products(const Accelerator& gpu, Type type, Precision how, int64_t batch)
-      : type_(type), how_(how), batch_(batch),
+  Products(const Accelerator& gpu, Type type, Precision how)
+      : type_(type), how_(how),
         plans_(blaslt::Library::loaded()->plans(gpu.device().index())) {}
 
   // False where the library cannot do it.
   bool add(const blaslt::Part& p, float alpha, float beta) {
     const Matrix* addend = p.adds ? &p.out : p.addend ? &*p.addend : nullptr;
     const std::optional<blaslt::Product> product =
-        blaslt::make_product(type_, how_.compute, how_.reductions, p.a, p.b, addend, p.out, batch_,
+        blaslt::make_product(type_, how_.compute, how_.reductions, p.a, p.b, addend, p.out, p.batch,
                              alpha, p.adds ? 1 : beta);
     if (!product || !plans_) return false;
     std::shared_ptr<const blaslt::Plan> plan =
@@ -143,7 +143,6 @@ class Products {
 
   Type type_;
   Precision how_;
-  int64_t batch_;
   blaslt::Plans* plans_;
   c10::SmallVector<Planned, 1> planned_;
   size_t workspace_ = 0;
@@ -187,10 +186,11 @@ bool Program::call_blaslt(Frame& f, const ExternCall& c, const Operands& o) cons
   const Matrix addend = first == 1 ? matrix(impl(0), impl(0).data(), m, n) : Matrix{};
   const blaslt::Part whole{matrix(a, a.data(), m, k), matrix(b, b.data(), k, n),
                            matrix(out, out.mutable_data(), m, n),
-                           first == 1 && c.beta != 0 ? std::optional(addend) : std::nullopt};
-  Products products(*gpu_, *type, *how, batch);
+                           first == 1 && c.beta != 0 ? std::optional(addend) : std::nullopt,
+                           batch};
+  Products products(*gpu_, *type, *how);
   const auto alpha = static_cast<float>(c.alpha), beta = static_cast<float>(c.beta);
-  const blaslt::Parts parts = blaslt::parts(*type, whole, batch);
+  const blaslt::Parts parts = blaslt::parts(*type, whole);
   for (const blaslt::Part& part : parts)
     if (!products.add(part, alpha, beta)) return false;
   if (parts.empty() && !products.add(whole, alpha, beta)) return false;

@@ -123,13 +123,14 @@ def main() -> None:
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         python = python_ns(folder) if gpu else {}
     header = ["arguments", "bare p50", "p99"]
-    for way in ("ad hoc", "bound", "from C"):
+    ways = ("bare again", "ad hoc", "bound", "from C")
+    for way in ways:
         header += [f"{way}: more", "p99"]
     header.append("first launch")
     table = []
     for r in rows:
         cells = [f"{r['bare p50']:.0f} ns", f"{r['bare p99']:.0f}"]
-        for way in ("ad hoc", "bound", "from C"):
+        for way in ways:
             timed = f"{way} p50" in r
             cells += [f"{r[f'{way} {p}'] - r[f'bare {p}']:.0f} ns" if timed else "" for p in ("p50", "p99")]
         cells.append(f"{r['first ms']:.1f} ms")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -458,6 +460,38 @@ def test_memory_is_given_back() -> None:
     for _ in range(5):
         run()
     assert reserved() <= before + (8 << 20)
+
+
+TRAINING = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+layers = [nn.TransformerEncoderLayer(1024, 16, batch_first=True, dropout=0.0) for _ in range(6)]
+model = nn.Sequential(*layers).cuda()
+step = torch.compile(lambda x: model(x).square().mean(), backend="plait", mode=sys.argv[1])
+x = torch.randn(16, 256, 1024, device="cuda")
+losses = []
+for _ in range(6):
+    model.zero_grad()
+    loss = step(x)
+    loss.backward()
+    losses.append(float(loss))
+print(torch.cuda.max_memory_reserved(), *losses)
+"""
+
+
+def test_a_models_memory_stays_near_that_of_the_run_without_graphs() -> None:
+    """In processes of their own: what else is cached would count."""
+    found = {}
+    for mode in ("default", "reduce-overhead"):
+        done = subprocess.run([sys.executable, "-c", TRAINING, mode], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found[mode] = [float(word) for word in done.stdout.split()]
+    (plain, *losses), (recorded, *again) = found.values()
+    assert losses == pytest.approx(again, rel=1e-5)
+    assert recorded <= 1.1 * plain
 
 
 def test_a_step_may_be_marked() -> None:

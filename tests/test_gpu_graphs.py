@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.models import MODELS
 from tests.test_models import build, close, double, trains_as_eager
 
 CUDA = torch.device("cuda")
+ROOT = Path(__file__).parent.parent
 
 
 def r(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -466,6 +468,7 @@ TRAINING = """
 import sys
 import torch
 from torch import nn
+import plait
 
 torch.manual_seed(0)
 layers = [nn.TransformerEncoderLayer(1024, 16, batch_first=True, dropout=0.0) for _ in range(6)]
@@ -486,7 +489,8 @@ def test_a_models_memory_stays_near_that_of_the_run_without_graphs() -> None:
     """In processes of their own: what else is cached would count."""
     found = {}
     for mode in ("default", "reduce-overhead"):
-        done = subprocess.run([sys.executable, "-c", TRAINING, mode], capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-c", TRAINING, mode]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         found[mode] = [float(word) for word in done.stdout.split()]
     (plain, *losses), (recorded, *again) = found.values()

@@ -28,7 +28,15 @@ from torch.utils.cpp_extension import include_paths
 
 from plait.errors import UserError
 from plait.runtime.cubin import Cubin, pack
-from plait.runtime.triton_kernels import Callee, DType, describe, read_specialization, write_item, write_value
+from plait.runtime.triton_kernels import (
+    Callee,
+    DType,
+    _module_of,
+    describe,
+    read_specialization,
+    write_item,
+    write_value,
+)
 from plait.runtime.triton_worker import load_module
 from plait.tools.pack import triton_pack
 
@@ -689,6 +697,30 @@ def run(folder: Path, *args: str | Path) -> tuple[str, list[str]]:
     return done.stdout, log.read_text(errors="replace").splitlines()
 
 
+def test_files_of_kernels_replace_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path, modules = list(sys.path), dict(sys.modules)
+    (tmp_path / "beside.py").write_text("x = 1\n")
+    (tmp_path / "random.py").write_text("from beside import x\n")
+    module = _module_of(tmp_path / "random.py")
+    assert module.x == 1 and sys.modules["random"] is random and _module_of(tmp_path / "random.py") is module
+    assert sys.path == [*path, str(tmp_path)]
+    package = tmp_path / "of_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("y = 2\n")
+    (package / "first.py").write_text("from . import y\n")
+    (package / "broken.py").write_text("raise ValueError('broken')\n")
+    assert _module_of(package / "first.py") is sys.modules["of_kernels.first"]
+    with pytest.raises(ValueError, match="broken"):
+        _module_of(package / "broken.py")
+    with pytest.raises(FileNotFoundError, match="no Python file"):
+        _module_of(tmp_path / "none.py")
+    new = sys.modules.keys() - modules.keys()
+    assert new == {"beside", "of_kernels", "of_kernels.first", module.__name__}
+    for name in new:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the program and its driver."""
@@ -782,7 +814,7 @@ def packs(folder: Path) -> None:
     errors = said.split("error: ")[1:]
     starts = [
         "kernel applies: KeyError: 'thrice'",
-        "kernel nothing: AttributeError: module 'kernels' has no attribute 'nothing'",
+        f"kernel nothing: AttributeError: {folder / 'kernels.py'} has no nothing",
         f"kernel not_jit: TypeError: not_jit of {folder}/kernels.py is no plain @triton.jit function: it is a function",
         "kernel wrong: triton.compiler.errors.CompilationError: ",
         "kernel add_kernel: ValueError: Triton has no option colour",

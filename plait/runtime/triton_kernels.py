@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -176,29 +177,51 @@ def write_item(item: Item) -> str:
     return item.type + (":D" if item.divisible else "")
 
 
-@lru_cache(None)
-def load(file: str, function: str) -> tuple[Any, list[Any]]:
-    """The @triton.jit function of that name, and its decorators, the outermost first. Raises TypeError for anything
-    else."""
-    import triton
-    from triton.runtime.autotuner import Autotuner, Heuristics
-
-    path = Path(file).resolve()
+def _module_of(path: Path) -> ModuleType:
+    """The module that a file is, imported once: as part of its package, or under a name that no other module has, since
+    this may be the user's own process. What lies beside it is found first while it is imported, as by a script, and
+    last afterwards. Raises FileNotFoundError, and whatever the file raises."""
     root, name = path.parent, path.stem
     while (root / "__init__.py").exists():  # so that its relative imports are found
         root, name = root.parent, f"{root.name}.{name}"
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    if (module := sys.modules.get(name)) is None or getattr(module, "__file__", None) != str(path):
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None or not path.exists():
-            raise FileNotFoundError(f"there is no Python file {file}")
-        module = importlib.util.module_from_spec(spec)
+    if "." not in name and getattr(sys.modules.get(name), "__file__", None) != str(path):
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise FileNotFoundError(f"there is no Python file {path}")
+    module = importlib.util.module_from_spec(spec)
+    behind = [] if str(root) in sys.path else [str(root)]
+    sys.path.insert(0, str(root))
+    try:
         if "." in name:
             importlib.import_module(name.rpartition(".")[0])
         sys.modules[name] = module
         spec.loader.exec_module(module)
-    found = getattr(module, function)
+    except BaseException:
+        if known is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = known
+        raise
+    finally:
+        sys.path.remove(str(root))
+        sys.path += behind
+    return module
+
+
+@lru_cache(None)
+def load(file: str, function: str) -> tuple[Any, list[Any]]:
+    """The @triton.jit function of that name, and its decorators, the outermost first. Raises AttributeError where there
+    is none, TypeError for anything else."""
+    import triton
+    from triton.runtime.autotuner import Autotuner, Heuristics
+
+    found = getattr(_module_of(Path(file).resolve()), function, None)
+    if found is None:
+        raise AttributeError(f"{file} has no {function}")
     layers: list[Any] = []
     while type(found) in (Autotuner, Heuristics):
         layers.append(found)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, product
+from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, mod, product, substitute
 from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store, walkers
@@ -34,6 +34,8 @@ WALK_EACH = 16
 """Points of a thread of such a block: it holds sums of columns besides."""
 WALK_AHEAD = 1 << 14
 """Bytes of rows that are on their way to such a block while it works on others: at least two blocks of rows."""
+MAX_WARPS = 32
+"""Warps that a block may have."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
 TILE = 64
@@ -133,7 +135,7 @@ class _Rows:
     programs: axes of results of which a program has one point. rows, length: how many results there are, and points a
     result; known: length is no guess. column: neighbours in memory belong to different results. again: a block that
     walks along a row reads some of it twice. held: dtypes of what is loaded at every point. stores: something is stored
-    at every point. one: there is one reduction.
+    at every point. one: there is one reduction. ragged: rows begin in the middle of vectors.
     """
 
     outer: tuple[Atom, ...]
@@ -147,6 +149,7 @@ class _Rows:
     held: list[DType]
     stores: bool
     one: bool
+    ragged: bool
 
     @property
     def narrow(self) -> bool:
@@ -185,7 +188,7 @@ def _rows_of(space: Space, votes: dict[Atom, int]) -> _Rows:
         outer, inner, programs, rows, _known(trip_count(inner)),
         known=isinstance(trip_count(inner), int), column=column, again=_reads_again(space),
         held=held_dtypes(space, outer), stores=any(isinstance(s, Store) and s.full for s in space.stmts),
-        one=len(reductions) == 1,
+        one=len(reductions) == 1, ragged=_is_ragged(space),
     )  # fmt: skip
 
 
@@ -238,6 +241,9 @@ def _column_points(f: _Rows, x: int, several: bool) -> int:
 def _long_rows(f: _Rows) -> Tile:
     """Pieces of a row."""
     few = f.rows < BUSY // 2
+    if f.again and f.ragged and f.known and not few:
+        # The two ends of a row have no vectors: they are shorter, and their elements more threads'.
+        return f.tile(1, REDUCE_POINTS, True, MAX_WARPS)
     r = min(_power(f.length), AGAIN_POINTS if f.again or few else REDUCE_POINTS)
     return f.tile(1, r, True, max(_power(r // (32 * (16 if few and not f.again else 8))), 1))
 
@@ -279,6 +285,16 @@ def _reads_again(space: Space) -> bool:
         if found & seen:
             return True
         seen |= found
+    return False
+
+
+def _is_ragged(space: Space) -> bool:
+    """Whether rows that lie along memory begin in the middle of vectors of 16 bytes."""
+    for offset, dtype in _accesses(space):
+        along = any(is_contiguous(offset, r) for r in space.rvars)
+        begin = substitute(offset, dict.fromkeys(space.rvars, 0))
+        if along and mod(begin, 16 // dtype.nbytes) != 0:
+            return True
     return False
 
 

@@ -125,8 +125,11 @@ CASES: dict[str, Case] = {
     "softmax_4k_bf16": (lambda x: F.softmax(x, -1), lambda: (_randn(8192, 4096, dtype=bf16),)),
     "softmax_32k_f32": (lambda x: F.softmax(x, -1), lambda: (_randn(2048, 32768),)),
     "log_softmax_50257_f32": (lambda x: F.log_softmax(x, -1), lambda: (_randn(2048, 50257),)),
+    "softmax_50257_bf16": (lambda x: F.softmax(x, -1), lambda: (_randn(4096, 50257, dtype=bf16),)),
+    "softmax_128k_f32": (lambda x: F.softmax(x, -1), lambda: (_randn(1024, 131072),)),
     "layer_norm_8k_bf16": (_layer_norm, lambda: _norm(8192, 8192, bf16)),
     "layer_norm_64k_f32": (_layer_norm, lambda: _norm(1024, 65536, f32)),
+    "layer_norm_64k_bf16": (_layer_norm, lambda: _norm(1024, 65536, bf16)),
     "rms_norm_4k_bf16": (_rms_norm, lambda: _norm(8192, 4096, bf16)[:2]),
     "sum_rows_f32": (lambda x: x.sum(-1), lambda: (_randn(8192, 8192),)),
     "sum_columns_f32": (lambda x: x.sum(0), lambda: (_randn(8192, 8192),)),
@@ -141,6 +144,10 @@ CASES: dict[str, Case] = {
     "bwd_softmax_4k_bf16": (
         lambda dy, y: aten._softmax_backward_data(dy, y, -1, bf16),
         lambda: (_randn(8192, 4096, dtype=bf16), _randn(8192, 4096, dtype=bf16).softmax(-1)),
+    ),
+    "bwd_softmax_50257_bf16": (
+        lambda dy, y: aten._softmax_backward_data(dy, y, -1, bf16),
+        lambda: (_randn(2048, 50257, dtype=bf16), _randn(2048, 50257, dtype=bf16).softmax(-1)),
     ),
     "bwd_cross_entropy_32k_f32": (
         _cross_entropy_backward,

@@ -235,6 +235,27 @@ def test_few_long_rows_have_large_blocks() -> None:
         assert (tile.groups[1].block, tile.num_warps) == (block, 16)
 
 
+@pytest.mark.parametrize(
+    "rows, length, pitch, block, warps",
+    [
+        (2048, 50257, 50257, 4096, 32),
+        (2048, 50257, 50264, 8192, 32),  # rows begin at vectors
+        (131, 50257, 50257, 8192, 32),  # fewer rows than multiprocessors
+        (2048, 32768, 32769, 32768, 16),  # a block holds whole rows
+    ],
+)
+def test_rows_that_begin_anywhere_and_are_read_twice_have_short_blocks(
+    rows: int, length: int, pitch: int, block: int, warps: int
+) -> None:
+    (i,), (r,) = loop_vars("i", (rows,)), loop_vars("r", (length,))
+    x = cast(node("load", (), Load("x", (i, r)), bf16), f32)
+    off = node("sub", (x, node("acc", (), "peak", f32)))
+    stmts = (Reduce("peak", "max", x), Store("out", (i, r), cast(off, bf16), True))
+    args = tuple(Buffer(n, bf16, (rows, length), (pitch, 1)) for n in ("x", "out"))
+    tile = plan_tile(linear_space(kernel(*stmts, vars_=(i,), rvars=(r,), args=args)))
+    assert (tile.groups[1].block, tile.num_warps, tile.looped) == (block, warps, block < length)
+
+
 def test_the_end_of_a_row_is_a_block_of_its_own_where_its_mask_would_cut_vectors() -> None:
     spans = {(50257, 50264): "0, 49152", (50257, 50257): "8192, 49152", (50264, 50264): "0, 50264"}
     for (length, pitch), span in spans.items():

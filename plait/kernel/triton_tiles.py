@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from plait.ir.dtypes import DType
 from plait.ir.loops import Node, walk
-from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, product
+from plait.ir.sizes import Atom, Size, bounds, ceildiv, free_symbols, is_contiguous, mod, product, substitute
 from plait.kernel.space import Space, extent, offset_of, stmt_nodes, trip_count
 from plait.kernel.triton_passes import plan_passes
 from plait.schedule.plan import Reduce, Store, walkers
@@ -34,6 +34,8 @@ WALK_EACH = 16
 """Points of a thread of such a block: it holds sums of columns besides."""
 WALK_AHEAD = 1 << 14
 """Bytes of rows that are on their way to such a block while it works on others: at least two blocks of rows."""
+MAX_WARPS = 32
+"""Warps that a block may have."""
 BUSY = 264
 """Programs that are two for each multiprocessor of a large device."""
 TILE = 64
@@ -125,51 +127,125 @@ def _square(axes: tuple[Atom, ...], across: Atom) -> Tile:
     return Tile((Group("y", rest, y), Group("x", (fast,), x)), False, _warps(x * y, 16))
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What the tile of a reduction depends on.
+
+    outer, inner: the axes of a result and those it is reduced along, in the order in which a block walks them.
+    programs: axes of results of which a program has one point. rows, length: how many results there are, and points a
+    result; known: length is no guess. column: neighbours in memory belong to different results. again: a block that
+    walks along a row reads some of it twice. held: dtypes of what is loaded at every point. stores: something is stored
+    at every point. one: there is one reduction. ragged: rows begin in the middle of vectors.
+    """
+
+    outer: tuple[Atom, ...]
+    inner: tuple[Atom, ...]
+    programs: Group | None
+    rows: int
+    length: int
+    known: bool
+    column: bool
+    again: bool
+    held: list[DType]
+    stores: bool
+    one: bool
+    ragged: bool
+
+    @property
+    def narrow(self) -> bool:
+        """Whether all that is loaded at every point has 16 bits or less."""
+        return bool(self.held) and max(d.nbytes for d in self.held) <= 2
+
+    @property
+    def width(self) -> int:
+        """Results of a block that holds columns as a whole."""
+        return _column_width(self.rows, TILE if self.narrow else TILE // 2, self.held)
+
+    def tile(self, x: int, r: int, looped: bool, num_warps: int) -> Tile:
+        """The tile with blocks of x results and r points of each."""
+        return Tile((Group("x", self.outer, x), Group("r", self.inner, r)), looped, num_warps, programs=self.programs)
+
+
 def _reduction(space: Space, votes: dict[Atom, int]) -> Tile:
+    f = _rows_of(space, votes)
+    if _is_held(f):
+        return _held(f)
+    return _columns(f) if f.column else _long_rows(f)
+
+
+def _rows_of(space: Space, votes: dict[Atom, int]) -> _Rows:
     outer = _fastest_last(space.vars, votes)
-    ordered = any(isinstance(s, Reduce) and (s.running or s.kind in ("argmax", "argmin")) for s in space.stmts)
+    reductions = [s for s in space.stmts if isinstance(s, Reduce)]
+    ordered = any(s.running or s.kind in ("argmax", "argmin") for s in reductions)
     inner = space.rvars if ordered else _fastest_last(space.rvars, votes)
-    length, rows = _known(trip_count(inner)), _known(trip_count(outer))
-    along = sum(votes.get(r, 0) for r in inner)
-    beside = sum(votes.get(v, 0) for v in outer)
-    known = isinstance(trip_count(inner), int)
-    column = beside > along and rows >= 16
+    rows = _known(trip_count(outer))
+    column = sum(votes.get(v, 0) for v in outer) > sum(votes.get(r, 0) for r in inner) and rows >= 16
     programs = None
     if column and len(outer) > 1 and isinstance(size := extent(outer[-1]), int) and size >= TILE:
         # What is the same for neighbouring results is then one value for a program, or one a row.
         programs, outer = Group("y", outer[:-1], 1), outer[-1:]
-    again = _reads_again(space)
-    held = held_dtypes(space, outer)
-    longest = PERSISTENT_POINTS // max(len(held), 1) if again else ONE_PASS_POINTS
-    narrow = bool(held) and max(d.nbytes for d in held) <= 2
-    stores = any(isinstance(s, Store) and s.full for s in space.stmts)
-    one = sum(isinstance(s, Reduce) for s in space.stmts) == 1
-    width = _column_width(rows, TILE if narrow else TILE // 2, held)
-    longest = (PERSISTENT_POINTS // (4 if narrow else 1) // width) if column else max(longest, ONE_PASS_POINTS)
-    if known and length <= longest and not (column and narrow and _is_wasteful(length, _power(length))):
-        r = _power(length)
-        x = _block_rows(rows, r, width if column else 1)
-        each = (16 if narrow else 8) * (4 if not stores else 2 if narrow and one else 1)
-        warps = _row_warps(x * r, rows // x, narrow, each if column else 0)
-        return Tile((Group("x", outer, x), Group("r", inner, r)), False, warps, programs=programs)
-    if column:
-        x = min(_power(rows), _column_width(rows, TILE, held))
-        several, many = stores or not one, rows // x >= 2 * BUSY
-        points = REDUCE_POINTS
-        if several and many:  # a thread holds as much for each
-            points //= 2
-        elif known and not several and not many:  # few programs need the more threads each
-            points *= 2
-        r = max(1, points // x)
-        # Rows that are not there cost arithmetic, and time where programs wait for one another.
-        if known and rows // x >= 4 * BUSY and _is_wasteful(length, r) and not _is_wasteful(length, r // 2):
-            r //= 2
-        warps = _warps(x * r, 8 if stores and narrow and one else 16 if several else 32)
-    else:
-        few = rows < BUSY // 2
-        r, x = min(_power(length), AGAIN_POINTS if again or few else REDUCE_POINTS), 1
-        warps = _power(r // (32 * (16 if few and not again else 8)))
-    return Tile((Group("x", outer, x), Group("r", inner, r)), True, max(warps, 1), programs=programs)
+    return _Rows(
+        outer, inner, programs, rows, _known(trip_count(inner)),
+        known=isinstance(trip_count(inner), int), column=column, again=_reads_again(space),
+        held=held_dtypes(space, outer), stores=any(isinstance(s, Store) and s.full for s in space.stmts),
+        one=len(reductions) == 1, ragged=_is_ragged(space),
+    )  # fmt: skip
+
+
+def _is_held(f: _Rows) -> bool:
+    """Whether a block holds its rows, or columns, as a whole."""
+    if not f.known:
+        return False
+    if not f.column:
+        longest = PERSISTENT_POINTS // max(len(f.held), 1) if f.again else 0
+        return f.length <= max(longest, ONE_PASS_POINTS)
+    if f.narrow and _is_wasteful(f.length, _power(f.length)):
+        return False
+    return f.length <= PERSISTENT_POINTS // (4 if f.narrow else 1) // f.width
+
+
+def _held(f: _Rows) -> Tile:
+    """Whole rows or columns."""
+    r = _power(f.length)
+    x = _block_rows(f.rows, r, f.width if f.column else 1)
+    each = 16 if f.narrow else 8
+    if not f.stores:
+        each *= 4
+    elif f.narrow and f.one:
+        each *= 2
+    return f.tile(x, r, False, _row_warps(x * r, f.rows // x, f.narrow, each if f.column else 0))
+
+
+def _columns(f: _Rows) -> Tile:
+    """Pieces of columns, several columns side by side."""
+    x = min(_power(f.rows), _column_width(f.rows, TILE, f.held))
+    several = f.stores or not f.one
+    r = _column_points(f, x, several)
+    return f.tile(x, r, True, _warps(x * r, 8 if f.stores and f.narrow and f.one else 16 if several else 32))
+
+
+def _column_points(f: _Rows, x: int, several: bool) -> int:
+    """Points of each of x columns in a block. several: a point has other results than a sum."""
+    many = f.rows // x >= 2 * BUSY
+    points = REDUCE_POINTS
+    if several and many:  # a thread holds as much for each
+        points //= 2
+    elif f.known and not several and not many:  # few programs need the more threads each
+        points *= 2
+    r = max(1, points // x)
+    # Rows that are not there cost arithmetic, and time where programs wait for one another.
+    crowded = f.known and f.rows // x >= 4 * BUSY
+    return r // 2 if crowded and _is_wasteful(f.length, r) and not _is_wasteful(f.length, r // 2) else r
+
+
+def _long_rows(f: _Rows) -> Tile:
+    """Pieces of a row."""
+    few = f.rows < BUSY // 2
+    if f.again and f.ragged and f.known and not few:
+        # The two ends of a row have no vectors: they are shorter, and their elements more threads'.
+        return f.tile(1, REDUCE_POINTS, True, MAX_WARPS)
+    r = min(_power(f.length), AGAIN_POINTS if f.again or few else REDUCE_POINTS)
+    return f.tile(1, r, True, max(_power(r // (32 * (16 if few and not f.again else 8))), 1))
 
 
 def _walk(space: Space, n: int, votes: dict[Atom, int]) -> Tile:
@@ -209,6 +285,16 @@ def _reads_again(space: Space) -> bool:
         if found & seen:
             return True
         seen |= found
+    return False
+
+
+def _is_ragged(space: Space) -> bool:
+    """Whether rows that lie along memory begin in the middle of vectors of 16 bytes."""
+    for offset, dtype in _accesses(space):
+        along = any(is_contiguous(offset, r) for r in space.rvars)
+        begin = substitute(offset, dict.fromkeys(space.rvars, 0))
+        if along and mod(begin, 16 // dtype.nbytes) != 0:
+            return True
     return False
 
 

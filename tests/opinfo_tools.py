@@ -46,6 +46,9 @@ UNTRACEABLE = frozenset(
     nn.functional.gaussian_nll_loss to_sparse nn.functional.scaled_dot_product_attention""".split()
 )  # fmt: skip
 
+# Ops that refuse tensors whose last stride is not 1.
+DENSE = frozenset(("view_as_complex",))
+
 
 @dataclass
 class Case:
@@ -102,7 +105,8 @@ def pick(
     device: str = "cpu",
 ) -> list[Case]:
     """At most `count` samples of an op, evenly spaced over all it has. strided: which of them are made not
-    contiguous."""
+    contiguous, where the op takes such tensors."""
+    strided = () if op.name in DENSE else strided
     samples = list(op.sample_inputs(device, dtype, requires_grad=requires_grad))
     count = min(count, len(samples))
     chosen = [samples[k * len(samples) // count] for k in range(count)]

@@ -22,6 +22,7 @@ BOTH = {  # with and without the decompositions that usually run before
     "eye": (lambda x: torch.eye(x.shape[0], 5), r(4)),
     "stack": (lambda x, y: torch.stack([x, y], 1) * 2, r(3, 4), r(3, 4)),
     "meshgrid": (lambda x, y: torch.meshgrid(x, y, indexing="ij"), r(3), r(4)),
+    "linspace of tensors": (lambda x, y: torch.linspace(x, y, 50), r(()), r(())),
 }
 ONCE = {
     "roll flat": (lambda x: torch.roll(x, 3), r(4, 5)),
@@ -70,6 +71,17 @@ ONCE = {
 def test_direct_and_decomposed(case: str, decompose: bool) -> None:
     fn, *args = BOTH[case]
     check(fn, *args, decompose=decompose)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64])
+def test_ends_of_linspace_have_its_dtype(dtype: torch.dtype) -> None:
+    """Those that are tensors too: ATen converts them first."""
+    start, end = torch.tensor(4.3), torch.tensor(50)
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.linspace(x, y, 50, dtype=dtype) for x, y in ((a, b), (a, 1.6), (1.6, b), (1.6, 50)))
+
+    check(fn, start, end, decompose=False, exact=True)
 
 
 @pytest.mark.parametrize("case", ONCE)

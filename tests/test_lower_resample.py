@@ -12,6 +12,7 @@ from tests.lower_b import check
 aten = torch.ops.aten
 r = torch.randn
 x = r(2, 3, 5, 7)
+BYTES = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
 
 RESIZES = [  # size, scale factor, align corners
     ((10, 14), None, False),
@@ -41,6 +42,15 @@ def test_planes(mode: str, resize) -> None:
     grad = r(out.shape)
     check(lambda g: op(g, out.shape[2:], x.shape, align, *scales), grad, dynamic=False)
     check(lambda g: op(g, out.shape[2:], x.shape, align, *scales), grad.double(), dynamic=False)
+
+
+@pytest.mark.parametrize("align", [False, True])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_bytes_stay_calls(mode: str, align: bool) -> None:
+    """ATen weighs bytes in fixed point and rounds after each dimension: a loop of floats gives others."""
+    op = getattr(aten, f"upsample_{mode}2d").default
+    with torch.inference_mode():  # else its kernel for Autograd, the decomposition, is traced
+        check(lambda a: op(a, [10, 4], align), BYTES, decompose=False, fallback=True, exact=True)
 
 
 @pytest.mark.parametrize("align", [False, True])

@@ -149,6 +149,9 @@ _TAKE = Check("IndexError", "out of range: tried to access an index of a tensor 
 
 @lower(aten.take.default)
 def take(ctx: Lowering, x: View, index: View) -> View:
+    if sz.numel(x.shape) == 0:  # eager allows it where nothing is read
+        return result(ctx, lambda ops, i: ops.const(0, x.dtype))
+
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         flat = ops.checked(index.load(ops, i), sz.numel(x.shape), check=_TAKE)
         return x.load(ops, unflatten(flat, x.shape))

@@ -81,7 +81,10 @@ def upsample_nearest_backward(
 def upsample_linear(
     ctx: Lowering, x: View, output_size: Sequence[Size], align_corners: bool, *scales: float | None
 ) -> View:
-    """Neighbours are mixed from the last dimension to the first, as ATen does it."""
+    """Neighbours are mixed from the last dimension to the first, as ATen does it (of floats: bytes it weighs in fixed
+    point and rounds after each dimension)."""
+    if not x.dtype.is_float:
+        raise NoRule("linear interpolation of integers")
     compute = f64 if x.dtype == f64 else f32
     axes = _axes(x.shape[2:], ctx.out_shape()[2:], align_corners, scales)
 

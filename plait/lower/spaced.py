@@ -22,7 +22,7 @@ from plait.lower.shape import compare, result, scalar
 aten = torch.ops.aten
 
 
-@lower(aten.linspace.default)
+@lower(aten.linspace.default, aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor)
 def linspace(ctx: Lowering, start: Any, end: Any, steps: Size, **_: Any) -> View:
     dtype = ctx.out_dtype()
     if dtype not in LOOP_DTYPES:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import linecache
 import math
 import re
+import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_wi
 from torch.fx import GraphModule, graph_module
 from torch.fx import proxy as fx_proxy
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.numbers import int_oo
@@ -44,7 +47,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from torch.utils.checkpoint import CheckpointPolicy
 
-from plait.errors import Forwards, InternalError, PlaitError, Unsupported, UserError
+from plait.errors import InternalError, PlaitError, Unsupported, UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,12 +59,15 @@ MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RE
 
 CALLERS_STREAM: int | None = getattr(graph_bytecode_inputs, "CURRENT_STREAM_INDEX", None)
 """The caller's stream by number, as graphs name streams. None in torch 2.11, whose graphs lose waits between them."""
+_WEAK_STREAMS_DANGLE = TorchVersion(torch.__version__) < "2.13"
 _streams: dict[int, object] = {}
 
 
 def keep_streams() -> None:
-    """What graphs name by number, streams and events, lives as long as the process: torch 2.11 keeps weak references to
-    them, and crashes when it forgets one of an object that has died."""
+    """What graphs name by number, streams and events, lives as long as the process where torch leaves weak references
+    to dead ones dangling (its pull request 183403): Dynamo has such references, and crashes when it drops one."""
+    if not _WEAK_STREAMS_DANGLE:
+        return
     found = (known() for known in graph_bytecode_inputs.index_to_external_object_weakref.values())
     _streams.update((id(x), x) for x in found if x is not None)
 
@@ -342,9 +348,8 @@ def as_constant(size: int | torch.SymInt) -> int | None:
 
 def dynamic_marks(meta: Any) -> tuple[Mark, ...]:
     """The dynamic dimensions of results, as Dynamo wants to find them on the tensors that the next graph gets."""
-    if hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices"):
-        attribute = "_dynamo_propagated_dynamic_indices"
-    else:
+    attribute = "_dynamo_propagated_dynamic_indices"
+    if not hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices"):
         attribute = "_dynamo_weak_dynamic_indices"  # before torch 2.13
     return tuple(
         (i, attribute, frozenset(info.dynamic_dims)) for i, info in enumerate(meta.output_info) if info.dynamic_dims
@@ -377,8 +382,7 @@ class TrainingFacts:
 
 def training_reason(meta: Any) -> str:
     """Why this training graph needs AOTAutograd's autograd function, or "" if it needs none."""
-    reason = wrapper_reason(meta)
-    if reason:
+    if reason := wrapper_reason(meta):
         return reason
     counts = (
         ("num_outputs_aliased", "an output is an input or a view of one"),
@@ -392,7 +396,7 @@ def training_reason(meta: Any) -> str:
     for name, why in counts:
         if getattr(meta, name, None):
             return why
-    if any(i.requires_grad for i in _mutated_in_graph(meta)):
+    if any(meta.input_info[i].requires_grad for i in meta.mutated_graph_handled_indices):
         return "an input that wants a gradient is mutated"
     for info in meta.output_info:
         if info.output_type.name not in ("non_alias", "unsafe_view_alias"):
@@ -405,10 +409,6 @@ def training_reason(meta: Any) -> str:
     if disabled is not None and disabled():
         return "saved tensors hooks are part of the graph"
     return ""
-
-
-def _mutated_in_graph(meta: Any) -> list[Any]:
-    return [meta.input_info[i] for i in meta.mutated_graph_handled_indices]
 
 
 def training_facts(meta: Any, n_outputs: int, has_gradient: Sequence[bool]) -> TrainingFacts:
@@ -553,8 +553,8 @@ class ExportEnv:
             low = 0 if low is not None and low <= 2 and dim is not None else low
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
         conditions = [_condition(e, where) for e in _open_guards(shape_env, bounds)]
-        checks = [*self._root_checks, *_derived_sizes(fakes, where), *conditions]
-        return SizeFacts({str(s): b for s, b in bounds.items()}, tuple(checks))
+        checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions)
+        return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
 
 
 def _apart(tree: Any) -> Any:
@@ -631,25 +631,21 @@ def _open_guards(shape_env: Any, bounds: dict[Any, Bounds]) -> list[Any]:
     return found
 
 
-def _derived_sizes(fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]) -> list[Check]:
-    found = []
+def _derived_sizes(fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]) -> Iterator[Check]:
     for arg, dim, expr in _symbolic_sizes(fakes):
         if not expr.is_symbol:
             own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
             equal = sympy.Eq(own, expr, evaluate=False)
-            found.append(_condition(equal, {**where, own: (arg, dim)}))
-    return found
+            yield _condition(equal, {**where, own: (arg, dim)})
 
 
-def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> list[tuple[int, int | None, Any]]:
+def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tuple[int, int | None, Any]]:
     """(argument, dimension, expression) of every int (dimension None) and size that is no number."""
-    found = []
     for arg, fake in enumerate(fakes):
         sizes: dict[int | None, Any] = {None: fake} if isinstance(fake, torch.SymInt) else dict(enumerate(fake.shape))
         for dim, size in sizes.items():
             if isinstance(size, torch.SymInt):
-                found.append((arg, dim, size.node.expr))
-    return found
+                yield arg, dim, size.node.expr
 
 
 def _condition(expr: Any, where: Mapping[Any, Place]) -> Check:
@@ -657,15 +653,13 @@ def _condition(expr: Any, where: Mapping[Any, Place]) -> Check:
     missing = [s for s in expr.free_symbols if s not in where]
     if missing:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
-    sizes = {s: sympy.Symbol(_place_text(*where[s]), **s.assumptions0) for s in expr.free_symbols}
+    places = [(s, *where[s]) for s in expr.free_symbols]
+    texts = {s: f"args[{a}]" if d is None else f"args[{a}].shape[{d}]" for s, a, d in places}
+    sizes = {s: sympy.Symbol(text, **s.assumptions0) for s, text in texts.items()}
     source = PythonPrinter().doprint(expr.xreplace(sizes))
     holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
-    names = {s: f"size {a} {-1 if d is None else d}" for s, (a, d) in where.items() if s in expr.free_symbols}
+    names = {s: f"size {a} {-1 if d is None else d}" for s, a, d in places}
     return Check(source, holds, _postfix(expr, names) or ())
-
-
-def _place_text(arg: int, dim: int | None) -> str:
-    return f"args[{arg}]" if dim is None else f"args[{arg}].shape[{dim}]"
 
 
 _TOKENS = {
@@ -731,11 +725,23 @@ def wants_values(error: Exception) -> bool:
     return told or isinstance(error, _NO_VALUES)
 
 
+class _Forwards(traceback.StackSummary):
+    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a trace's time."""
+
+    @classmethod
+    def extract(cls, *_: object, **__: object) -> _Forwards:
+        frames = [f for f, _ in traceback.walk_stack(sys._getframe(1)) if f.f_code.co_name == "forward"]
+        return cls(traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward") for f in reversed(frames))
+
+    def summary(self) -> _Forwards:
+        return self
+
+
 @contextmanager
 def _exporting() -> Iterator[None]:
     """torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values."""
     flags = [(torch.compiler, name, True) for name in ("_is_compiling_flag", "_is_exporting_flag")]
-    changes: list[Any] = [*flags, (fx_proxy, "CapturedTraceback", Forwards)]
+    changes: list[Any] = [*flags, (fx_proxy, "CapturedTraceback", _Forwards)]
     before = [getattr(module, name) for module, name, _ in changes]
     try:
         for module, name, value in changes:

@@ -9,7 +9,6 @@ torch.compile unwrapped is known to `compat.py`.
 from __future__ import annotations
 
 import sys
-import traceback
 import warnings
 from functools import cache
 
@@ -83,15 +82,3 @@ def warn_once(text: str, category: type[Warning] = UserWarning) -> None:
         frame = frame.f_back
     module = frame.f_globals.get("__name__")
     warnings.warn_explicit(" ".join(text.split()), category, frame.f_code.co_filename, frame.f_lineno, module)
-
-
-class Forwards(traceback.StackSummary):
-    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a trace's time."""
-
-    @classmethod
-    def extract(cls, *_: object, **__: object) -> Forwards:
-        frames = [f for f, _ in traceback.walk_stack(sys._getframe(1)) if f.f_code.co_name == "forward"]
-        return cls(traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward") for f in reversed(frames))
-
-    def summary(self) -> Forwards:
-        return self

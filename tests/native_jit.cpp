@@ -221,6 +221,8 @@ void launches() {
                          .others = others}}](16);
   k[{2, stream(9), {.num_warps = 4, .num_ctas = 1}}](16);  // as it would be without
   k[{2, stream(9), {.num_warps = 8}}](16);
+  const auto* twice = option_set({{"num_warps", 4}});
+  expect_error([&] { k[{1, nullptr, {.num_warps = 8, .others = twice}}](16); });
   expect_error([&] { k[{int64_t{1} << 31}](16); });
   expect_error([&] { k[{1, 65536}](16); });
   expect_error([&] { k[{size_t{2} - 3}](16); });
@@ -421,15 +423,40 @@ void contexts() {
   const auto fake = std::make_shared<Fake>(std::map<std::string, std::string>{{"k", "\nx|||"}});
   const auto& driver = plait::cuda::Driver::machine();
   const Kernel k = from_pack(fake, "k");
-  for (const int device : {3, 5, 3}) {
+  const auto enter = [&](int device) {
     void* context = nullptr;
     driver.retain_context(&context, device);
     driver.set_context(context);
+    return context;
+  };
+  for (const int device : {3, 5, 3}) {
+    enter(device);
     k[{1}](16);
     k.bind({1}, 32)(nullptr);
   }
-  const Bound bound = k.bind({1}, 48);
-  std::thread([&] { expect_error([&] { bound(nullptr); }); }).join();  // a thread without a context
+  // What is bound gives a thread without a context its own, and refuses another one.
+  void* const own = enter(5);
+  auto bound = k.bind({1}, 48);
+  const auto in_thread = [&](auto f) {
+    std::thread([&] {
+      f();
+      void* context = nullptr;
+      driver.current_context(&context);
+      if (context != own) std::printf("another context\n");
+    }).join();
+  };
+  const auto graph = reinterpret_cast<CUgraph_st*>(9);
+  in_thread([&] { bound(nullptr); });
+  in_thread([&] { bound.set<0>(80); });
+  in_thread([&] { bound(nullptr); });
+  in_thread([&] { bound.add_to(graph); });
+  in_thread([&] { bound.update(reinterpret_cast<CUgraphExec_st*>(11), reinterpret_cast<CUgraphNode_st*>(77)); });
+  enter(3);
+  expect_error([&] { bound(nullptr); });
+  expect_error([&] { bound.set<0>(96); });
+  expect_error([&] { bound.add_to(graph); });
+  enter(5);
+  bound(nullptr);
 }
 
 // A cold start of many threads: each key is compiled once, each launch is right.

@@ -28,6 +28,7 @@ from plait.wrapper.instructions import (
     WrapperProgram,
 )
 from plait.wrapper.native import encode
+from plait.wrapper.package import Contents, Writer
 
 # Every kernel follows the ABI of docs/native-interface.md; shares are contiguous ranges of elements.
 SOURCE = r"""
@@ -130,3 +131,9 @@ def add_program() -> Program:
     """x + y of eight elements."""
     inputs = (tensor("x", 8), tensor("y", 8))
     return build(program(inputs, alloc("o", 8), launch("k_add", "x", "y", "o", n=8), ret("o")))
+
+
+def write_package(path: Path, contents: Contents) -> None:
+    """Writes a package at once. Raises as `Writer.finish`."""
+    with Writer(path) as writer:
+        writer.finish(contents)

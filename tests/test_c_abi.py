@@ -257,6 +257,6 @@ def test_from_python(folder: Path) -> None:
     command = [sys.executable, "-c", IN_PYTHON, LIBRARY, packed]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    why = f"kernel one: not in {packed} for sm_90: pack it with 'one *fp32'\n  specialization: *fp32"
+    why = f"kernel one: not in {packed} for sm_90: pack it with 'one *fp32' and --arch 90\n  specialization: *fp32"
     assert done.stdout == f"{why} b'one' b'*fp32' -1\n"
     assert log.read_text().endswith("launch one grid 6 1 1 block 128 1 1 shared 0 stream 2 extra 0 first 48\n")

@@ -606,6 +606,6 @@ def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPa
         return [n.meta["stack_trace"] for n in graph.nodes if n.op == "call_function"]
 
     ours = lines()
-    monkeypatch.setattr(compat, "Forwards", CapturedTraceback)
+    monkeypatch.setattr(compat, "_Forwards", CapturedTraceback)
     assert ours == lines() and len(ours) == 3
     assert "return (x * 2).sin()" in ours[1] and "return self.inner(x) + 1" in ours[2]

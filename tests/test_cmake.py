@@ -175,6 +175,10 @@ def test_examples_from_a_pack(prefix: Path, driver: dict[str, str], tmp_path: Pa
     (tmp_path / "kernels.pack").write_bytes(pack(kernels, texts))
     check(run(prefix / "bin" / "launch_cpp", tmp_path / "kernels.pack", **driver), "add", "softmax")
     check(run(prefix / "bin" / "launch_c", tmp_path / "kernels.pack", **driver), "add")
+    older = {**os.environ, **driver, "FAKE_CUDA_CAPABILITY": "8"}
+    refused = subprocess.run([prefix / "bin" / "launch_cpp", tmp_path / "kernels.pack"], env=older, stderr=-1)
+    wanted = b"kernels.pack for sm_80: pack it with 'add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024' and --arch 80\n"
+    assert refused.returncode == 1 and wanted in refused.stderr, refused.stderr
     missing = subprocess.run([prefix / "bin" / "launch_c", EXAMPLES / "gpu.h"], env={**os.environ, **driver}, stderr=-1)
     assert missing.returncode == 1 and b"is no kernel file of this version" in missing.stderr
 

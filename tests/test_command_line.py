@@ -75,6 +75,12 @@ def test_a_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
+def test_a_pack_for_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    for arch in ("79", "sm_90", "-90"):
+        assert exits("pack", "kernels.py", "--signatures", "f i32", f"--arch={arch}") == 2
+        assert f"{arch!r} is no compute capability from 80 on" in capsys.readouterr().err
+
+
 def test_what_is_neither(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert exits("info", path) == f"plait: {path}: No such file or directory"

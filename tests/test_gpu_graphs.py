@@ -86,6 +86,16 @@ def test_a_moving_input_of_an_operator_is_copied(programs: list[Program]) -> Non
     assert stats(programs[0])["recorded"] <= 2 and stats(programs[0])["copied"] > 0
 
 
+def test_inputs_may_lose_their_alignment(programs: list[Program]) -> None:
+    """Kernels take addresses that are multiples of 16: another one is copied, and the copy's is patched."""
+    compiled = graphs(lambda x: F.softmax(x * 2, -1).cumsum(0))
+    memory = r(64 * 128 + 8)
+    for at in (0, 4, 0, 1, 3, 2, 8, 1):
+        x = memory[at : at + 64 * 128].view(64, 128)
+        torch.testing.assert_close(compiled(x), F.softmax(x * 2, -1).cumsum(0))
+    assert stats(programs[0])["recorded"] == 1 and stats(programs[0])["replayed"] >= 5
+
+
 def test_results_stay_valid(programs: list[Program]) -> None:
     w = r(64, 64)
     compiled = graphs(lambda x: ((x + 1) @ w, (x * 2).sum(-1)))

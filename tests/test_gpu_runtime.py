@@ -216,6 +216,20 @@ def test_calls_keep_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ beyond 32 bits
+def test_segments_that_grow() -> None:
+    """Programs and recordings where the allocator's segments are expandable, which is so for all of a process."""
+    names = (
+        "test_moving_inputs_are_patched", "test_results_stay_valid", "test_one_recording_for_each_size",
+        "test_what_is_saved_survives_other_recordings",
+    )  # fmt: skip
+    tests = [f"tests/test_gpu_graphs.py::{name}" for name in names]
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0 and f"{len(names)} passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_more_elements_than_32_bits_count() -> None:
     n = 2**31 + 7
     x = torch.zeros(n, dtype=torch.int8, device=CUDA)

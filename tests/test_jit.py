@@ -489,6 +489,7 @@ k i32:D [] sm_90
 k i32:D [a='b%20c';enable_fp_fusion=False;launch_cooperative_grid=True;launch_pdl=True;maxnreg=64;maxnreg_b=3;\
 num_stages=2;num_warps=8] sm_90
 k i32:D [num_warps=8] sm_90
+error: kernel k: two values for option num_warps [k] -1
 error: kernel k: k: a grid of 2147483648 programs is more than the device takes
   specialization: i32:D [k] -1
 error: kernel k: k: a grid of 1 x 65536 x 1 programs is more than the device takes
@@ -763,9 +764,10 @@ def test_bound_launches_change(program: Path) -> None:
 
 def test_each_context_has_its_handle(program: Path) -> None:
     said, done = run(program, "contexts")
-    refused = "error: kernel k: k: out of luck (400)\n  specialization: i32:D [k] -1\n"
-    assert said == "k i32:D [] sm_90\n" + refused
-    assert sum(line.startswith("launch") for line in done) == 6
+    refused = "error: kernel k: another context is current than the one that it was bound in\n"
+    assert said == "k i32:D [] sm_90\n" + 3 * f"{refused}  specialization: i32:D [k] -1\n"
+    firsts = [line.split()[-3] for line in done if line.startswith("launch")]
+    assert firsts == ["10", "20"] * 3 + ["30", "50", "50"]
 
 
 def test_a_hit_allocates_nothing(program: Path) -> None:
@@ -821,13 +823,24 @@ def packs(folder: Path) -> None:
         "kernel add_kernel: FileNotFoundError: there is no Python file /nowhere.py",
         "kernel add_kernel: cannot run /nowhere/python: No such file or directory",
         "kernel add_kernel: the process that compiles kernels ended (/bin/false",
-        f"kernel add_kernel: not in {folder}/kernels.pack for sm_90: pack it with 'add_kernel {pointers},i32:D,=1024'",
+        f"kernel add_kernel: not in {folder}/kernels.pack for sm_90: "
+        f"pack it with 'add_kernel {pointers},i32:D,=1024' and --arch 90\n",
         f"kernel other: it is not in {folder}/kernels.pack",
         f"kernel (all of a pack): {folder}/kernels.py is no kernel file of this version",
     ]
     for error, start in zip(errors, starts, strict=True):
         assert error.startswith(start), error
     assert "no_such_function" in errors[3] and "specialization: *fp32:D" in errors[3] and "Traceback" in errors[3]
+
+    # Errors of packing say what was packed, and then what Python said.
+    for signature, start in (
+        ("add_kernel *fp32, =64 num_warps=2", "add_kernel *fp32,=64 num_warps=2 (sm_90): ValueError: add_kernel has 5"),
+        ("nothing i32", "nothing: AttributeError: module 'kernels"),
+    ):
+        with pytest.raises(UserError) as error:
+            triton_pack(folder / "no.pack", folder / "kernels.py", [signature])
+        said = str(error.value)
+        assert said.startswith(start) and "\nTraceback" in said and "try:" not in said, said
 
     # What was launched makes a pack.
     listed = folder / "kernels.pack.list"

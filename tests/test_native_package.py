@@ -17,8 +17,8 @@ from plait.errors import InputError, Unsupported
 from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Constant, SizeOf, Symbol, WrapperProgram
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Control, Routine, Variant, Writer, write_package
-from tests.native_tools import SOURCE, alloc, extern, launch, library, program, ret, tensor
+from plait.wrapper.package import Contents, Control, Routine, Variant, Writer
+from tests.native_tools import SOURCE, alloc, extern, launch, library, program, ret, tensor, write_package
 
 ROOT = Path(__file__).parent.parent
 s0 = symbol("s0")

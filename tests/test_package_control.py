@@ -20,7 +20,8 @@ from torch.export import Dim, export
 
 import plait
 from plait.errors import Unsupported
-from plait.wrapper.package import Contents, Control, Writer, write_package
+from plait.wrapper.package import Contents, Control, Writer
+from tests.native_tools import write_package
 
 ROOT = Path(__file__).parent.parent
 N = Dim("n", min=3, max=9)

@@ -20,8 +20,8 @@ from plait.ir.dtypes import f32
 from plait.ir.sizes import symbol
 from plait.wrapper.instructions import Literal, Ref, Return, SizeOf, Symbol, View
 from plait.wrapper.native import encode
-from plait.wrapper.package import Contents, Variant, write_package
-from tests.native_tools import alloc, launch, library, program, tensor
+from plait.wrapper.package import Contents, Variant
+from tests.native_tools import alloc, launch, library, program, tensor, write_package
 
 ROOT = Path(__file__).parent.parent
 TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
+from plait.tools.report import recorded_lines
 from plait.wrapper.instructions import Alloc, Arena, CallExtern, Launch, Partition, Place, WrapperProgram
 from plait.wrapper.native import encode
 from plait.wrapper.partition import COPIED_NBYTES, fixed_inputs, partition, recorded_results
@@ -64,6 +66,12 @@ def test_results_of_operators_stay_in_recorded_memory() -> None:
     first = next(k for k, i in enumerate(made.body) if isinstance(i, Partition) and i.recorded)
     assert all(made.body.index(i) > first for i in made.body if isinstance(i, Alloc))
     assert fixed_inputs(made) == (["x"], ["y"]) and recorded_results(made) == ([], ["b"])
+    assert recorded_lines(made) == [
+        "  CUDA graphs: 1 part recorded; "
+        "1 input (x) patched if moved, 1 input (y) that operators see copied or recorded again; "
+        "0 results written where it belongs, 1 copied inside the graph"
+    ]
+    assert recorded_lines(replace(made, body=made.body[-1:])) == []
 
 
 def test_a_result_in_the_memory_of_another_tensor_is_not_recorded_memory() -> None:

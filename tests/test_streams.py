@@ -112,7 +112,7 @@ def test_order_is_kept(compile_only: None, form: str) -> None:  # noqa: F811
     assert "with rt.below_autograd(), rt.callers_stream():" in source
     assert "torch.ops.streams.fork" in source
     assert "raise SystemExit('test calls streams by number, which no file can hold')" in source
-    assert "call('streams::fork')(0, 1)" in make_cpp(p)
+    assert "call('streams::fork', fence=True)(0, 1)" in make_cpp(p)
 
 
 @ours
@@ -147,7 +147,7 @@ def test_what_is_equal_is_not_shared(compile_only: None) -> None:  # noqa: F811
     p = compiled(graph).wrapper
     assert sum("exp" in i.kernel for i in of(p, Launch)) == 2
     body = list(p.body)
-    fence = body.index(CallExtern("streams::wait_event", (3, 1), (), ()))
+    fence = body.index(CallExtern("streams::wait_event", (3, 1), (), (), fence=True))
     assert not any(isinstance(i, Launch) and "exp" in i.kernel for i in body[:fence])
 
 
@@ -175,7 +175,7 @@ def test_memory_is_the_allocators(compile_only: None) -> None:  # noqa: F811
             made[i.name] = now
         elif isinstance(i, (Launch, CallExtern)) and not (isinstance(i, CallExtern) and i.op.startswith("streams::")):
             for name in (n for n in used(i) if n in made and made[n] != now):
-                record = CallExtern("streams::record_stream", (Ref(name), int(now)), (), ())
+                record = CallExtern("streams::record_stream", (Ref(name), int(now)), (), (), fence=True)
                 assert record in body and body.index(record) < body.index(Free(name))
 
 
@@ -192,7 +192,7 @@ def test_tensors_that_are_kept_for_a_stream_live_that_long(compile_only: None) -
     body = list(compiled(graph_of(fn, (64, 64))).wrapper.body)
     *_, last = (i for i in body if isinstance(i, CallExtern) and i.op == "streams::sync_dealloc")
     (kept,) = (a for a in last.args if isinstance(a, Ref))
-    assert CallExtern("streams::record_stream", (kept, 1), (), ()) in body
+    assert CallExtern("streams::record_stream", (kept, 1), (), (), fence=True) in body
     assert body.index(Free(kept.name)) == body.index(last) + 1
 
 
@@ -231,16 +231,30 @@ def test_copies_to_the_host_and_calls_without_results_are_work() -> None:
 
 
 def test_streams_of_graphs_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would crash over a weak reference to one that has died."""
+    """torch before 2.13 would crash over a weak reference to one that has died."""
     stream = Named("a stream")
     alive = weakref.ref(stream)
     monkeypatch.setitem(graph_bytecode_inputs.index_to_external_object_weakref, 9, alive)
+    monkeypatch.setattr(compat, "_WEAK_STREAMS_DANGLE", True)
+    monkeypatch.setattr(compat, "_streams", {})
     graph = graph_of(lambda x: x.sin(), (8,))
     order_streams(graph)
     assert stream not in compat._streams.values()
     order_streams(on(graph, 1, "sin"))
     del stream
     assert alive() is not None
+    compat._streams.clear()
+    monkeypatch.setattr(compat, "_WEAK_STREAMS_DANGLE", False)
+    order_streams(on(graph_of(lambda x: x.sin(), (8,)), 1, "sin"))
+    assert alive() is None
+
+
+@pytest.mark.skipif(compat._WEAK_STREAMS_DANGLE, reason="this torch needs its streams to live")
+@pytest.mark.parametrize("kind", [torch.Stream, torch.Event])
+def test_a_weak_reference_to_a_stream_may_outlive_it(kind: type) -> None:
+    """What compat takes for true of torch's own types."""
+    alive = weakref.ref(kind(device="cpu"))
+    assert alive() is None
 
 
 def test_nothing_of_it_is_recorded(compile_only: None) -> None:  # noqa: F811

@@ -30,6 +30,20 @@ struct Plan {
     return true;
   }
 
+  // Gives a thread that has no context the one that this belongs to; says whether it had none. Throws Error if it has
+  // another one.
+  bool enter() const {
+    if (!record) return false;  // nothing was launched: it belongs to none yet
+    const cuda::Driver& driver = *record->driver;
+    return told(call.function->name, record->specialization.text, [&] {
+      const uint64_t mine = record->key[0], current = current_context(driver);
+      if (current == mine) return false;
+      if (current != 0) throw std::runtime_error("another context is current than the one that it was bound in");
+      driver.check(driver.set_context(reinterpret_cast<void*>(mine)), "cuCtxSetCurrent");
+      return true;
+    });
+  }
+
   Sites& sites;
   const Launch launch;
   const std::vector<std::string> texts;
@@ -53,14 +67,23 @@ void launch(const Plan& plan, Stream stream) {
   if (is_empty(plan.grid)) return;
   const size_t n = plan.parameters.size();
   auto** parameters = static_cast<void**>(alloca(n * sizeof(void*)));
-  std::memcpy(parameters, plan.parameters.data(), n * sizeof(void*));
-  cuda::Config config = plan.config;
-  plan.record->clear(plan.given.data(), plan.nbytes, stream);
-  plan.record->launch(plan.grid, config, stream, parameters);
+  const auto run = [&] {
+    std::memcpy(parameters, plan.parameters.data(), n * sizeof(void*));
+    cuda::Config config = plan.config;
+    plan.record->clear(plan.given.data(), plan.nbytes, stream);
+    plan.record->launch(plan.grid, config, stream, parameters);
+  };
+  try {
+    run();
+  } catch (const Error&) {  // asked only now: a launch has no time to look for its context
+    if (!plan.enter()) throw;
+    run();
+  }
 }
 
 void change(Plan& plan, size_t leaf, std::span<const uint8_t> states, size_t word, std::span<const uint64_t> words) {
   const size_t first = n_head_words + n_state_words(plan.call.leaves.size());
+  plan.enter();
   const std::vector<uint64_t> before = plan.given;
   std::copy(states.begin(), states.end(), reinterpret_cast<uint8_t*>(plan.given.data() + n_head_words) + leaf);
   std::copy(words.begin(), words.end(), plan.given.begin() + static_cast<std::ptrdiff_t>(first + word));
@@ -86,6 +109,7 @@ cuda::NodeParams node_of(const Plan& plan, void** parameters) {
     throw Error(facts ? "a kernel with scratch memory, or a pre_hook that zeroes, is no node of its own: capture its launch"
                       : "a launch with an empty grid is no node of a graph",
                 plan.call.function->name);
+  plan.enter();  // a node gets the current one
   static void* none = nullptr;
   std::copy(plan.parameters.begin(), plan.parameters.end() - 2, parameters);
   std::fill_n(parameters + plan.parameters.size() - 2, 2, &none);

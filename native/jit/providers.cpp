@@ -51,7 +51,8 @@ class Pack : public Provider {
     const Cubins::Entry* found = cubins_.find(name);
     if (!found)  // among configurations that are tuned, it is one less
       throw Refused("not in " + path_ + " for sm_" + std::to_string(r.capability) + ": pack it with '" +
-                        r.function + " " + r.specialization + (r.options.empty() ? "" : " ") + r.options + "'",
+                        r.function + " " + r.specialization + (r.options.empty() ? "" : " ") + r.options +
+                        "' and --arch " + std::to_string(r.capability),
                     r.function, r.specialization);
     return binary_of(cubins_, name, *found);
   }

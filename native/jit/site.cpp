@@ -425,7 +425,8 @@ Settings Site::tune(Asked& asked, size_t layer, const Settings& chosen) const {
   return read_settings(*best);
 }
 
-std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const {
+// What timing may not change: tensors that are reset or restored.
+std::vector<Kept> Site::kept_of(const Asked& asked, const Layer& layer) const {
   const Call& call = asked.call;
   std::vector<Kept> kept;
   const auto keep = [&](const std::string& name, bool zero) {
@@ -441,8 +442,11 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
   };
   for (const std::string& name : layer.reset) keep(name, true);
   for (const std::string& name : layer.restore) keep(name, false);
+  return kept;
+}
 
-  // Compiled by as many threads as the provider likes; who comes second finds it.
+// By as many threads as the provider likes; who wants a kernel afterwards finds it, or why there is none.
+void Site::compile_all(const Asked& asked, const std::vector<Settings>& candidates) const {
   std::atomic<size_t> next{0};
   const auto compile = [&] {
     for (size_t k; (k = next++) < candidates.size();) try {
@@ -455,7 +459,7 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
       }
   };
   std::vector<std::thread> helpers;
-  void* context = reinterpret_cast<void*>(call.words[0]);
+  void* context = reinterpret_cast<void*>(asked.call.words[0]);
   const size_t n_helpers = std::min<size_t>(function->provider->concurrency(), candidates.size());
   for (size_t k = 1; k < n_helpers; ++k)
     helpers.emplace_back([&] {
@@ -464,7 +468,12 @@ std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std
     });
   if (!helpers.empty()) compile();
   for (std::thread& t : helpers) t.join();
+}
 
+std::vector<double> Site::time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const {
+  const Call& call = asked.call;
+  const std::vector<Kept> kept = kept_of(asked, layer);
+  compile_all(asked, candidates);
   struct Candidate {
     std::unique_ptr<Record> record;
     std::vector<uint64_t> words;

@@ -292,6 +292,8 @@ struct Site {
   Settings with_config(const Asked& asked, size_t layer, Settings chosen, const Settings& config) const;
   std::string ask(const Asked& asked, const std::string& kind, const Settings& chosen) const;
   Settings tune(Asked& asked, size_t layer, const Settings& chosen) const;
+  std::vector<Kept> kept_of(const Asked& asked, const Layer& layer) const;
+  void compile_all(const Asked& asked, const std::vector<Settings>& candidates) const;
   std::vector<double> time(const Asked& asked, const Layer& layer, const std::vector<Settings>& candidates) const;
   Request request_of(const Asked& asked, const Specialization& specialization, const Settings& chosen) const;
   const cuda::Kernel* load(const Asked& asked, Record& record, bool timed) const;

@@ -601,7 +601,8 @@ Settings options_of(const Signature& signature, const Options& o, const Settings
   if (o.cooperative) set["launch_cooperative_grid"] = "True";
   if (o.pdl) set["launch_pdl"] = "True";
   if (o.others)
-    for (const auto& [name, value] : o.others->options) set[name] = value;
+    for (const auto& [name, value] : o.others->options)
+      if (!set.try_emplace(name, value).second) throw Error("two values for option " + name, signature.function);
   const auto& parameters = signature.parameters;
   for (const auto& [name, value] : chosen) {
     if (std::any_of(parameters.begin(), parameters.end(), [&](const Parameter& p) { return p.name == name; })) continue;

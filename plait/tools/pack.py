@@ -1,6 +1,6 @@
 """Writes packs: kernels of Triton functions, compiled ahead, for C++ programs without Python (docs/triton-cpp.md).
 
-`python -m plait.tools.pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
+`plait pack kernels.py --signatures "add_kernel *fp32:D,*fp32:D,*fp32:D,i32:D,=1024 num_warps=8"`: a
 function, what it is specialized to, and options, as an error of a kernel that a pack lacks prints them. `@FILE` stands
 for a file of them, a line each. "FUNCTION @heuristics0 n=100" is a question that a decorator's Python function is
 asked now, because C++ cannot; with " -> " and an answer behind it, as for @tuned, it is stored as it is. Triton runs in
@@ -28,6 +28,8 @@ from plait.runtime.cubin import Cubin, pack
 from plait.runtime.triton_kernels import read_options, read_specialization, write_item, write_value
 
 MAX_PROCESSES = 8
+OLDEST_CAPABILITY = 80
+"""Of the GPUs that plait supports."""
 
 
 class _Line:
@@ -39,15 +41,14 @@ class _Line:
     def send(self, request: bytes) -> None:
         self.socket.sendall(struct.pack("<Q", len(request)) + request)
 
-    def ask(self, *lines: str) -> bytes:
-        """An answer. Raises UserError if it is no."""
+    def ask(self, who: str, *lines: str) -> bytes:
+        """An answer. Raises UserError, which begins with `who`, if it is no."""
         self.send("\n".join(lines).encode())
         size = self.stream.read(8)
         said: bytes = self.stream.read(*struct.unpack("<Q", size)) if len(size) == 8 else b"eits process ended"
         if said[:1] == b"k":
             return said[1:]
-        why, _, trace = said[1:].decode().partition("\n")
-        raise UserError(f"{' '.join(lines[2:])}: {why}", hint=trace)
+        raise UserError(f"{who}: {said[1:].decode().rstrip()}")  # the reason, and Python's traceback
 
     def fork(self) -> _Line:
         """Another process that has loaded what this one has."""
@@ -94,7 +95,7 @@ def triton_pack(
     n = max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(wanted) * len(capabilities)))
     with _compiler() as first, ThreadPoolExecutor(n) as threads, ExitStack() as stack:
         functions = dict.fromkeys([*(f for f, _, _ in wanted), *(fact.split()[0] for fact in facts)])
-        texts = {f: first.ask("describe", file, f).decode() for f in functions}
+        texts = {f: first.ask(f, "describe", file, f).decode() for f in functions}
         for fact in facts:
             function, _, what = fact.strip().partition(" @")
             texts[function] += f"\n>{what if ' -> ' in what else _answer(first, file, function, what)}"
@@ -119,7 +120,8 @@ def _answer(compiler: _Line, file: str, function: str, question: str) -> str:
     kind, _, arguments = question.partition(" ")
     if kind.startswith("tuned"):
         raise UserError(f"{function} @{question}: ' -> ' and a configuration are missing")
-    names, _, result = compiler.ask("evaluate", file, function, kind, arguments).decode().partition("\n")
+    answer = compiler.ask(f"{function} @{question}", "evaluate", file, function, kind, arguments).decode()
+    names, _, result = answer.partition("\n")
     told = dict(item.split("=", 1) for item in arguments.split(";") if "=" in item)
     conditions = ";".join(f"{name}={told.get(name, '-')}" for name in names.split(",") if name)
     return f"{kind} {conditions} -> {result}"
@@ -148,15 +150,22 @@ def _compile(
     for (function, specialization, options), capability in jobs:
         defaults = texts[function].partition("\n")[0].split(";")
         differing = ";".join(o for o in options.split(";") if o not in defaults)
-        answer = compiler.ask("cubin", file, function, str(capability), specialization, differing)
+        who = f"{function} {specialization}{' ' * bool(options)}{options} (sm_{capability})"
+        answer = compiler.ask(who, "cubin", file, function, str(capability), specialization, differing)
         found[f"{function}|{specialization}|{differing}|{capability}"] = Cubin.from_bytes(answer)
     return found
+
+
+def _capability(text: str) -> int:
+    if text.isdecimal() and int(text) >= OLDEST_CAPABILITY:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no compute capability from {OLDEST_CAPABILITY} on, such as 90")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m plait.tools.pack", description=(__doc__ or "").partition("\n")[0],
+        prog="plait pack", description=(__doc__ or "").partition("\n")[0],
         fromfile_prefix_chars="@",
     )  # fmt: skip
     parser.add_argument("file", help="the Python file with the functions")
@@ -168,7 +177,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--all-configs", action="store_true",
         help="also what a recorded run timed and did not choose: then a pack is enough to tune anew",
     )  # fmt: skip
-    parser.add_argument("--arch", nargs="+", type=int, default=[90], help="compute capabilities (90)")
+    parser.add_argument(
+        "--arch", nargs="+", type=_capability, default=[90], metavar="N",
+        help=f"compute capabilities, from {OLDEST_CAPABILITY} on (90)",
+    )  # fmt: skip
     parser.add_argument("-o", "--output", help="the pack (the file's name with .pack)")
     given = parser.parse_args(arguments)
     output = given.output or Path(given.file).with_suffix(".pack")

@@ -17,11 +17,12 @@ from plait.ir.sizes import free_symbols
 from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
-from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput
+from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput, WrapperProgram
 from plait.wrapper.partition import fixed_inputs, recorded_results
 from plait.wrapper.program import CompileRecord
 
 MANY = 30  # lines of one list in the summary
+MAX_NAMES = 8  # of one list in a line
 
 
 @dataclass(frozen=True)
@@ -149,22 +150,27 @@ def _graph_head(g: CompileRecord) -> list[str]:
         lines.append(f"  called through AOTAutograd's wrapper: {g.wrapper_reason}")
     if sizes := _dynamic(g):
         lines.append(f"  sizes that may vary: {', '.join(sizes)}")
-    return [*lines, *_recorded(g), f"  memory: {_memory(g)}"]
+    return [*lines, *recorded_lines(g.wrapper), f"  memory: {_memory(g)}"]
 
 
-def _recorded(g: CompileRecord) -> list[str]:
-    """What of a graph is replayed as CUDA graphs, and why the rest is not."""
-    parts = [i for i in g.wrapper.body if isinstance(i, Partition)]
+def recorded_lines(program: WrapperProgram) -> list[str]:
+    """What of a program is replayed as CUDA graphs, what becomes of its inputs then, and why the rest is not."""
+    parts = [i for i in program.body if isinstance(i, Partition)]
     if not parts:
         return []
-    free, fixed = fixed_inputs(g.wrapper)
-    direct, copied = recorded_results(g.wrapper)
+    free, fixed = fixed_inputs(program)
+    direct, copied = recorded_results(program)
     lines = [
         f"  CUDA graphs: {_count(sum(p.recorded for p in parts), 'part')} recorded; "
-        f"{_count(len(free), 'input')} patched if moved, {len(fixed)} that operators see copied or recorded again; "
+        f"{_inputs(free)} patched if moved, {_inputs(fixed)} that operators see copied or recorded again; "
         f"{_count(len(direct), 'result')} written where it belongs, {len(copied)} copied inside the graph"
     ]
     return lines + [f"    at every call: {p.reason}" for p in parts if p.reason]
+
+
+def _inputs(names: Sequence[str]) -> str:
+    shown = [*names[:MAX_NAMES], *["..."] * (len(names) > MAX_NAMES)]
+    return _count(len(names), "input") + f" ({', '.join(shown)})" * bool(names)
 
 
 def _dynamic(g: CompileRecord) -> list[str]:

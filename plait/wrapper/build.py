@@ -189,7 +189,7 @@ class _Builder:
         if e.callable_index >= 0:
             self.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
         else:
-            self.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep))
+            self.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep, fence=e.fence))
 
     def check_results(self, step: Step) -> None:
         """Custom and higher-order operators promise sizes and strides that kernels then take for granted."""

@@ -271,7 +271,7 @@ class CallExtern:
     that returns a single TensorList the names are its elements. An int result defines a symbol of that name.
     into: names of existing tensors that receive the results (`out=` variants: then `op` is the out overload, the
     tensors stand in kwargs too and outs is empty). may_keep: the op may keep or alias its arguments, so none of them
-    lies in an arena."""
+    lies in an arena. fence: it orders streams or makes another one the current one, and stays where it is."""
 
     op: str
     args: tuple[Operand, ...]
@@ -279,6 +279,7 @@ class CallExtern:
     outs: tuple[str | None, ...]
     into: tuple[str, ...] = ()
     may_keep: bool = True
+    fence: bool = False
 
 
 @dataclass(frozen=True, slots=True)

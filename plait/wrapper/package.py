@@ -190,12 +190,6 @@ class Writer:
             view, start = view[n:], start + n
 
 
-def write_package(path: str | os.PathLike[str], contents: Contents) -> None:
-    """Writes the file at path, in place of what is there, whole or not at all. Raises as `Writer.finish`."""
-    with Writer(path) as writer:
-        writer.finish(contents)
-
-
 def _next_page(end: int) -> int:
     return -(-end // _PAGE) * _PAGE
 

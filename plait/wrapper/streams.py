@@ -34,5 +34,5 @@ def keep_memory(p: ins.WrapperProgram, devices: Mapping[str, str]) -> ins.Wrappe
             for name in dict.fromkeys(root(n, bases) for n in used(i)):
                 if devices.get(name, "cpu") != "cpu" and now not in known[name]:
                     known[name].add(now)
-                    out.append(ins.CallExtern(RECORD, (ins.Ref(name), now), (), ()))
+                    out.append(ins.CallExtern(RECORD, (ins.Ref(name), now), (), (), fence=True))
     return replace(p, body=tuple(out))

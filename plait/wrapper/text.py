@@ -66,7 +66,7 @@ SYNTAX: dict[type, Syntax] = {
     ins.TensorInput: ("tensor_input", (*_TENSOR, ("device", "text"))),
     ins.SymbolInput: ("int_input", (("name", "new"),)),
     ins.OpaqueInput: ("object_input", (("name", "new"),)),
-    ins.CallExtern: ("call", (("op", "text"), ("into", "names"), ("may_keep", "bool"))),
+    ins.CallExtern: ("call", (("op", "text"), ("into", "names"), ("may_keep", "bool"), ("fence", "bool"))),
     ins.CallPython: ("call_python", (("index", "int"), ("label", "text"))),
 }  # fmt: skip
 _BY_WORD: dict[str, type] = {word: cls for cls, (word, _) in SYNTAX.items()}

@@ -142,7 +142,7 @@ def symbols(i: ins.Instr) -> frozenset[str]:
 
 def is_fence(i: ins.Instr) -> bool:
     """Whether an instruction orders streams or makes another one the current one."""
-    return isinstance(i, ins.CallExtern) and i.op.startswith("streams::")
+    return isinstance(i, ins.CallExtern) and i.fence
 
 
 def views_of(body: Iterable[ins.Instr]) -> dict[str, str]:

@@ -705,7 +705,7 @@ Option::Option(std::string_view name, const T& value) : name(name) {
 }
 
 // A launch that is resolved: kernel, arguments and grid are fixed. Threads may share it. Belongs to the
-// context that was current when it was bound.
+// context that was current when it was bound: a thread that has none gets this one, in another one it is an error.
 class Bound {
  public:
   explicit Bound(detail::Plan* plan) : plan_(plan, detail::destroy) {}

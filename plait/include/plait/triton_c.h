@@ -148,7 +148,8 @@ PLAIT_TRITON_C plait_triton_status plait_triton_prepare(plait_triton_kernel* ker
                                                         const plait_triton_config* config,
                                                         const plait_triton_argument* arguments, size_t n);
 
-/* A launch that is resolved: kernel, arguments and grid are fixed. It belongs to the context that was current. */
+/* A launch that is resolved: kernel, arguments and grid are fixed. It belongs to the context that was current: a thread
+ * that has none gets this one, in another one it is an error. */
 typedef struct plait_triton_bound plait_triton_bound;
 PLAIT_TRITON_C plait_triton_status plait_triton_bind(plait_triton_kernel* kernel,
                                                      const plait_triton_config* config,

@@ -434,17 +434,14 @@ THIN += [_config(many, few, *rest) for few, many, *rest in THIN_TILES]
 
 
 def fitting(configs, named, **constants):
-    """The tiles that are worth a trial. Of thin matrices in half precision, those made for them; else the largest of
-    those no larger than the matrices, which suit batches; and those of which there are about as many as
-    multiprocessors."""
+    """The tiles that are worth a trial. Of thin matrices in half precision, those made for them; else, unless tiles are
+    few, the largest of those no larger than the matrices, which suit batches; and those of which there are about as
+    many as multiprocessors."""
     most_m, most_n, most_k = (max(16, named[f"{name}_like"]) for name in "mnk")
     itemsize = named["a"].dtype.itemsize
 
-    def sizes(c):
-        return [c.kwargs[name] for name in ("BM", "BN", "BK")]
-
     def fits(c):
-        bm, bn, bk = sizes(c)
+        bm, bn, bk = (c.kwargs[name] for name in ("BM", "BN", "BK"))
         nbytes = (bm + bn) * bk * itemsize * c.num_stages
         within = bm <= most_m and bn <= most_n and bk <= max(32, most_k)
         return within and nbytes <= SHARED and bm * bn * itemsize <= 1 << 16
@@ -457,9 +454,10 @@ def fitting(configs, named, **constants):
         return max(n_tiles / MULTIPROCESSORS, MULTIPROCESSORS / n_tiles)
 
     few = min(most_m, most_n)
-    thin = [c for c in THIN if itemsize == 2 and few in sizes(c)[:2] and fits(c)]
+    thin = [c for c in THIN if itemsize == 2 and few == min(c.kwargs["BM"], c.kwargs["BN"]) and fits(c)]
     wide = sorted(filter(fits, WIDE), key=area, reverse=True)
-    return list(dict.fromkeys([*(thin or wide[:3]), *sorted(wide, key=distance)[:4]]))
+    large = wide[:3] if named["PARTS"] == 1 else []
+    return list(dict.fromkeys([*(thin or large), *sorted(wide, key=distance)[:4]]))
 
 
 @triton.jit
@@ -601,11 +599,12 @@ TMA_TILES = (  # BM, BN, BK, num_warps, num_stages
 
 def balanced(configs, named, **constants):
     """The tiles with which the multiprocessor that has most of them has least to do, larger ones first."""
+    worth_of_load = 64  # multiplications in the time of it
 
     def work(c):
-        area = c.kwargs["BM"] * c.kwargs["BN"]
-        n_tiles = -(-named["m_like"] // c.kwargs["BM"]) * -(-named["n_like"] // c.kwargs["BN"])
-        return -(-n_tiles // MULTIPROCESSORS) * area, -area
+        bm, bn = c.kwargs["BM"], c.kwargs["BN"]
+        n_tiles = -(-named["m_like"] // bm) * -(-named["n_like"] // bn)
+        return -(-n_tiles // MULTIPROCESSORS) * (bm * bn + worth_of_load * (bm + bn)), -bm * bn
 
     return sorted(configs, key=work)[:6]
 

@@ -147,14 +147,17 @@ def cases() -> list[tuple[str, Call, Call, Call | None]]:
         ("softmax and gradient", trained(lambda x: torch.softmax(x, 1), g),
          trained(lambda x: ops.softmax(x, 1), g), None),
     ]  # fmt: skip
+    half, single = torch.bfloat16, torch.float32
     for m, n, k, dtype in (
-        (1, 4096, 4096, torch.bfloat16), (16, 4096, 4096, torch.bfloat16), (256, 4096, 4096, torch.bfloat16),
-        (1024, 1024, 1024, torch.bfloat16), (2048, 4096, 11008, torch.bfloat16), (4096, 4096, 4096, torch.bfloat16),
-        (4096, 4096, 4096, torch.float16), (1024, 1024, 1024, torch.float32),
+        (1, 4096, 4096, half), (16, 4096, 4096, half), (64, 4096, 4096, half), (256, 4096, 4096, half),
+        (1, 1024, 4096, half), (16, 1024, 4096, half), (128, 128, 65536, half), (1, 4096, 4096, single),
+        (16, 4096, 4096, single), (1024, 1024, 1024, half), (2048, 4096, 11008, half), (4096, 4096, 4096, half),
+        (4096, 4096, 4096, torch.float16), (1024, 1024, 1024, single),
     ):  # fmt: skip
-        a, b = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype).t()
-        found.append((f"matmul {m}x{n}x{k} {str(dtype)[6:]}", lambda a=a, b=b: a @ b,
-                      lambda a=a, b=b: ops.matmul(a, b), None))  # fmt: skip
+        a, turned, plain = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype).t(), rand(k, n, dtype=dtype)
+        for b, order in ((turned, ""), *([(plain, ", other by rows")] if m <= 256 else [])):
+            found.append((f"matmul {m}x{n}x{k} {str(dtype)[6:]}{order}", lambda a=a, b=b: a @ b,
+                          lambda a=a, b=b: ops.matmul(a, b), None))  # fmt: skip
     return found
 
 

@@ -186,6 +186,14 @@ def matmul_cases() -> list[Case]:
         (r(4, 5, dtype=torch.float16), r(5, 6, dtype=torch.float16)), (r(4, 5, dtype=F64), r(5, 6, dtype=F64)),
         (r(2, 0), r(0, 3)), (r(0, 2), r(2, 3)), (r(130, 20), r(20, 150)), (strided(r(4, 5), 0, 1), r(5, 3)),
         (r(9, 20), r(20, 28)), (r(20, 12).t(), r(28, 20).t()), (r(2, 9, 40, dtype=HALF), r(2, 40, 24, dtype=HALF)),
+        # With vectors.
+        (r(1, 70), r(40, 70).t()), (r(17, 33), r(33, 1)), (r(3, 9, 40, dtype=HALF), r(3, 40, 1, dtype=HALF)),
+        (r(2, 1, 20), r(2, 300, 20).mT), (r(50, 24, dtype=torch.float16)[:, 8:], r(24, 2, dtype=torch.float16)[8:, 1]),
+        (r(7, 41, dtype=F64), r(41, dtype=F64)), (r(1, 9, 640), r(1, 640, 1)),
+        # With long sums, which programs share.
+        (r(5, 1100), r(1100, 40)), (r(2100), r(2100)), (r(3, 2200, dtype=HALF), r(60, 2200, dtype=HALF).t()),
+        (r(60, 2049, dtype=torch.float16), r(2049, 9, dtype=torch.float16)), (r(2, 3, 1030), r(2, 1030, 5)),
+        (r(1200, 20, dtype=F64).t(), r(1200, 6, dtype=F64)),
         # By tensor maps.
         (r(130, 72, dtype=HALF), r(72, 264, dtype=HALF)), (r(72, 136, dtype=HALF).t(), r(40, 72, dtype=HALF).t()),
         (r(2, 40, 24, dtype=HALF), r(2, 24, 48, dtype=HALF)), (r(3, 40, 24, dtype=HALF), r(1, 24, 48, dtype=HALF)),

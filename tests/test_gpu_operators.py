@@ -62,6 +62,52 @@ def test_graphs_and_streams() -> None:
     torch.testing.assert_close(out, torch.softmax(F.rms_norm(x + r, (128,), w) @ (x + r).t(), -1), atol=1e-4, rtol=1e-4)
 
 
+THIN = [
+    (1, 4096, 1024), (1, 1000, 333), (4096, 1, 4096), (7, 250, 5000), (16, 1024, 4096), (33, 2048, 1032),
+    (40, 24, 9001), (1024, 5, 2048), (64, 1024, 4096), (128, 130, 20000),
+]  # fmt: skip
+"""m, n, k: vectors, and products whose programs share sums, of regular sizes and others."""
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", THIN, ids=str)
+def test_thin_products(sizes: tuple[int, int, int], dtype: torch.dtype, turned: bool) -> None:
+    """The same bits each time, on streams side by side and in a graph too."""
+    m, n, k = sizes
+    a, b = (torch.randn(*s, device="cuda", dtype=dtype) for s in ((m, k), (n, k) if turned else (k, n)))
+    b = b.t() if turned else b
+    first = ops.matmul(a, b)
+    precise = a.double() @ b.double()
+    scale = 1e-2 if dtype == torch.bfloat16 else 2e-5
+    assert float((first.double() - precise).abs().max()) <= scale * float(precise.abs().max())
+    assert all(torch.equal(ops.matmul(a, b), first) for _ in range(20))
+
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(ops.matmul(a, b))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, first) for out in found)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.matmul(a, b)
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, first)
+
+
+def test_thin_tiles_are_tuned() -> None:
+    ops.use_tiles("tune")
+    for m, n, k in ((1, 640, 4096), (3, 640, 4096), (640, 3, 4096)):
+        a, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (k, n)))
+        torch.testing.assert_close(ops.matmul(a, b), a @ b, atol=0.5, rtol=1e-2)
+
+
 def test_tiles_are_tuned() -> None:
     a, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((300, 256), (256, 500)))
     graph = torch.cuda.CUDAGraph()

@@ -43,7 +43,7 @@ def test_operators(tmp_path: Path, every: int) -> None:
     launched: dict[str, list[str]] = {}
     for stub in sorted(tmp_path.glob("*_kernel_*")):
         launched.setdefault(stub.read_text().partition(" ")[0], []).append(stub.read_text())
-    assert len(launched) == 11
+    assert len(launched) == 13
     signatures = [s for all_of in launched.values() for s in (all_of[0], all_of[-1])]
     kernels = ROOT / "plait" / "ops" / "kernels" / "operators.py"
     command = ["-m", "plait.tools.pack", str(kernels), "-o", str(tmp_path / "pack"), "--signatures", *signatures]

@@ -40,9 +40,9 @@ struct Kernels {
         rotary(get("rotary_kernel")), cross_entropy(get("cross_entropy_kernel")),
         cross_entropy_total(get("cross_entropy_total_kernel")),
         cross_entropy_backward(get("cross_entropy_backward_kernel")), bmm(get("bmm_kernel")),
-        bmm_tma(get("bmm_tma_kernel")) {}
+        bmm_tma(get("bmm_tma_kernel")), total(get("total_kernel")), matvec(get("matvec_kernel")) {}
   const Kernel add, softmax, softmax_backward, rms_norm, rms_norm_backward, rotary, cross_entropy, cross_entropy_total,
-      cross_entropy_backward, bmm, bmm_tma;
+      cross_entropy_backward, bmm, bmm_tma, total, matvec;
 };
 std::atomic<const Kernels*> chosen{};
 
@@ -440,30 +440,69 @@ bool bmm_by_maps(const Tensor& a, const Tensor& b, const Tensor& out, const Here
       batches > 1);
   return true;
 }
+
+// How many elements are loaded at once where Triton does not see it, of sizes and strides that `common` divides:
+// whole vectors or single ones, as smaller vectors would be kernels more for sizes that are alike.
+int64_t unit_of(const Tensor& t, int64_t common) {
+  const int64_t vector = 16 / t.element_size();
+  return common % 16 != 0 && common % vector == 0 ? vector : 1;
+}
+
+// Of a matrix and a vector, where the matrix is contiguous along K.
+bool bmm_by_rows(const Tensor& a, const Tensor& b, const Tensor& out, const Here& here) {
+  const bool first = a.size(1) == 1;  // which one is the vector
+  if (!first && b.size(2) != 1) return false;
+  const Tensor &x = first ? b : a, &v = first ? a : b;
+  const int64_t along = first ? 1 : 2, row = 3 - along;
+  if (x.stride(along) != 1) return false;
+  const int64_t batches = a.size(0), rows = x.size(row), k = a.size(2);
+  const int64_t x_batch = batches > 1 ? x.stride(0) : 0, v_batch = batches > 1 ? v.stride(0) : 0;
+  const int64_t unit = unit_of(x, std::gcd(std::gcd(k, x.stride(row)), x_batch));
+  const auto grid = [batches, rows](const triton::Meta& meta) { return triton::Grid(batches * up(rows, meta["ROWS"])); };
+  kernels().matvec[{grid, reinterpret_cast<triton::Stream>(here.stream)}](
+      x, v, out, rows, k, pow2(rows), pow2(k), x_batch, x.stride(row), v_batch, v.stride(row), sums_of(x), unit);
+  return true;
+}
+
+// How many programs share the K of a tile: 1, or where tiles are few, as many as keep the device busy and have something
+// to do each. It is no part of tuning, which does not time what adds their sums.
+int64_t parts_of(int64_t batches, int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t tile = 64, least = 512, most = 64, worth_it = 4;
+  const int64_t n_tiles = pow2(batches) * up(pow2(m), tile) * up(pow2(n), tile);
+  const int64_t parts = std::min({multiprocessors() / n_tiles, pow2(k) / least, most});
+  return parts < worth_it ? 1 : static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(parts)));
+}
 }  // namespace
 
 Tensor bmm(const Tensor& a, const Tensor& b) {
   Tensor out = shape::bmm(a, b);
   if (out.numel() == 0) return out;
-  const int64_t m = a.size(1), n = b.size(2), k = a.size(2);
+  const int64_t batches = a.size(0), m = a.size(1), n = b.size(2), k = a.size(2);
   if (k == 0) return out.zero_();
+  const Here here(a);
+  const int64_t parts = parts_of(batches, m, n, k);
+  if ((parts == 1 || batches * m * n >= multiprocessors()) && bmm_by_rows(a, b, out, here)) return out;
+  if (parts == 1 && bmm_by_maps(a, b, out, here)) return out;
+
   const bool is_float = a.scalar_type() == at::kFloat;
   const char* precision = !is_float ? "ieee" : at::globalContext().allowTF32CuBLAS() ? "tf32" : "tf32x3";
-  const Here here(a);
-  if (bmm_by_maps(a, b, out, here)) return out;
   const bool a_turned = a.stride(2) != 1, b_turned = b.stride(2) != 1;
   int64_t common = std::gcd(n, k);
   for (const int64_t v : {a_turned ? m : 0, a.stride(a_turned ? 2 : 1), b.stride(b_turned ? 2 : 1), a.stride(0), b.stride(0)})
     common = std::gcd(common, v);
   const bool regular = a.stride(a_turned ? 1 : 2) == 1 && b.stride(b_turned ? 1 : 2) == 1;
-  const int64_t vector = 16 / a.element_size();  // smaller ones would be kernels more for sizes that are alike
-  const int64_t unit = regular && common % 16 != 0 && common % vector == 0 ? vector : 1;
-  const auto grid = [n_batches = a.size(0), m, n](const triton::Meta& meta) {
-    return triton::Grid(n_batches * up(m, meta["BM"]) * up(n, meta["BN"]));
+  const int64_t unit = regular ? unit_of(a, common) : 1;
+  const Tensor sums = parts > 1 ? at::empty({parts, batches, m, n}, out.options().dtype(wide(a))) : out;
+  const auto grid = [batches, m, n, parts](const triton::Meta& meta) {
+    return triton::Grid(batches * up(m, meta["BM"]) * up(n, meta["BN"]), parts);
   };
   kernels().bmm[{grid, reinterpret_cast<triton::Stream>(here.stream)}](
-      a, b, out, m, n, k, pow2(m), pow2(n), pow2(k), a.stride(0), a.stride(1), a.stride(2), b.stride(0), b.stride(1),
-      b.stride(2), sums_of(a), precision, a_turned, b_turned, unit);
+      a, b, sums, m, n, k, pow2(m), pow2(n), pow2(k), a.stride(0), a.stride(1), a.stride(2), b.stride(0), b.stride(1),
+      b.stride(2), sums_of(a), precision, a_turned, b_turned, unit, parts);
+  if (parts > 1) {
+    constexpr int64_t block = 256;
+    kernels().total[here.on(up(out.numel(), block), 4)](sums, out, out.numel(), parts, block);
+  }
   return out;
 }
 

@@ -409,18 +409,34 @@ def cross_entropy_backward_kernel(
 # ---------------------------------------------------------------------------------------------- matmul
 TILES = (  # BM, BN, BK, num_warps, num_stages
     (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4),
-    (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 32, 8, 3), (128, 64, 32, 4, 3), (64, 64, 32, 4, 3),
-    (32, 64, 128, 4, 4), (32, 32, 32, 4, 3), (16, 128, 64, 4, 5), (16, 64, 128, 4, 4), (16, 32, 128, 4, 4),
-    (16, 16, 256, 4, 4), (16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (32, 16, 256, 4, 3),
+    (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 4, 4), (128, 128, 32, 8, 3), (128, 64, 32, 4, 3),
+    (64, 64, 32, 4, 3), (32, 64, 128, 4, 4), (32, 32, 32, 4, 3), (16, 128, 64, 4, 5), (16, 64, 128, 4, 4),
+    (16, 32, 128, 4, 4), (16, 16, 256, 4, 4), (16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (32, 16, 256, 4, 3),
+)  # fmt: skip
+THIN_TILES = (  # of few rows or few columns: those, the others, BK, num_warps, num_stages
+    (16, 64, 128, 4, 8), (16, 64, 128, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 4), (32, 64, 128, 4, 6),
+    (32, 64, 128, 4, 4),
 )  # fmt: skip
 SHARED = 200 << 10
 """Bytes that tiles may take of a multiprocessor."""
 MULTIPROCESSORS = 132
 
 
+def _config(m, n, k, warps, stages, swapped=False):
+    sizes = {"BM": m, "BN": n, "BK": k, "SWAPPED": swapped, "GROUP": 8}
+    return triton.Config(sizes, num_warps=warps, num_stages=stages)
+
+
+WIDE = [_config(*tile) for tile in TILES]
+# Tensor cores take many rows and few columns.
+THIN = [_config(few, many, *rest, swapped=True) for few, many, *rest in THIN_TILES]
+THIN += [_config(many, few, *rest) for few, many, *rest in THIN_TILES]
+
+
 def fitting(configs, named, **constants):
-    """The tiles that are worth a trial: of those no larger than the matrices, the largest, which suit batches, and
-    those of which there are about as many as multiprocessors."""
+    """The tiles that are worth a trial. Of thin matrices in half precision, those made for them; else, unless tiles are
+    few, the largest of those no larger than the matrices, which suit batches; and those of which there are about as
+    many as multiprocessors."""
     most_m, most_n, most_k = (max(16, named[f"{name}_like"]) for name in "mnk")
     itemsize = named["a"].dtype.itemsize
 
@@ -434,11 +450,14 @@ def fitting(configs, named, **constants):
         return c.kwargs["BM"] * c.kwargs["BN"]
 
     def distance(c):
-        n_tiles = most_m * most_n / area(c)
+        n_tiles = most_m * most_n / area(c) * named["PARTS"]
         return max(n_tiles / MULTIPROCESSORS, MULTIPROCESSORS / n_tiles)
 
-    found = sorted(filter(fits, configs), key=area, reverse=True)
-    return list(dict.fromkeys([*found[:3], *sorted(found, key=distance)[:4]]))
+    few = min(most_m, most_n)
+    thin = [c for c in THIN if itemsize == 2 and few == min(c.kwargs["BM"], c.kwargs["BN"]) and fits(c)]
+    wide = sorted(filter(fits, WIDE), key=area, reverse=True)
+    large = wide[:3] if named["PARTS"] == 1 else []
+    return list(dict.fromkeys([*(thin or large), *sorted(wide, key=distance)[:4]]))
 
 
 @triton.jit
@@ -450,17 +469,21 @@ def _place(tile, n_m, n_n, GROUP: tl.constexpr):
 
 
 @triton.autotune(
-    [triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 8}, num_warps=w, num_stages=s) for m, n, k, w, s in TILES],
-    key=["m_like", "n_like", "k_like", "PRECISION"], prune_configs_by={"early_config_prune": fitting},
+    THIN + WIDE, key=["m_like", "n_like", "k_like", "PRECISION", "PARTS"],
+    prune_configs_by={"early_config_prune": fitting},
 )  # fmt: skip
 @triton.jit(do_not_specialize=["m_like", "n_like", "k_like"])
 def bmm_kernel(
     a, b, out, M, N, K, m_like, n_like, k_like, a_batch, a_m, a_k, b_batch, b_k, b_n, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAPPED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out = a @ b for every batch; out is contiguous. UNIT: as many elements are loaded at once, and sizes and strides
     are multiples of it: but for M unless A_TURNED, and for the strides that are 1.
+
+    PARTS: as many programs, of the grid's second dimension, share a tile's K; out then has a product of each part, in
+    the type of sums, for total_kernel. SWAPPED: a tile is b.T @ a.T, which lets tensor cores have many rows where a
+    has few.
 
     m_like, ...: powers of two; what is chosen for one size serves all that are like it."""
     if UNIT > 1:  # Triton itself knows of multiples of 16
@@ -483,30 +506,105 @@ def bmm_kernel(
     a_k, b_k = tl.cast(a_k, tl.int64), tl.cast(b_k, tl.int64)
     a += batch * a_batch + (m % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
     b += batch * b_batch + k[:, None] * b_k + (n % N).to(tl.int64)[None, :] * b_n
-    acc = tl.zeros([BM, BN], ACC)
-    for left in range(K, 0, -BK):
+    length = K
+    if PARTS > 1:
+        each = tl.cdiv(tl.cdiv(K, BK), PARTS) * BK
+        first = tl.program_id(1).to(tl.int64) * each
+        length = tl.minimum(K - first, each).to(K.dtype)
+        a += first * a_k
+        b += first * b_k
+        batch += tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // (n_m * n_n))
+    if SWAPPED:
+        acc = tl.zeros([BN, BM], ACC)
+    else:
+        acc = tl.zeros([BM, BN], ACC)
+    for left in range(length, 0, -BK):
         av = tl.load(a, (k < left)[None, :], 0.0)
         bv = tl.load(b, (k < left)[:, None], 0.0)
-        acc = tl.dot(av, bv, acc, input_precision=PRECISION, out_dtype=ACC)
+        if SWAPPED:
+            acc = tl.dot(bv.T, av.T, acc, input_precision=PRECISION, out_dtype=ACC)
+        else:
+            acc = tl.dot(av, bv, acc, input_precision=PRECISION, out_dtype=ACC)
         a += BK * a_k
         b += BK * b_k
-    at = batch * M * N + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+    out += batch * M * N
+    if SWAPPED:
+        at, mask = m.to(tl.int64)[None, :] * N + n[:, None], (m < M)[None, :] & (n < N)[:, None]
+    else:
+        at, mask = m.to(tl.int64)[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["n"])
+def total_kernel(parts, out, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = the sum of PARTS arrays of n numbers that lie one after another, always added in the same order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + at, at < n, 0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * n + at, at < n, 0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), at < n)
+
+
+VECTOR_TILES = (  # ROWS, BK, num_warps, STAGES
+    (8, 512, 4, 3), (16, 256, 4, 4), (4, 1024, 4, 1), (4, 2048, 8, 1), (2, 1024, 2, 1), (8, 512, 4, 1), (16, 512, 8, 1),
+    (32, 128, 4, 1), (64, 64, 4, 1),
+)  # fmt: skip
+
+
+def least_padded(configs, named, **constants):
+    """The tiles with which least is computed beyond the matrix."""
+
+    def area(c):
+        return max(named["rows_like"], c.kwargs["ROWS"]) * max(named["k_like"], c.kwargs["BK"])
+
+    least = min(map(area, configs))
+    return [c for c in configs if area(c) == least]
+
+
+@triton.autotune(
+    [triton.Config({"ROWS": r, "BK": k, "STAGES": s}, num_warps=w) for r, k, w, s in VECTOR_TILES],
+    key=["rows_like", "k_like"], prune_configs_by={"early_config_prune": least_padded},
+)  # fmt: skip
+@triton.jit(do_not_specialize=["rows_like", "k_like"])
+def matvec_kernel(
+    x, v, out, rows, K, rows_like, k_like, x_batch, x_row, v_batch, v_step, ACC: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out = x @ v for every batch, without tensor cores, which would be idle: a vector is one of their columns. Rows of
+    x are contiguous, and so is out. UNIT: K, x_batch and x_row are multiples of it."""
+    if UNIT > 1:  # Triton itself knows of multiples of 16
+        K, x_batch, x_row = K // UNIT * UNIT, x_batch // UNIT * UNIT, x_row // UNIT * UNIT
+    v_step = tl.cast(v_step, tl.int64)
+    blocks = tl.cdiv(rows, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    r = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BK)
+    x += batch * x_batch + (r % rows).to(tl.int64)[:, None] * x_row + k[None, :]
+    v += batch * v_batch + k * v_step
+    acc = tl.zeros([ROWS, BK], ACC)
+    for first in tl.range(0, K, BK, num_stages=STAGES):
+        inside = k < K - first
+        xv = tl.load(x, inside[None, :], 0.0).to(ACC)
+        acc += xv * tl.load(v, inside, 0.0).to(ACC)[None, :]
+        x += BK
+        v += BK * v_step
+    tl.store(out + batch * rows + r, tl.sum(acc, 1).to(out.dtype.element_ty), r < rows)
 
 
 TMA_TILES = (  # BM, BN, BK, num_warps, num_stages
     (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 4, 5), (64, 256, 64, 4, 4),
-    (128, 64, 64, 4, 5), (64, 128, 64, 4, 5), (64, 128, 128, 4, 3), (64, 64, 64, 4, 6),
+    (128, 64, 64, 4, 6), (64, 128, 64, 4, 5), (64, 128, 128, 4, 3), (64, 64, 128, 4, 6), (64, 32, 128, 4, 6),
 )  # fmt: skip
 
 
 def balanced(configs, named, **constants):
     """The tiles with which the multiprocessor that has most of them has least to do, larger ones first."""
+    worth_of_load = 64  # multiplications in the time of it
 
     def work(c):
-        area = c.kwargs["BM"] * c.kwargs["BN"]
-        n_tiles = -(-named["m_like"] // c.kwargs["BM"]) * -(-named["n_like"] // c.kwargs["BN"])
-        return -(-n_tiles // MULTIPROCESSORS) * area, -area
+        bm, bn = c.kwargs["BM"], c.kwargs["BN"]
+        n_tiles = -(-named["m_like"] // bm) * -(-named["n_like"] // bn)
+        return -(-n_tiles // MULTIPROCESSORS) * (bm * bn + worth_of_load * (bm + bn)), -bm * bn
 
     return sorted(configs, key=work)[:6]
 

@@ -241,7 +241,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     want = fn(*args)
     wants = want if isinstance(want, tuple) else (want,)
     for got, w in zip(runner.outputs, wants, strict=True):
-        torch.testing.assert_close(got, w, rtol=2e-2 if w.dtype == bf16 else 1e-4, atol=1e-2)
+        atol = 1e-2 * min(1.0, w.abs().max().item())  # the shares of a long softmax are all small
+        torch.testing.assert_close(got, w, rtol=2e-2 if w.dtype == bf16 else 1e-4, atol=atol)
     nbytes = _nbytes((*args, *wants))
     torch._dynamo.reset()
     compiled = torch.compile(fn, dynamic=False)

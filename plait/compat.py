@@ -100,11 +100,16 @@ def through_dynamo(error: PlaitError) -> Exception:
 def kept_whole() -> tuple[Any, ...]:
     """Operators whose decomposition loses: the gradient of an attention kernel is wrong, integers of linspace are
     others, an index out of range or a probability above 1 is no error or another one, a NaN has a gradient, borders
-    become gathers by computed indices, and a row put into a tensor becomes a choice."""
+    become gathers by computed indices, a row put into a tensor becomes a choice, and an index without dimensions is
+    taken for a number."""
     aten = torch.ops.aten
     return (
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten.linspace.default,
+        aten.linspace.Tensor_Tensor,
+        aten.linspace.Tensor_Scalar,
+        aten.linspace.Scalar_Tensor,
+        aten.take.default,
         aten.bernoulli.default,
         aten.max_unpool2d.default,
         aten.max_unpool3d.default,

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from plait import compat
+from plait.capture.resampling import whole_resampling
 from plait.compile import compile_graph
 from plait.config import Config
 from plait.graph.captured import Captured, GraphKind
@@ -153,7 +154,7 @@ def compiled(
 
         return run
 
-    return aot_function(
+    made = aot_function(
         fn,
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
@@ -163,6 +164,12 @@ def compiled(
         keep_inference_input_mutations=True,
         dynamic=dynamic,
     )
+
+    def traced(*args: Any) -> Any:
+        with whole_resampling():  # the first call traces
+            return made(*args)
+
+    return traced
 
 
 def wrong(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor | None) -> str:

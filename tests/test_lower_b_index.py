@@ -35,6 +35,7 @@ READS = {
     "embedding": (lambda w, i: F.embedding(i, w), r(7, 5), ints(7, 3, 4)),
     "embedding of a number": (lambda w, i: F.embedding(i, w), r(7, 5), torch.tensor(3)),
     "take": (torch.take, r(4, 5), ints(20, 3, 2, low=-20)),
+    "take at a number": (torch.take, r(4, 5), torch.tensor(-3)),
     "take nothing": (torch.take, r(0, 5), ints(1, 0)),
     "nothing": (lambda x, i: x[i], r(4, 5), ints(4, 0)),
     "nonzero": (torch.nonzero, ints(2, 3, 4)),

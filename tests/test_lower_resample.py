@@ -76,3 +76,25 @@ def test_replicated_borders(pad: tuple[int, ...]) -> None:
 def test_wide_borders_stay_calls() -> None:
     grad = r(2, 3, 5, 7 + 60)
     check(lambda g, a: aten.replication_pad2d_backward(g, a, [30, 30, 0, 0]), grad, x, fallback=True, dynamic=False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_compiled(mode: str, dynamic: bool) -> None:
+    """Bytes are eager's own; floats of known sizes get their gradient from the rules here."""
+
+    def fn(a: Tensor) -> Tensor:
+        return F.interpolate(a, (7, 4), mode=mode)
+
+    kernels = dict(aten.upsample_bilinear2d.vec.py_kernels)
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="plait", dynamic=dynamic)
+    for size in (5, 6):
+        image = torch.randint(0, 256, (2, 3, size, 9), dtype=torch.uint8)
+        assert torch.equal(compiled(image), fn(image))
+    for size in (5, 6):
+        mine, its = (x[..., :size].double().requires_grad_() for _ in range(2))
+        compiled(mine).square().sum().backward()
+        fn(its).square().sum().backward()
+        torch.testing.assert_close(mine.grad, its.grad)
+    assert aten.upsample_bilinear2d.vec.py_kernels == kernels  # torch's own are back

@@ -19,6 +19,7 @@ from plait import _native, compat
 from plait.capture.direct import DirectGraph
 from plait.capture.masks import simplify_masks
 from plait.capture.program import collector_paused, compile_captured
+from plait.capture.resampling import whole_resampling
 from plait.capture.training import TrainingGraph
 from plait.compile import Program
 from plait.config import Config
@@ -83,14 +84,15 @@ class _OneGraph:
         self.nested = not isinstance(gm, GraphModule)
         if isinstance(gm, GraphModule):
             simplify_masks(gm)
-        wrapped = compat.aot_compile(
-            gm,
-            example_inputs,
-            forward=self.forward,
-            backward=compat.untraced(self.backward),
-            inference=self.inference,
-            partition=self.partition,
-        )
+        with whole_resampling():
+            wrapped = compat.aot_compile(
+                gm,
+                example_inputs,
+                forward=self.forward,
+                backward=compat.untraced(self.backward),
+                inference=self.inference,
+                partition=self.partition,
+            )
         made = self.training or self.direct
         return wrapped if self.program is None else made.around(self.program, wrapped)
 

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import stateless
 
 from plait import compat
+from plait.capture.resampling import whole_resampling
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.edit import aten, output_of
 from plait.runtime.signature import CONSTANTS, VALUE, Signature
@@ -120,7 +121,8 @@ def trace(
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
-        graph, mutated = compat.export_graph(env, Flat(), inputs, who)
+        with whole_resampling():
+            graph, mutated = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
         raise Unsupported(what, where=_users_line(error), hint="call the function itself: its __wrapped__") from error

@@ -254,11 +254,6 @@ def forward_metadata() -> Any:
     return None if context is None else context.fw_metadata
 
 
-def static_input_indices(meta: Any) -> tuple[int, ...]:
-    """Positions of inputs whose memory never moves: parameters and buffers."""
-    return tuple(getattr(meta, "static_input_indices", None) or ())
-
-
 def donated_input_indices(meta: Any) -> tuple[int, ...]:
     """Positions of backward inputs that nobody reads after the call."""
     return tuple(getattr(meta, "bw_donated_idxs", None) or ())

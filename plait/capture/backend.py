@@ -123,11 +123,8 @@ class _OneGraph:
         made.learn(gm, meta, "inputs come in a list" if self.nested else reason, self.native)
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.bumped_input_indices(meta)
-        static = compat.static_input_indices(meta)
         n_results = meta.num_forward if kind == "forward" else None
-        self.program = self._program(
-            gm, kind, static, bumped_inputs=bumped, n_results=n_results, wrapper_reason=made.reason
-        )
+        self.program = self._program(gm, kind, bumped_inputs=bumped, n_results=n_results, wrapper_reason=made.reason)
         return self.program.boxed
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
@@ -138,7 +135,6 @@ class _OneGraph:
         self,
         gm: GraphModule,
         kind: GraphKind,
-        static_inputs: tuple[int, ...] = (),
         donated_inputs: tuple[int, ...] = (),
         bumped_inputs: tuple[int, ...] = (),
         n_results: int | None = None,
@@ -148,7 +144,6 @@ class _OneGraph:
             gm,
             f"{kind}_{self.serial}",
             kind,
-            static_inputs=static_inputs,
             donated_inputs=donated_inputs,
             bumped_inputs=bumped_inputs,
             n_results=n_results,

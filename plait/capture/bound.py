@@ -33,9 +33,7 @@ _serial = itertools.count()  # makes graph names unique within the process
 
 def captured_from(traced: Traced) -> Captured:
     """A traced program as the compiler takes it."""
-    state = tuple(range(len(traced.state)))
-    name = f"export_{next(_serial)}"
-    return Captured(traced.graph, name, "inference", static_inputs=state, bumped_inputs=traced.mutated)
+    return Captured(traced.graph, f"export_{next(_serial)}", "inference", bumped_inputs=traced.mutated)
 
 
 def argument_specs(traced: Traced) -> list[InputSpec]:

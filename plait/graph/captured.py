@@ -21,7 +21,6 @@ class Captured:
     """One graph to compile.
 
     name: unique within the process, such as "inference_0" or "backward_3"; used for debug folders.
-    static_inputs: positions of placeholders whose storage never moves (parameters, buffers).
     donated_inputs: positions of placeholders that nobody reads after the call (saved tensors of a backward).
     bumped_inputs: positions of mutated placeholders whose autograd version the program itself must bump, once a call.
     n_results: of a forward graph: how many of its outputs are for the caller, the others are for its backward graph.
@@ -32,7 +31,6 @@ class Captured:
     graph: torch.fx.GraphModule
     name: str
     kind: GraphKind
-    static_inputs: tuple[int, ...] = ()
     donated_inputs: tuple[int, ...] = ()
     bumped_inputs: tuple[int, ...] = ()
     n_results: int | None = None

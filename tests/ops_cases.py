@@ -189,7 +189,9 @@ def matmul_cases() -> list[Case]:
         # With vectors.
         (r(1, 70), r(40, 70).t()), (r(17, 33), r(33, 1)), (r(3, 9, 40, dtype=HALF), r(3, 40, 1, dtype=HALF)),
         (r(2, 1, 20), r(2, 300, 20).mT), (r(50, 24, dtype=torch.float16)[:, 8:], r(24, 2, dtype=torch.float16)[8:, 1]),
-        (r(7, 41, dtype=F64), r(41, dtype=F64)), (r(1, 9, 640), r(1, 640, 1)),
+        (r(7, 41, dtype=F64), r(41, dtype=F64)), (r(1, 9, 640), r(1, 640, 1)), (r(1, 300), r(300, 200)),
+        (r(41, 70, dtype=F64).t(), r(41, dtype=F64)), (r(3, 1, 50), r(3, 50, 44)), (r(40, 3).t(), r(40)),
+        (r(1, 20, dtype=F64), r(20, 9, dtype=F64)),
         # With long sums, which programs share.
         (r(5, 1100), r(1100, 40)), (r(2100), r(2100)), (r(3, 2200, dtype=HALF), r(60, 2200, dtype=HALF).t()),
         (r(60, 2049, dtype=torch.float16), r(2049, 9, dtype=torch.float16)), (r(2, 3, 1030), r(2, 1030, 5)),

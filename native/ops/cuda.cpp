@@ -448,19 +448,21 @@ int64_t unit_of(const Tensor& t, int64_t common) {
   return common % 16 != 0 && common % vector == 0 ? vector : 1;
 }
 
-// Of a matrix and a vector, where the matrix is contiguous along K.
-bool bmm_by_rows(const Tensor& a, const Tensor& b, const Tensor& out, const Here& here) {
+// Of a matrix and a vector, where the matrix is contiguous along K, or has numbers of 4 bytes or more and is along the
+// other dimension. (For smaller ones tensor cores are sooner there.)
+bool bmm_of_vector(const Tensor& a, const Tensor& b, const Tensor& out, const Here& here) {
   const bool first = a.size(1) == 1;  // which one is the vector
   if (!first && b.size(2) != 1) return false;
   const Tensor &x = first ? b : a, &v = first ? a : b;
   const int64_t along = first ? 1 : 2, row = 3 - along;
-  if (x.stride(along) != 1) return false;
-  const int64_t batches = a.size(0), rows = x.size(row), k = a.size(2);
+  const bool turned = x.stride(along) != 1;
+  if (turned && (x.stride(row) != 1 || x.element_size() < 4)) return false;
+  const int64_t batches = a.size(0), rows = x.size(row), k = a.size(2), line = x.stride(turned ? along : row);
   const int64_t x_batch = batches > 1 ? x.stride(0) : 0, v_batch = batches > 1 ? v.stride(0) : 0;
-  const int64_t unit = unit_of(x, std::gcd(std::gcd(k, x.stride(row)), x_batch));
+  const int64_t unit = unit_of(x, std::gcd(std::gcd(turned ? rows : k, line), x_batch));
   const auto grid = [batches, rows](const triton::Meta& meta) { return triton::Grid(batches * up(rows, meta["ROWS"])); };
   kernels().matvec[{grid, reinterpret_cast<triton::Stream>(here.stream)}](
-      x, v, out, rows, k, pow2(rows), pow2(k), x_batch, x.stride(row), v_batch, v.stride(row), sums_of(x), unit);
+      x, v, out, rows, k, pow2(rows), pow2(k), x_batch, line, v_batch, v.stride(row), sums_of(x), turned, unit);
   return true;
 }
 
@@ -481,7 +483,7 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   if (k == 0) return out.zero_();
   const Here here(a);
   const int64_t parts = parts_of(batches, m, n, k);
-  if ((parts == 1 || batches * m * n >= multiprocessors()) && bmm_by_rows(a, b, out, here)) return out;
+  if ((parts == 1 || batches * m * n >= multiprocessors()) && bmm_of_vector(a, b, out, here)) return out;
   if (parts == 1 && bmm_by_maps(a, b, out, here)) return out;
 
   const bool is_float = a.scalar_type() == at::kFloat;

@@ -549,46 +549,75 @@ VECTOR_TILES = (  # ROWS, BK, num_warps, STAGES
     (8, 512, 4, 3), (16, 256, 4, 4), (4, 1024, 4, 1), (4, 2048, 8, 1), (2, 1024, 2, 1), (8, 512, 4, 1), (16, 512, 8, 1),
     (32, 128, 4, 1), (64, 64, 4, 1),
 )  # fmt: skip
+TURNED_TILES = ((32, 256, 8, 3), (32, 256, 8, 1), (32, 128, 4, 4), (32, 64, 4, 1), (64, 64, 4, 4), (128, 32, 4, 1))
+"""The same of rows that lie side by side in memory."""
+
+
+def _vectors(tiles):
+    return [triton.Config({"ROWS": r, "BK": k, "STAGES": s}, num_warps=w) for r, k, w, s in tiles]
+
+
+STRAIGHT, TURNED_ROWS = _vectors(VECTOR_TILES), _vectors(TURNED_TILES)
 
 
 def least_padded(configs, named, **constants):
-    """The tiles with which least is computed beyond the matrix."""
+    """The tiles for the matrix' layout with which least is computed beyond it."""
 
     def area(c):
         return max(named["rows_like"], c.kwargs["ROWS"]) * max(named["k_like"], c.kwargs["BK"])
 
-    least = min(map(area, configs))
-    return [c for c in configs if area(c) == least]
+    mine = TURNED_ROWS if named["TURNED"] else STRAIGHT
+    least = min(map(area, mine))
+    return [c for c in mine if area(c) == least]
 
 
 @triton.autotune(
-    [triton.Config({"ROWS": r, "BK": k, "STAGES": s}, num_warps=w) for r, k, w, s in VECTOR_TILES],
-    key=["rows_like", "k_like"], prune_configs_by={"early_config_prune": least_padded},
+    STRAIGHT + TURNED_ROWS, key=["rows_like", "k_like", "TURNED"],
+    prune_configs_by={"early_config_prune": least_padded},
 )  # fmt: skip
 @triton.jit(do_not_specialize=["rows_like", "k_like"])
 def matvec_kernel(
-    x, v, out, rows, K, rows_like, k_like, x_batch, x_row, v_batch, v_step, ACC: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    x, v, out, rows, K, rows_like, k_like, x_batch, x_line, v_batch, v_step, ACC: tl.constexpr, TURNED: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = x @ v for every batch, without tensor cores, which would be idle: a vector is one of their columns. Rows of
-    x are contiguous, and so is out. UNIT: K, x_batch and x_row are multiples of it."""
+    x are contiguous, or if TURNED its columns; x_line is from one to the next. out is contiguous. UNIT: the length of
+    what is contiguous, x_batch and x_line are multiples of it."""
     if UNIT > 1:  # Triton itself knows of multiples of 16
-        K, x_batch, x_row = K // UNIT * UNIT, x_batch // UNIT * UNIT, x_row // UNIT * UNIT
+        x_batch, x_line = x_batch // UNIT * UNIT, x_line // UNIT * UNIT
+        if TURNED:
+            rows = rows // UNIT * UNIT
+        else:
+            K = K // UNIT * UNIT
     v_step = tl.cast(v_step, tl.int64)
     blocks = tl.cdiv(rows, ROWS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     r = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BK)
-    x += batch * x_batch + (r % rows).to(tl.int64)[:, None] * x_row + k[None, :]
     v += batch * v_batch + k * v_step
-    acc = tl.zeros([ROWS, BK], ACC)
-    for first in tl.range(0, K, BK, num_stages=STAGES):
-        inside = k < K - first
-        xv = tl.load(x, inside[None, :], 0.0).to(ACC)
-        acc += xv * tl.load(v, inside, 0.0).to(ACC)[None, :]
-        x += BK
-        v += BK * v_step
-    tl.store(out + batch * rows + r, tl.sum(acc, 1).to(out.dtype.element_ty), r < rows)
+    x += batch * x_batch
+    if TURNED:
+        x_line = tl.cast(x_line, tl.int64)
+        x += k[:, None] * x_line + r[None, :]
+        acc = tl.zeros([BK, ROWS], ACC)
+        for first in tl.range(0, K, BK, num_stages=STAGES):
+            inside = k < K - first
+            xv = tl.load(x, inside[:, None] & (r < rows)[None, :], 0.0).to(ACC)
+            acc += xv * tl.load(v, inside, 0.0).to(ACC)[:, None]
+            x += BK * x_line
+            v += BK * v_step
+        y = tl.sum(acc, 0)
+    else:
+        x += (r % rows).to(tl.int64)[:, None] * x_line + k[None, :]
+        acc = tl.zeros([ROWS, BK], ACC)
+        for first in tl.range(0, K, BK, num_stages=STAGES):
+            inside = k < K - first
+            xv = tl.load(x, inside[None, :], 0.0).to(ACC)
+            acc += xv * tl.load(v, inside, 0.0).to(ACC)[None, :]
+            x += BK
+            v += BK * v_step
+        y = tl.sum(acc, 1)
+    tl.store(out + batch * rows + r, y.to(out.dtype.element_ty), r < rows)
 
 
 TMA_TILES = (  # BM, BN, BK, num_warps, num_stages

@@ -477,21 +477,21 @@ def test_memory_is_given_back() -> None:
 TRAINING = """
 import sys
 import torch
-from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 import plait
 
 torch.manual_seed(0)
-layers = [nn.TransformerEncoderLayer(1024, 16, batch_first=True, dropout=0.0) for _ in range(6)]
-model = nn.Sequential(*layers).cuda()
-step = torch.compile(lambda x: model(x).square().mean(), backend="plait", mode=sys.argv[1])
-x = torch.randn(16, 256, 1024, device="cuda")
+config = GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+model = GPT2LMHeadModel(config).to("cuda", torch.bfloat16)
+step = torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend="plait", mode=sys.argv[1])
+ids = torch.randint(50257, (4, 512), device="cuda")
 losses = []
 for k in range(6):
     if k == 5:  # all is recorded; what calls before that left in the allocator's cache does not count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     model.zero_grad()
-    loss = step(x)
+    loss = step(ids)
     loss.backward()
     losses.append(float(loss))
 print(torch.cuda.max_memory_reserved(), *losses)
@@ -500,6 +500,7 @@ print(torch.cuda.max_memory_reserved(), *losses)
 
 def test_a_models_memory_stays_near_that_of_the_run_without_graphs() -> None:
     """In processes of their own: what else is cached would count."""
+    pytest.importorskip("transformers")
     found = {}
     for mode in ("default", "reduce-overhead"):
         command = [sys.executable, "-c", TRAINING, mode]
@@ -507,7 +508,7 @@ def test_a_models_memory_stays_near_that_of_the_run_without_graphs() -> None:
         assert done.returncode == 0, done.stderr
         found[mode] = [float(word) for word in done.stdout.split()]
     (plain, *losses), (recorded, *again) = found.values()
-    assert losses == pytest.approx(again, rel=1e-5)
+    assert losses == pytest.approx(again, rel=1e-3)
     assert recorded <= 1.1 * plain
 
 

@@ -37,7 +37,9 @@ def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: s
 
 
 @needs_triton
-@pytest.mark.parametrize("suite", ["graphs", pytest.param("models", marks=pytest.mark.slow), "operators", "pools"])
+@pytest.mark.parametrize(
+    "suite", ["graphs", "operators", *(pytest.param(s, marks=pytest.mark.slow) for s in ("models", "pools"))]
+)
 def test_sample(suite: str, tmp_path: Path) -> None:
     forward = "softmax or scatter_add or cumsum or digamma or sigmoid or silu"
     some_ops = f"test_forward and ({forward}) or test_dynamic and pool"

@@ -97,7 +97,13 @@ def test_forward(op: Any) -> None:
         passes(check_forward(cases))
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=name_of)
+# Gradients take longest to compile: `make test` has every third op's.
+SPREAD = [
+    pytest.param(op, marks=[pytest.mark.slow] * bool(k % 3), id=name_of(op)) for k, op in enumerate(DIFFERENTIABLE)
+]
+
+
+@pytest.mark.parametrize("op", SPREAD)
 def test_gradient(op: Any) -> None:
     if cases := [c for c in pick(op, torch.float32, 2, requires_grad=True) if traceable(c)]:
         passes(check_gradient(cases))

@@ -19,6 +19,7 @@ from plait import _native, compat
 from plait.capture.direct import DirectGraph
 from plait.capture.masks import simplify_masks
 from plait.capture.program import collector_paused, compile_captured
+from plait.capture.registration import allow_again
 from plait.capture.resampling import whole_resampling
 from plait.capture.training import TrainingGraph
 from plait.compile import Program
@@ -30,6 +31,7 @@ from plait.log import KERNELS, PassLog
 from plait.wrapper.program import Target
 from plait.wrapper.watch import watcher
 
+allow_again()  # before any thread gets to register what it loads from here
 _serial = itertools.count()  # makes graph names unique within the process
 
 

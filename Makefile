@@ -64,6 +64,7 @@ test-full: env
 # (torch, its Triton, cmake, ninja, pytest, pytest-xdist and numpy; expecttest for op samples, transformers for models).
 test-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
+	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
 	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) tests/test_gpu*.py
 
 bench: env

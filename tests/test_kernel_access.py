@@ -6,8 +6,6 @@ where their last element ends, so that reading past it can be seen in a page of 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,28 +20,11 @@ from plait.kernel.cpp import emit_library
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Store
 from tests.kernel_tools import Loaded, run_kernel, strided, usable_isas
+from tests.store_cells import at_page_end
 
 all_isas = pytest.mark.parametrize("isa", usable_isas(), ids=lambda i: i.name)
 LENGTHS = (1, 15, 16, 33, 64)
 NARROW = ("f32", "bf16", "i64", "u8", "b1")
-
-
-def at_page_end(values: np.ndarray) -> np.ndarray:
-    """A copy that ends where readable memory does."""
-    page = mmap.PAGESIZE
-    room = -(-values.nbytes // page) * page
-    memory = mmap.mmap(-1, room + page)
-    view = np.frombuffer(memory, np.uint8)
-    if mprotect(view.ctypes.data + room, page) != 0:
-        raise OSError("mprotect failed")
-    out = view[room - values.nbytes : room].view(values.dtype)
-    out[:] = values.ravel()
-    return out
-
-
-def mprotect(address: int, nbytes: int) -> int:
-    """Forbids every access."""
-    return int(ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0))
 
 
 def copy_kernel(name: str, d: DType, rows: int, n: int, n_in: int, index: Callable[[Expr], Size]) -> Kernel:

@@ -165,7 +165,8 @@ REDUCTIONS: dict[str, str] = {
 
 ATOMICS: dict[str, tuple[str, ...]] = {
     "add": ("f16", "bf16", "f32", "f64", "i32", "i64", "u32", "u64"),
-    "min": ("i32", "i64", "u32", "u64", "f32", "f64"),
-    "max": ("i32", "i64", "u32", "u64", "f32", "f64"),
+    "min": ("i32", "i64", "u32", "u64"),
+    "max": ("i32", "i64", "u32", "u64"),
 }
-"""How points that collide may combine on a GPU: mode of a store -> dtypes that it has an atomic for."""
+"""How points that collide may combine on a GPU: mode of a store -> dtypes that it has an atomic for.
+Those of floats for min and max compare bits, which loses NaNs."""

@@ -12,6 +12,7 @@ from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul, sub
 from plait.kernel.cpp_expr import Parts, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
 from plait.kernel.cpp_values import Values, atom_text
 from plait.kernel.space import coefficient, offset_of
+from plait.kernel.stores import How, how_to_store
 from plait.schedule.plan import Store
 
 _UPDATE = {"add": "add", "mul": "mul", "min": "min", "max": "max"}
@@ -320,21 +321,40 @@ class Access:
         """Writes one store statement into the innermost block."""
         v = self.v
         offset = s.index[0]
-        values = (s.value, *(() if s.mask is None else (s.mask,)))
-        lanes = v.lanes > 1 and (any(v.is_vector(n) for n in values) or self._moves(offset))
-        if not lanes:
-            if v.rep == 0 or v.lanes == 1:
+        if v.lanes == 1 or v.axis not in v.depth_of:  # one point
+            if v.rep == 0:
                 self._scalar_store(s, offset)
-        elif self.step(offset) == 1 and not s.atomic:
-            self._contiguous_store(s, offset)
-        else:
-            self._lane_store(s, offset)
+            return
+        values = (s.value, *(() if s.mask is None else (s.mask,)))
+        moves = any(v.is_vector(n) for n in values)
+        match how_to_store(s.mode, moves, self._moves(offset)):
+            case How.ONCE:
+                if v.rep == 0:
+                    self._scalar_store(s, offset)
+            case How.REPEAT:
+                self._repeated_store(s, offset)
+            case How.ROW if self.step(offset) == 1 and not s.atomic:
+                self._contiguous_store(s, offset)
+            case How.ROW | How.EACH:
+                self._lane_store(s, offset)
 
     def _scalar_store(self, s: Store, offset: Size) -> None:
         v = self.v
         value, p = v.get(s.value)[0], self.pointer(s.buf, offset)
         guard = "" if s.mask is None else f"if ({v.get(s.mask)[0]}) "
         v.line(f"{guard}{self._element_store(s, f'*{p}', value)}")
+
+    def _repeated_store(self, s: Store, offset: Size) -> None:
+        """As many updates of one element as there are lanes, in a register."""
+        v, t = self.v, memory(self.v.nest.space.buffers[s.buf].dtype)
+        value, p = v.get(s.value)[0], self.pointer(s.buf, offset)
+        guard = "" if s.mask is None else f"if ({v.get(s.mask)[0]}) "
+        if s.atomic:
+            v.line(f"{guard}{self._lane_loop()}{self._element_store(s, f'*{p}', value)}")
+            return
+        now = v.name()
+        update = self._element_store(s, now, value)
+        v.line(f"{guard}{{ {t} {now} = *{p}; {self._lane_loop()}{update} *{p} = {now}; }}")
 
     def _element_store(self, s: Store, target: str, value: str) -> str:
         """target (mode)= value for one element."""

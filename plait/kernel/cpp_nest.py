@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from plait.ir.loops import walk
-from plait.ir.sizes import Atom, Size, product, symbol
+from plait.ir.sizes import Atom, Size, bounds, product, symbol
 from plait.kernel.cpp_access import Access
 from plait.kernel.cpp_expr import memory
 from plait.kernel.cpp_passes import Nest, buffer_points, row_points
@@ -97,6 +97,9 @@ class NestWriter:
     def _share(self) -> None:
         """lo, hi: this thread's share of the units (a unit: an outer point, or a group of vectors of one)."""
         v, nest = self.v, self.nest
+        # Nothing below runs for a kernel without points, so that what reads may stand outside of loops.
+        if maybe := [v.integer(n) for n in map(extent, nest.space.vars) if bounds(n)[0] < 1]:
+            v.line(f"if ({' || '.join(f'{n} <= 0' for n in maybe)}) return 0;")
         units: Size = product(extent(a) for a in self.outer)
         if nest.axis is not None and not nest.inner and not self.whole_rows:
             units = units * blocks(extent(nest.axis), nest.lanes * nest.unroll)
@@ -122,7 +125,6 @@ class NestWriter:
         elif self.by_row:
             rows = v.integer(extent(self.outer[0]))
             share = f"({rows}) * {{}} / nthreads * (units / ({rows}))"
-            v.line("if (units == 0) return 0;")
             v.line(f"const i64 lo = {share.format('tid')}, hi = {share.format('(tid + 1)')};")
         else:
             v.line("const i64 lo = units * tid / nthreads, hi = units * (tid + 1) / nthreads;")
@@ -251,12 +253,8 @@ class NestWriter:
         self.accs.begin(reduces, reps)
         loops = [a for a in nest.order if not (nest.inner and a == nest.axis)]
         innermost = nest.axis if nest.inner else loops.pop() if loops else None
-        with v.nested(
-            [
-                (a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v.integer(extent(a))}; ++{v.names[a]}) {{")
-                for a in loops
-            ]
-        ):
+        opened = [(a, f"for (i64 {v.names[a]} = 0; {v.names[a]} < {v_size(v, a)}; ++{v.names[a]}) {{") for a in loops]
+        with v.unless_empty(nest.order), v.nested(opened):
             if innermost is None:
                 self._statements(stmts)
             else:

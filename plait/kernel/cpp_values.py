@@ -13,7 +13,7 @@ from typing import Protocol
 
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, i32, i64
-from plait.ir.loops import Node, check_of, const, node
+from plait.ir.loops import Node, check_of, const, node, walk
 from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul
 from plait.kernel.cpp_expr import (
     Parts,
@@ -31,7 +31,7 @@ from plait.kernel.cpp_expr import (
     vtype,
 )
 from plait.kernel.cpp_passes import Nest
-from plait.kernel.space import coefficient, dependences
+from plait.kernel.space import coefficient, dependences, extent
 from plait.runtime.toolchain import Isa
 
 _ORDER = {"lt": (True, False), "le": (False, False), "gt": (True, True), "ge": (False, True)}
@@ -77,6 +77,8 @@ class Values:
         self.deps = dependences(nest.space)
         self.chain: list[Block] = []
         self.depth_of: dict[object, int] = {}
+        self.entered = 0  # the innermost block that runs only if the loops in it do
+        self._reads: dict[Node, bool] = {}
         self.names: dict[Atom, str] = {}
         self.bases: dict[str, str] = {}
         self.checks = {c: k + 1 for k, c in enumerate(checks)}
@@ -131,14 +133,35 @@ class Values:
         """A C++ block, or nothing."""
         return nullcontext() if opening is None else self.loop(opening, ())
 
+    @contextmanager
+    def unless_empty(self, axes: Sequence[Atom]) -> Iterator[None]:
+        """A block that runs only if these loops have points. What reads memory or checks a value,
+        which is defined outside of loops where it can be, is not defined outside of this block."""
+        maybe = [self.integer(n) for n in map(extent, axes) if bounds(n)[0] < 1]
+        before = self.entered
+        with self.maybe(f"if ({' && '.join(f'{n} > 0' for n in maybe)}) {{" if maybe else None):
+            if maybe:
+                self.entered = len(self.chain) - 1
+            yield
+        self.entered = before
+
     def name(self, prefix: str = "t") -> str:
         """A new C++ name."""
         self._n_names += 1
         return f"{prefix}{self._n_names}"
 
     def depth(self, n: Node) -> int:
-        """The block in which a node is computed."""
-        return max((self.depth_of[d] for d in self.deps(n)), default=0)
+        """The block in which a node is computed: the outermost one that knows what it depends on."""
+        known = max((self.depth_of[d] for d in self.deps(n)), default=0)
+        return max(known, self.entered) if self.entered > known and self._may_fault(n) else known
+
+    def _may_fault(self, root: Node) -> bool:
+        """Whether a node needs a load or a check."""
+        if root not in self._reads:
+            for n in walk((root,)):
+                here = n.op in ("load", "bounded", "nonzero")
+                self._reads[n] = here or any(self._reads[a] for a in n.args)
+        return self._reads[root]
 
     def is_vector(self, n: Node) -> bool:
         """Whether a node differs between lanes."""

@@ -18,6 +18,7 @@ from plait.ir.loops import Const, Load, Node, check_of, walk
 from plait.ir.ops import OPS
 from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_nonneg, mod, mul, substitute, symbol
 from plait.kernel.space import Space, atom_expr, coefficient, dependences, extent, offset_of, stmt_nodes
+from plait.kernel.stores import How, how_to_store
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
 from plait.kernel.triton_passes import center_of, peak_of, plan_passes, rescales, scale_of
 from plait.kernel.triton_tiles import Group, Tile, held_dtypes
@@ -43,6 +44,7 @@ class Writer:
         self.deps = dependences(space)
         self.users = Counter(a for n in walk(space.roots()) for a in n.args)
         self.narrow = narrow(space)
+        self.inner_only = _inner_only(space)
         self.outer_lines: list[str] = []
         self.loop_lines: list[str] = []
         self.values: dict[Node, str] = {}
@@ -452,7 +454,12 @@ class Writer:
     # ------------------------------------------------------------------------------------------- stores
     def _store(self, s: Store, inner: bool) -> None:
         level = frozenset(g.name for g in (self.tile.groups if inner else self.tile.outer))
-        value, at = self.value(s.value), self._offset(s.index[0], level)
+        value, moves = self.value(s.value), self._names(self._expr_deps(s.index[0]))
+        of_value = [self._names(self._all_deps(n)) for n in stmt_nodes(s)]
+        how = how_to_store(s.mode, any(of_value), bool(moves))
+        if how is How.ONCE and not self.space.rvars:  # every program has a point
+            level = frozenset()
+        at = self._offset(s.index[0], level, whole=True)
         inner = (inner and bool(self.space.rvars)) or self.tile.walkers > 0
         conditions = self.mask(level)
         if s.mask is not None:
@@ -471,13 +478,13 @@ class Writer:
         """The argument that holds a buffer."""
         return f"p{list(self.space.buffers).index(buf)}"
 
-    def _offset(self, e: Size, level: frozenset[str]) -> str:
-        """An offset of the shape that `level` asks for."""
+    def _offset(self, e: Size, level: frozenset[str], whole: bool = False) -> str:
+        """An offset of the shape that `level` asks for. whole: a block even where that is one point."""
         names = self._names(self._expr_deps(e))
         text = self.expr(e)
         if self.begin is not None and e == add(self.begin[0], atom_expr(self.space.rvars[0])):
             text = f"{self.begun[self.begin][0]} + along"
-        if names == level:
+        if names == level and (level or not whole):
             return f"({text})"
         return f"({text} + tl.full({self.shape(level)}, 0, {self.index_type}))"
 
@@ -607,6 +614,8 @@ class Writer:
             conditions = self.mask(names | of_mask)
             conditions.append(args[-1])
             names |= of_mask
+        if n in self.inner_only and "r" not in names:
+            conditions.append(self._has_points())
         at = self._offset(offset, names) if names else f"({self.expr(offset)})"
         mask = f", {_and(conditions)}, other=0" if conditions else ""
         keep = ""
@@ -635,12 +644,18 @@ class Writer:
         inner = self.along in names
         held = self._define(f"({ok}) | ~{args[1]}" if len(args) > 1 else ok, inner)
         outside = self.mask(names)
+        if n in self.inner_only and "r" not in names:
+            outside.append(self._has_points())
         asserted = f"{held} | ~({_and(outside)})" if outside else held
         check = check_of(n)
         assert check is not None
         lines = self.loop_lines if inner else self.outer_lines
         lines.append(f"tl.device_assert({asserted}, {check.message!r})")
         return held
+
+    def _has_points(self) -> str:
+        """The condition that rows have points."""
+        return f"({self.size(_product(self.space.rvars))} > 0)"
 
     def _acc(self, n: Node, args: tuple[str, ...]) -> str:
         return self.accs[str(n.attr)]
@@ -735,6 +750,17 @@ def narrow(space: Space) -> frozenset[Node]:
         if not ends and not (n in found and n.op in ("add", "sub", "mul", "neg", "where", "truediv", "reciprocal")):
             shown.update(n.args)
     return frozenset(found)
+
+
+def _inner_only(space: Space) -> frozenset[Node]:
+    """What only points of rows need, where rows may have none: elsewhere it may not be read or checked."""
+    if all(bounds(extent(r))[0] > 0 for r in space.rvars):
+        return frozenset()
+    inner: list[Node] = []
+    outer: list[Node] = []
+    for s in space.stmts:
+        (inner if isinstance(s, Reduce) or s.full else outer).extend(stmt_nodes(s))
+    return frozenset(walk(inner)) - frozenset(walk(outer))
 
 
 def _is_logistic(n: Node) -> bool:

@@ -162,8 +162,7 @@ def fused_multiply_add() -> tuple[Any, ...]:
     return () if packet is None else (packet.default,)
 
 
-DynamoGraph = GraphModule | GmWrapper
-"""What `flatten_inputs` makes of a graph is a GmWrapper."""
+DynamoGraph = GraphModule | GmWrapper  # the latter is what `flatten_inputs` makes of a graph
 
 
 def flatten_inputs(
@@ -192,6 +191,15 @@ def aot_compile(
         partition_fn=partition,
         decompositions=decomposition_table(),
         keep_inference_input_mutations=True,
+    )
+
+
+@lru_cache
+def see_other_types(view_like: Callable[..., torch.Tensor]) -> None:
+    """Views of another dtype that AOTAutograd's wrapper makes come from view_like: torch mixes up their strides."""
+    names, own = vars(runtime_wrappers), runtime_wrappers.__dict__["gen_alias_from_base"]
+    names["gen_alias_from_base"] = lambda base, like, grad, *rest, **more: (
+        own(base, like, grad, *rest, **more) if base.dtype == like.dtype else view_like(base, like, grad)
     )
 
 
@@ -336,14 +344,6 @@ def epilogue(meta: Any) -> Epilogue:
         else:
             results.append(("program",))
     return Epilogue(tuple(results), dynamic_marks(meta))
-
-
-def as_constant(size: int | torch.SymInt) -> int | None:
-    """The number that a size is, None if it is an expression of symbols."""
-    if isinstance(size, torch.SymInt):
-        expr = size.node.expr
-        return int(expr) if expr.is_number else None
-    return size
 
 
 def dynamic_marks(meta: Any) -> tuple[Mark, ...]:

@@ -3,6 +3,8 @@
 #include "torch/call.h"
 
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
@@ -49,13 +51,36 @@ at::Tensor take_tensor(Frame& f, const Output& o) {
   return {};
 }
 
+namespace {
+// All of base's storage, seen as elements of another type.
+at::Tensor retyped(const at::Tensor& base, c10::ScalarType type) {
+  const auto item = static_cast<int64_t>(base.element_size());
+  const int64_t step = std::max(item, static_cast<int64_t>(c10::elementSize(type)));
+  const int64_t n = static_cast<int64_t>(base.storage().nbytes()) / step * step / item;
+  const c10::ScalarType from = base.scalar_type();
+  const at::Tensor flat = at::as_strided(base, {n}, {1}, 0);
+  if (c10::isComplexType(from) && c10::toRealValueType(from) == type)
+    return at::view_as_real(flat).view(-1);
+  if (c10::isComplexType(type) && c10::toRealValueType(type) == from)
+    return at::view_as_complex(flat.view({-1, 2}));
+  return flat.view(type);
+}
+}  // namespace
+
 at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like,
                    const Produced& r) {
   TORCH_CHECK(r.offset || like.storage().is_alias_of(bound.storage()),
               "a result that should be a view of an input is a copy");
-  const int64_t offset = r.offset ? *r.offset : like.storage_offset() - bound.storage_offset();
-  at::Tensor view =
-      at::as_strided(base, like.sizes(), like.strides(), base.storage_offset() + offset);
+  at::Tensor view;
+  if (like.scalar_type() == base.scalar_type()) {
+    const int64_t offset = r.offset ? *r.offset : like.storage_offset() - bound.storage_offset();
+    view = at::as_strided(base, like.sizes(), like.strides(), base.storage_offset() + offset);
+  } else {
+    const bool complex = base.is_complex() != like.is_complex();
+    view = at::as_strided(retyped(base, like.scalar_type()), like.sizes(), like.strides(),
+                          like.storage_offset());
+    if (!complex) view = view.detach();  // autograd sees no view in other bits
+  }
   return view.requires_grad() && !r.requires_grad ? view.detach() : view;
 }
 

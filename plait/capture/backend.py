@@ -16,6 +16,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from plait import _native, compat
+from plait.capture.aliases import dynamo_views, input_views, view_like
 from plait.capture.direct import DirectGraph
 from plait.capture.masks import simplify_masks
 from plait.capture.program import collector_paused, compile_captured
@@ -25,7 +26,7 @@ from plait.capture.training import TrainingGraph
 from plait.compile import Program
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
-from plait.graph.captured import Captured, GraphKind
+from plait.graph.captured import Captured, GraphKind, InputView
 from plait.graph.partition import partition
 from plait.log import KERNELS, PassLog
 from plait.wrapper.program import Target
@@ -80,12 +81,15 @@ class _OneGraph:
         self.program: Program | None = None  # of the inference or forward graph
         self.direct = DirectGraph()
         self.training: TrainingGraph | None = None
+        self.dynamo_views: dict[int, InputView] = {}
         self.watcher = watcher()  # of the backward graph too, which is compiled later
 
     def compile(self, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.nested = not isinstance(gm, GraphModule)
         if isinstance(gm, GraphModule):
             simplify_masks(gm)
+            self.dynamo_views = dynamo_views(gm)
+        compat.see_other_types(view_like)
         with whole_resampling():
             wrapped = compat.aot_compile(
                 gm,
@@ -122,11 +126,14 @@ class _OneGraph:
         meta = compat.forward_metadata()
         same = len(inputs) == self.n_inputs
         reason = "" if same else "inputs were deduplicated or got a synthetic base"
-        made.learn(gm, meta, "inputs come in a list" if self.nested else reason, self.native)
+        views = input_views(meta, self.dynamo_views) if same else {}
+        made.learn(gm, meta, "inputs come in a list" if self.nested else reason, self.native, views)
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.bumped_input_indices(meta)
         n_results = meta.num_forward if kind == "forward" else None
-        self.program = self._program(gm, kind, bumped_inputs=bumped, n_results=n_results, wrapper_reason=made.reason)
+        self.program = self._program(
+            gm, kind, bumped_inputs=bumped, n_results=n_results, wrapper_reason=made.reason, input_views=views
+        )
         return self.program.boxed
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
@@ -141,6 +148,7 @@ class _OneGraph:
         bumped_inputs: tuple[int, ...] = (),
         n_results: int | None = None,
         wrapper_reason: str = "",
+        input_views: Mapping[int, InputView] | None = None,
     ) -> Program:
         captured = Captured(
             gm,
@@ -150,6 +158,7 @@ class _OneGraph:
             bumped_inputs=bumped_inputs,
             n_results=n_results,
             wrapper_reason=wrapper_reason,
+            input_views=input_views or {},
             watcher=self.watcher,
         )
         return compile_captured(captured, self.cfg, self.target)

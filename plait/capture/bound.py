@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
 
 from plait import _native, compat
-from plait.capture.direct import is_plain_view
+from plait.capture.aliases import Result, view_like
 from plait.capture.trace import Traced
 from plait.errors import InputError
 from plait.graph.captured import Captured
-from plait.graph.edit import output_of
 from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH, from_torch
 
@@ -33,7 +31,9 @@ _serial = itertools.count()  # makes graph names unique within the process
 
 def captured_from(traced: Traced) -> Captured:
     """A traced program as the compiler takes it."""
-    return Captured(traced.graph, f"export_{next(_serial)}", "inference", bumped_inputs=traced.mutated)
+    return Captured(
+        traced.graph, f"export_{next(_serial)}", "inference", bumped_inputs=traced.mutated, input_views=traced.views
+    )
 
 
 def argument_specs(traced: Traced) -> list[InputSpec]:
@@ -61,29 +61,6 @@ def _entry(size: int | torch.SymInt, bounds: dict[str, compat.Bounds]) -> Any:
         return None
     name = str(size.node.expr)
     return (name, *bounds[name]) if name in bounds else name
-
-
-Result = tuple[Any, ...]
-"""("program",), or ("view", number of the program's input, True, offset or None: the program's tensor tells)."""
-
-
-def views_of_inputs(graph: GraphModule) -> list[Result]:
-    """Which of the graph's results are views of inputs, in eager too, and where they begin; nothing if none is."""
-    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-    tensors = ((k, x) for k, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.layout == torch.strided)
-    storages = {x.untyped_storage()._cdata: k for k, x in tensors}
-    outputs: Any = output_of(graph.graph).args[0]
-    results: list[Result] = []
-    for node in outputs:
-        val = node.meta.get("val") if isinstance(node, Node) else None
-        result: Result = ("program",)
-        if isinstance(val, torch.Tensor) and val.layout == torch.strided and node.op != "placeholder":
-            base = storages.get(val.untyped_storage()._cdata)
-            if base is not None and is_plain_view(inputs[base], val):
-                offset = val.storage_offset() - inputs[base].storage_offset()
-                result = ("view", base, True, compat.as_constant(offset))
-        results.append(result)
-    return results if any(r[0] == "view" for r in results) else []
 
 
 def bind(
@@ -150,9 +127,7 @@ class PythonBound:
         with torch.no_grad():
             result = list(self.program(*inputs))
             for k, base, _, offset in self.views:
-                x, like = inputs[base], result[k]
-                start = like.storage_offset() if offset is None else x.storage_offset() + offset
-                result[k] = x.as_strided(like.shape, like.stride(), start)
+                result[k] = _view(inputs[base], result[k], offset)
         return result[0] if self.single else tuple(result)
 
     def _check_apart(self, changed: int, inputs: Sequence[Any]) -> None:
@@ -181,6 +156,14 @@ class PythonBound:
             if name not in given:
                 raise InputError(f"input {name!r} is missing")
         return [given[name] for name in self.names]
+
+
+def _view(base: torch.Tensor, like: torch.Tensor, offset: int | None) -> torch.Tensor:
+    """A view of base where like lies in its storage, or `offset` elements behind base."""
+    if base.dtype != like.dtype:
+        return view_like(base, like)
+    start = like.storage_offset() if offset is None else base.storage_offset() + offset
+    return base.as_strided(like.shape, like.stride(), start)
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

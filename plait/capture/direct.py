@@ -7,7 +7,7 @@ custom operators on the first call), the program behind a native epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch.fx import GraphModule
 
 from plait import _native, compat
+from plait.capture.aliases import offset_in, same_bits
 from plait.compile import Program
+from plait.graph.captured import InputView
 from plait.graph.edit import output_of
 
 _TRUSTED_NAMESPACES = ("aten", "prims", "plait", "_operator", "math")
@@ -30,13 +32,13 @@ class DirectGraph:
     def __init__(self) -> None:
         self.reason = "no graph"
 
-    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool) -> None:
+    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool, views: Mapping[int, InputView]) -> None:
         """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the caller knows.
-        native: its program will be a native one."""
+        native: its program will be a native one. views: the outputs that are views of inputs."""
         self.reason = reason or compat.wrapper_reason(meta)
         if self.reason:
             return
-        todo = _with_offsets(gm, compat.epilogue(meta))
+        todo = _with_offsets(gm, compat.epilogue(meta), views)
         if todo is None:
             self.reason = "a view of an input that its sizes and strides do not describe"
             return
@@ -70,28 +72,18 @@ def _namespace(target: Any) -> str:
     return str(getattr(target, "__module__", ""))
 
 
-def is_plain_view(base: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether sizes, strides and an offset make view, a fake tensor, of base."""
-    return (
-        base.dtype == view.dtype
-        and base.layout == view.layout == torch.strided
-        and base.untyped_storage()._cdata == view.untyped_storage()._cdata
-        and (view.is_conj(), view.is_neg()) == (base.is_conj(), base.is_neg())
-    )
-
-
-def _with_offsets(gm: GraphModule, todo: compat.Epilogue) -> compat.Epilogue | None:
+def _with_offsets(gm: GraphModule, todo: compat.Epilogue, views: Mapping[int, InputView]) -> compat.Epilogue | None:
     """todo with the offsets of views, None where they depend on sizes. None if the wrapper has to make a view."""
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(gm.graph).args[0]
     results = []
-    for result, node in zip(todo.results, outputs, strict=True):
+    for k, (result, node) in enumerate(zip(todo.results, outputs, strict=True)):
         if result[0] == "view":
-            if node.target is torch.ops.aten.alias.default:
-                return None  # detached: no view to autograd
             base, view = inputs[result[1]], node.meta["val"]
-            if not is_plain_view(base, view):
+            if node.target is torch.ops.aten.alias.default and base.dtype == view.dtype:
+                return None  # detached: no view to autograd
+            if k not in views or not same_bits(base, view):
                 return None
-            result = (*result, compat.as_constant(view.storage_offset() - base.storage_offset()))
+            result = (*result, offset_in(base, node, views[k].offset))
         results.append(result)
     return replace(todo, results=tuple(results))

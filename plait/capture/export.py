@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.capture.bound import argument_specs, bind, captured_from, views_of_inputs
+from plait.capture.aliases import results_of
+from plait.capture.bound import argument_specs, bind, captured_from
 from plait.capture.exported import Examples, Program, source_of
 from plait.capture.program import collector_paused, compile_captured
 from plait.capture.trace import Traced, trace
@@ -76,7 +77,7 @@ def record_of(fn: Any) -> CompileRecord | None:
 
 def _bound(traced: Traced, cfg: Config) -> tuple[Any, CompileRecord]:
     """Compiles and binds; adds Python only for what the native callable does not do."""
-    results = views_of_inputs(traced.graph)  # before the graph is cleaned
+    results = results_of(traced.graph, traced.views)  # before the graph is cleaned
     program = compile_captured(replace(captured_from(traced), watcher=watcher()), cfg)
     signature = traced.signature
     specs = [("bound", name, x) for name, x in traced.state.items()] + argument_specs(traced)

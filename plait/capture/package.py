@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from plait.capture.bound import Result, argument_specs, captured_from, views_of_inputs
+from plait.capture.aliases import Result, results_of
+from plait.capture.bound import argument_specs, captured_from
 from plait.capture.control import controls_of
 from plait.capture.exported import Examples, Program, source_of
 from plait.capture.program import collector_paused, guarded
@@ -74,7 +75,7 @@ def package(
         if fold:
             traced, folded = _folded(traced)
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")  # equal bytes every time
-        results = tuple(views_of_inputs(traced.graph))  # before the graph is cleaned
+        results = tuple(results_of(traced.graph, traced.views))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
         out.finish(_contents(captured.name, traced, results, made, folded, cfg))
 
@@ -123,7 +124,9 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     place = {old: new for new, old in enumerate(kept)}
     names = {state[k][0] for k, node in enumerate(inputs[: len(state)]) if node in frozen}
     left = {name: x for name, x in state if name not in names}
-    return replace(traced, state=left, mutated=tuple(place[k] for k in traced.mutated)), sorted(names)
+    views = {k: replace(v, input=place[v.input]) for k, v in traced.views.items() if v.input in place}
+    mutated = tuple(place[k] for k in traced.mutated)
+    return replace(traced, state=left, mutated=mutated, views=views), sorted(names)
 
 
 def _contents(

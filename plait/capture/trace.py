@@ -21,8 +21,10 @@ from torch.fx import GraphModule
 from torch.nn.utils import stateless
 
 from plait import compat
+from plait.capture.aliases import views_of_inputs
 from plait.capture.resampling import whole_resampling
 from plait.errors import InputError, PlaitError, Unsupported, UserError
+from plait.graph.captured import InputView
 from plait.graph.edit import aten, output_of
 from plait.runtime.signature import CONSTANTS, VALUE, Signature
 
@@ -58,7 +60,7 @@ _REGISTER = "torch.export.register_dataclass, or torch.utils._pytree.register_py
 class Traced:
     """A traced program. graph: inputs are the tensors of state, then one for each VALUE in signature.leaves; mutated
     inputs are written back by a trailing copy_. mutated: the positions of these. state: by name. fakes: the fake
-    tensors and symbolic ints of the VALUEs."""
+    tensors and symbolic ints of the VALUEs. views: the results that are inputs or views of them."""
 
     graph: GraphModule
     mutated: tuple[int, ...]
@@ -66,6 +68,7 @@ class Traced:
     fakes: tuple[torch.Tensor | torch.SymInt, ...]
     signature: Signature
     sizes: compat.SizeFacts
+    views: Mapping[int, InputView]
 
 
 def trace(
@@ -94,12 +97,13 @@ def trace(
     state = state_of(module)
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
+    views: dict[int, InputView] = {}
 
     class Flat(torch.nn.Module):
         """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
 
         def forward(self, *flat: Any) -> tuple[Any, ...]:
-            nonlocal out_spec, out_leaves
+            nonlocal out_spec, out_leaves, views
             given = iter(flat[len(state) :])
             leaves = [
                 next(given) if value else real if fake is None else fake
@@ -116,7 +120,9 @@ def trace(
                     raise Unsupported(f"{who} of {what}", hint=_REGISTER)
             found = [x for _, x in paths]
             out_leaves = tuple(VALUE if _is_value(x) else x for x in found)
-            return tuple(x for x in found if _is_value(x))
+            results = tuple(x for x in found if _is_value(x))
+            views = views_of_inputs(results, flat)
+            return results
 
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
@@ -143,7 +149,7 @@ def trace(
     leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
     facts = env.size_facts(fakes, graph)
-    return Traced(graph, mutated, state, fakes, signature, facts)
+    return Traced(graph, mutated, state, fakes, signature, facts, views)
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

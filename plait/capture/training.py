@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from plait import _native, compat
 from plait.capture.direct import calls_custom_ops
 from plait.compile import Program
+from plait.graph.captured import InputView
 from plait.graph.edit import output_of
 from plait.lower.symbols import is_ragged
 
@@ -38,9 +39,10 @@ class TrainingGraph:
         self._programs: dict[tuple[int, ...], Program] = {}  # by donated inputs
         self._lock = threading.Lock()
 
-    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool) -> None:
+    def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool, views: Mapping[int, InputView]) -> None:
         """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's callable, as far
-        as the caller knows, or "". native: its program will be a native one."""
+        as the caller knows, or "". native: its program will be a native one. views: outputs that are views of inputs;
+        AOTAutograd's callable makes these."""
         self.reason = reason or compat.training_reason(meta) or _graph_reason(gm, meta)
         self.reason = self.reason or ("" if native else "the program runs as Python")
         if self.reason:

@@ -7,13 +7,28 @@ into a placeholder. This file must not know who captured the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch.fx
 
 GraphKind = Literal["inference", "forward", "backward"]
+
+
+@dataclass(frozen=True)
+class InputView:
+    """How a result lies in the storage of an input.
+
+    input: its position. shape, strides, offset: in elements of the result's dtype; offset counts
+    from the start of the storage, as `storage_offset()` does. whole: the result is the input itself.
+    """
+
+    input: int
+    shape: tuple[int | torch.SymInt, ...]
+    strides: tuple[int | torch.SymInt, ...]
+    offset: int | torch.SymInt
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class Captured:
     bumped_inputs: positions of mutated placeholders whose autograd version the program itself must bump, once a call.
     n_results: of a forward graph: how many of its outputs are for the caller, the others are for its backward graph.
     wrapper_reason: why calls go through AOTAutograd's runtime wrapper; "" where they do not.
+    input_views: the outputs (by position) that are inputs or views of them, where they lie.
     watcher: what the program shows its intermediates to, see `wrapper/watch.py`.
     """
 
@@ -35,4 +51,5 @@ class Captured:
     bumped_inputs: tuple[int, ...] = ()
     n_results: int | None = None
     wrapper_reason: str = ""
+    input_views: Mapping[int, InputView] = field(default_factory=dict)
     watcher: Callable[[str, str, torch.Tensor | None], None] | None = None

@@ -40,6 +40,16 @@ def base_of(node: Node) -> Node:
     return node
 
 
+def begins_anywhere(node: Any) -> bool:
+    """Whether a view, or one on the way to it, says where in the storage it begins: its offset does not depend on
+    where its base begins."""
+    while isinstance(node, Node) and node.op == "call_function" and is_view(node):
+        if node.target is aten.as_strided.default and len(node.args) > 3 and node.args[3] is not None:
+            return True
+        node = node.args[0] if isinstance(node.args[0], Node) else None
+    return False
+
+
 def output_of(graph: Graph) -> Node:
     """The output node."""
     node: Node = next(node for node in reversed(graph.nodes) if node.op == "output")

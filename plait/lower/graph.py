@@ -22,17 +22,19 @@ from torch._ops import OpOverload
 
 from plait.config import Config
 from plait.errors import PlaitError, Unsupported
-from plait.graph.captured import Captured
+from plait.graph.captured import Captured, InputView
+from plait.graph.edit import base_of, begins_anywhere
 from plait.graph.streams import is_fence
 from plait.ir import loops
 from plait.ir import sizes as sz
-from plait.ir.dtypes import LOOP_DTYPES, b1, f64, opaque
+from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f64, opaque
 from plait.ir.loops import Buffer, Extern, LoopProgram, Number, Scalar, TensorArg
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.extern import call_extern
 from plait.lower.symbols import bindings, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
+from plait.lower.view import dense_order
 
 aten = torch.ops.aten
 
@@ -96,6 +98,7 @@ class _Walk:
         self.outputs: tuple[TensorArg | Scalar | Size, ...] = ()
         self.results: dict[torch.fx.Node, TensorArg] = {}
         self.moved: dict[tuple[View, str], View] = {}
+        self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.last_fences: list[torch.fx.Node] = []  # of streams, after inputs have their new values
 
     def run(self) -> Lowered:
@@ -405,21 +408,26 @@ class _Walk:
         items = found if isinstance(found, (tuple, list)) else (found,)
         owners: dict[str, int] = dict(self.input_storages)
         self.ctx.origin = ("output",)
-        results = tuple(self._result(a, owners) for a in items)
+        results = tuple(self._result(k, a, owners) for k, a in enumerate(items))
         self.ctx.finish_mutations()
         for fence in self.last_fences:
             self._call(fence)
         return results
 
-    def _result(self, a: Any, owners: dict[str, int]) -> TensorArg | Scalar | Size:
+    def _result(self, k: int, a: Any, owners: dict[str, int]) -> TensorArg | Scalar | Size:
+        """The output at position k. owners: see `_tensor_result`."""
         value = self._value(a)
         val = a.meta.get("val") if isinstance(a, torch.fx.Node) else None
         if self.ctx.cfg.kernels and isinstance(val, (torch.SymFloat, torch.SymBool)):
             return self._number(val, value)
         if isinstance(value, View):
             assert isinstance(a, torch.fx.Node)
+            if k in self.captured.input_views:
+                return self._input_view(a, self.captured.input_views[k])
             if a not in self.results:  # one node returned twice is one tensor
-                out = self._tensor_result(value, a.meta["val"], owners)
+                kept = self.captured.n_results is not None and k >= self.captured.n_results
+                found = None if kept else self._in_root(value, a)
+                out = self._tensor_result(value, a.meta["val"], owners) if found is None else found
                 self.results[a] = self._distinct(a, out)
             return self.results[a]
         if value is None:
@@ -457,6 +465,48 @@ class _Walk:
         owners.setdefault(out.buf, storage)
         return out
 
+    def _input_view(self, node: torch.fx.Node, view: InputView) -> TensorArg:
+        """A result that eager makes as a view of an input, which holds its new value by then."""
+        name = self.inputs[view.input]
+        assert isinstance(name, str)
+        base, val = self.ctx.buffers[name], node.meta["val"]
+        if view.whole:
+            return TensorArg(name, base.shape, base.strides, 0)
+        relative = not begins_anywhere(node)
+        base_val = self.placeholders[view.input].meta["val"]
+        offset = _behind(base_val, view.offset, val) if relative else to_size(view.offset)
+        shape, strides = tuple(map(to_size, view.shape)), tuple(map(to_size, view.strides))
+        return self._aliased(name, from_torch(val.dtype), TensorArg(name, shape, strides, offset), relative)
+
+    def _in_root(self, x: View, node: torch.fx.Node) -> TensorArg | None:
+        """A result in the memory of the value at the root of the views that lead to it, where a rule
+        computed it anew (as another element type) instead of seeing the memory; else None."""
+        val = node.meta["val"]
+        root = base_of(node)
+        like: Any = root.meta.get("val")
+        view = self.env[root]
+        if not isinstance(view, View) or view.buf == x.buf or begins_anywhere(node) or not self.ctx.cfg.kernels:
+            return None
+        if not (_is_strided(node) and _is_strided(root)) or _storage(like) != _storage(val):
+            return None
+        if (like.is_conj(), like.is_neg()) != (val.is_conj(), val.is_neg()):
+            return None
+        strides = tuple(map(to_size, like.stride()))
+        if root.op != "placeholder" and dense_order(tuple(map(to_size, like.shape)), strides) is None:
+            return None
+        memory = self.ctx.tensor_arg(view, strides)
+        within = sz.mul(memory.offset, view.dtype.nbytes)
+        dtype = from_torch(val.dtype)
+        offset = sz.add(sz.floordiv(within, dtype.nbytes), _behind(like, val.storage_offset(), val))
+        shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
+        return self._aliased(memory.buf, dtype, TensorArg(memory.buf, shape, strides, offset))
+
+    def _aliased(self, buf: str, dtype: DType, at: TensorArg, relative: bool = True) -> TensorArg:
+        """Memory of a buffer as a new tensor of this element type. relative: the offset counts from its first
+        element."""
+        view = self.ctx.alias(self.ctx.whole(buf), dtype, at.shape, at.strides, at.offset, relative)
+        return TensorArg(view.buf, at.shape, at.strides, 0)
+
     def _distinct(self, node: torch.fx.Node, out: TensorArg) -> TensorArg:
         """out as a tensor of its own where another node's result, or an input, is the same memory seen alike: eager
         makes a new object for every view."""
@@ -465,9 +515,7 @@ class _Walk:
         is_input = node.op != "placeholder" and b.name in self.input_storages and out == whole
         if not is_input and out not in self.results.values():
             return out
-        dtype = out.dtype or b.dtype
-        view = self.ctx.alias(self.ctx.whole(b.name), dtype, out.shape, out.strides, out.offset)
-        return TensorArg(view.buf, out.shape, out.strides, 0)
+        return self._aliased(b.name, out.dtype or b.dtype, out)
 
 
 def _is_token(node: torch.fx.Node) -> bool:
@@ -478,6 +526,20 @@ def _is_token(node: torch.fx.Node) -> bool:
 
 def _storage(val: torch.Tensor) -> int:
     return int(val.untyped_storage()._cdata)
+
+
+def _is_strided(node: Any) -> bool:
+    """Whether an output is a tensor with strides."""
+    val = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return isinstance(val, torch.Tensor) and val.layout == torch.strided
+
+
+def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:
+    """How far `offset`, in elements of like from the start of base's storage, lies behind base's first
+    element, in elements of like."""
+    item = like.element_size()
+    first = sz.mul(to_size(base.storage_offset()), base.element_size())
+    return sz.floordiv(sz.add(sz.mul(to_size(offset), item), sz.mul(first, -1)), item)
 
 
 def _foreign_dtype(values: tuple[Value, ...] | list[Value]) -> str:

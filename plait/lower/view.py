@@ -289,8 +289,9 @@ def _as_strided(
     inside = sz.add(offset, sz.mul(first, -1))
     span = sz.total(sz.mul(sz.add(s, -1), st) for s, st in zip(shape, stride, strict=True))
     # An input's storage may be larger than the input; memory of our own making is never left (eager checks that).
+    # Where an input begins in its storage, nobody checks.
     fits = not ctx.is_input(owner.buf) or (
-        sz.known_le(0, inside) and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
+        storage_offset is None and sz.known_le(0, inside) and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
     )
     order = dense_order(tuple(map(to_size, meta.shape)), tuple(map(to_size, meta.stride())))
     if order is not None and fits and owner.dtype == x.dtype:
@@ -304,6 +305,8 @@ def _as_strided(
         return owner.remap(shape, at)
     if not ctx.is_input(owner.buf):
         raise Unsupported("as_strided beyond the tensor that it is given", hint="use slicing and views instead")
+    if storage_offset is None:
+        return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
     return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
 
 

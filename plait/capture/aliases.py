@@ -1,0 +1,109 @@
+"""Which results of a graph lie in the memory of its inputs, and where: facts for the compiler and for whoever makes
+the user's results.
+
+Functionalised graphs do not tell: `x.mul_(2)[k:]` is a slice of a product there. What eager makes is known from the
+fake tensors of Dynamo's graph, or from those that the user's function returned while it was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from plait.graph.captured import InputView
+from plait.graph.edit import begins_anywhere, output_of
+from plait.ir import sizes as sz
+from plait.lower.symbols import to_size
+
+Result = tuple[Any, ...]
+"""("program",), or ("view", number of the program's input, requires_grad, offset or None: the program's tensor
+tells)."""
+
+
+def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
+    """The results of a Dynamo graph that are inputs or views of them."""
+    given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    outputs: Any = output_of(gm.graph).args[0]
+    made = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
+    return views_of_inputs(made, given)
+
+
+def input_views(meta: Any, dynamo: Mapping[int, InputView]) -> dict[int, InputView]:
+    """The outputs of an AOTAutograd graph that eager makes as views of inputs. meta: its metadata, of a graph whose
+    inputs are the user's; dynamo: the same of Dynamo's graph."""
+    first = meta.num_mutated_inp_runtime_indices  # before the results come new values of inputs
+    found = {}
+    for k, info in enumerate(meta.output_info):
+        kind, view = info.output_type.name, dynamo.get(k)
+        if kind in ("alias_of_input", "is_input") and view is not None and view.input == info.base_idx:
+            found[first + k] = replace(view, whole=kind == "is_input")
+    return found
+
+
+def views_of_inputs(results: Sequence[Any], inputs: Sequence[Any]) -> dict[int, InputView]:
+    """The results that are inputs or views of them, while their function is traced."""
+    found = {}
+    owners = {_storage(x): k for k, x in reversed(list(enumerate(inputs))) if _is_dense(x)}
+    for k, x in enumerate(results):
+        base = owners.get(_storage(x)) if _is_dense(x) else None
+        if base is not None:
+            found[k] = InputView(base, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x is inputs[base])
+    return found
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def results_of(graph: GraphModule, views: Mapping[int, InputView]) -> list[Result]:
+    """What the user's results are made from; nothing if no result is a view of an input. graph: as it was traced."""
+    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    outputs: Any = output_of(graph.graph).args[0]
+    results: list[Result] = []
+    for k, node in enumerate(outputs):
+        base = inputs[views[k].input] if k in views else None
+        if base is None or views[k].whole or not same_bits(base, node.meta["val"]):
+            results.append(("program",))
+        else:
+            results.append(("view", views[k].input, True, offset_in(base, node, views[k].offset)))
+    return results if any(r[0] == "view" for r in results) else []
+
+
+def offset_in(base: torch.Tensor, node: Node, offset: int | torch.SymInt) -> int | None:
+    """How far a view of base, a value of a graph, begins behind it, in elements, where that is a constant and both
+    have one dtype."""
+    if begins_anywhere(node) or base.dtype != node.meta["val"].dtype:
+        return None
+    behind = sz.add(to_size(offset), sz.mul(to_size(base.storage_offset()), -1))
+    return behind if isinstance(behind, int) else None
+
+
+def view_like(base: torch.Tensor, like: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    """A view of base where like, of another dtype, lies in its storage."""
+    item, other = base.element_size(), like.element_size()
+    step = max(item, other)
+    n = base.untyped_storage().nbytes() // step * step // item
+    flat = base.as_strided((n,), (1,), 0)
+    if base.is_complex() and like.dtype == base.real.dtype:
+        flat = torch.view_as_real(flat).view(-1)
+    elif like.is_complex() and base.dtype == like.real.dtype:
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    else:
+        return flat.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset()).detach()
+    view = flat.as_strided(like.shape, like.stride(), like.storage_offset())
+    return view.detach() if view.requires_grad and not requires_grad else view
+
+
+def same_bits(base: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether both are tensors of memory that is read alike: neither lazily negated nor conjugated on its own."""
+    return base.layout == view.layout == torch.strided and (
+        (view.is_conj(), view.is_neg()) == (base.is_conj(), base.is_neg())
+    )

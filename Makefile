@@ -13,7 +13,7 @@ TOOLS  := g++ make git
 BUILD_TOOLS := scikit-build-core cmake ninja
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: env native demo test test-full test-gpu bench bench-peers bench-gpu bench-jit lint format clean
+.PHONY: env native demo test test-full test-gpu sweep bench bench-peers bench-gpu bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMPS)/plait $(STAMPS)/triton-$(TRITON) native
@@ -59,6 +59,11 @@ test: env
 
 test-full: env
 	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -m "slow or not slow"
+
+# All op samples and all models, which takes hours: it goes on where it stopped. `make sweep ARGS="--shard 1/2"`;
+# `make sweep ARGS=--tables` writes what it found to benchmarks/results.
+sweep: env
+	$(NO_HUB) $(PY) -m tests.sweep $(ARGS)
 
 # Needs a CUDA device, and nothing of the network: after `make env`, or with what a machine has: `make test-gpu PY=python3`
 # (torch, its Triton, cmake, ninja, pytest, pytest-xdist and numpy; expecttest for op samples, transformers for models).

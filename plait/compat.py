@@ -102,39 +102,25 @@ def kept_whole() -> tuple[Any, ...]:
     others, an index out of range or a probability above 1 is no error or another one, a NaN has a gradient, borders
     become gathers by computed indices, a row put into a tensor becomes a choice, and an index without dimensions is
     taken for a number."""
-    aten = torch.ops.aten
-    return (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten.linspace.default,
-        aten.linspace.Tensor_Tensor,
-        aten.linspace.Tensor_Scalar,
-        aten.linspace.Scalar_Tensor,
-        aten.take.default,
-        aten.bernoulli.default,
-        aten.max_unpool2d.default,
-        aten.max_unpool3d.default,
-        aten.index_add.default,
-        aten.index_copy.default,
-        aten.index_fill.int_Scalar,
-        aten.index_fill.int_Tensor,
-        aten.nll_loss_forward.default,
-        aten.nll_loss2d_forward.default,
-        aten.nll_loss_backward.default,
-        aten.nll_loss2d_backward.default,
-        aten.roll.default,
-        aten.smooth_l1_loss_backward.default,
-        aten.select_scatter.default,
-        aten.reflection_pad1d.default,
-        aten.reflection_pad2d.default,
-        aten.reflection_pad3d.default,
-        aten.replication_pad1d.default,
-        aten.replication_pad2d.default,
-        aten.replication_pad3d.default,
-    )
+    names = """
+        _scaled_dot_product_flash_attention_for_cpu.default linspace.default
+        linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor take.default
+        bernoulli.default max_unpool2d.default max_unpool3d.default index_add.default
+        index_copy.default index_fill.int_Scalar index_fill.int_Tensor nll_loss_forward.default
+        nll_loss2d_forward.default nll_loss_backward.default nll_loss2d_backward.default
+        roll.default smooth_l1_loss_backward.default select_scatter.default
+        reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default
+        replication_pad1d.default replication_pad2d.default replication_pad3d.default
+    """
+    packets = (name.split(".") for name in names.split())
+    return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in packets)
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Of operators that are not ATen's: who registers an operator puts its decomposition here."""
+
+CHECKS: dict[Any, Callable[[Any], Callable[..., Any]]] = {}
+"""Of operators whose operands are looked at first: wraps the decomposition, or the None that stands for no one."""
 
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
@@ -146,7 +132,21 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for op in kept_whole():
         table.pop(op, None)
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
-    return table
+    return table | {op: around(table.get(op)) for op, around in CHECKS.items()}
+
+
+@contextmanager
+def untraced_operators() -> Iterator[None]:
+    """Operators inside run on what they are given, while tracing is under way."""
+    with _disable_current_modes(), torch._C._DisableAutocast():
+        yield
+
+
+def hint_of(x: Any) -> Any:
+    """The number that a symbolic size, float or bool has in the example, 2 where nobody knows; others unchanged."""
+    if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return x
+    return x.node.hint if x.node.has_hint() else x.node.pytype(2)
 
 
 def _bool_power(x: torch.Tensor, exponent: Any) -> Any:

@@ -44,6 +44,39 @@ class InputError(UserError):
     """A compiled function was called with inputs that differ from those that it was compiled for."""
 
 
+class OperandError(UserError):
+    """Operands that eager refuses, too. Each one raised is also of the class that eager raises: see `refusal`."""
+
+
+class _RuntimeOperandError(OperandError, RuntimeError): ...
+
+
+class _NotImplementedOperandError(OperandError, NotImplementedError): ...
+
+
+class _IndexOperandError(OperandError, IndexError): ...
+
+
+class _TypeOperandError(OperandError, TypeError): ...
+
+
+class _ValueOperandError(OperandError, ValueError): ...
+
+
+_REFUSALS: dict[type[Exception], type[OperandError]] = {
+    NotImplementedError: _NotImplementedOperandError,
+    RuntimeError: _RuntimeOperandError,
+    IndexError: _IndexOperandError,
+    TypeError: _TypeOperandError,
+    ValueError: _ValueOperandError,
+}
+
+
+def refusal(error: Exception) -> type[OperandError]:
+    """The OperandError that is caught wherever eager's own error is."""
+    return next((mine for kind, mine in _REFUSALS.items() if isinstance(error, kind)), _RuntimeOperandError)
+
+
 class Unsupported(PlaitError):
     """A correct program that plait cannot compile."""
 

@@ -23,6 +23,7 @@ from plait.capture.program import collector_paused, compile_captured
 from plait.capture.registration import allow_again
 from plait.capture.resampling import whole_resampling
 from plait.capture.training import TrainingGraph
+from plait.capture.writes import check_writes
 from plait.compile import Program
 from plait.config import Config
 from plait.errors import InternalError, PlaitError
@@ -87,6 +88,7 @@ class _OneGraph:
     def compile(self, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.nested = not isinstance(gm, GraphModule)
         if isinstance(gm, GraphModule):
+            check_writes(gm)  # on the graph as it came
             simplify_masks(gm)
             self.dynamo_views = dynamo_views(gm)
         compat.see_other_types(view_like)

@@ -23,6 +23,7 @@ from torch.nn.utils import stateless
 from plait import compat
 from plait.capture.aliases import views_of_inputs
 from plait.capture.resampling import whole_resampling
+from plait.capture.writes import CheckWrites
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, output_of
@@ -127,7 +128,7 @@ def trace(
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
-        with whole_resampling():
+        with whole_resampling(), CheckWrites():
             graph, mutated = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"

@@ -7,6 +7,7 @@ operator nobody thought of is treated with care rather than wrongly.
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import Any
 
 import torch
@@ -152,3 +153,14 @@ def replace(node: Node, value: Node) -> None:
     """All users of node take value instead; node is erased."""
     node.replace_all_uses_with(value, propagate_meta=False)
     node.graph.erase_node(node)
+
+
+@cache
+def last_frame(stack_trace: str) -> str:
+    """'file.py:12' of the innermost frame."""
+    at = stack_trace.rfind('File "')
+    if at < 0:
+        return ""
+    head = stack_trace[at + 6 : stack_trace.find("\n", at) if "\n" in stack_trace[at:] else None]
+    name, _, rest = head.partition('", line ')
+    return f"{name.rpartition('/')[2]}:{rest.split(',')[0]}"

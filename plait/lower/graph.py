@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from plait.config import Config
 from plait.errors import PlaitError, Unsupported
 from plait.graph.captured import Captured, InputView
-from plait.graph.edit import base_of, begins_anywhere
+from plait.graph.edit import base_of, begins_anywhere, last_frame
 from plait.graph.streams import is_fence
 from plait.ir import loops
 from plait.ir import sizes as sz
@@ -578,19 +578,8 @@ def _check_symbols(program: LoopProgram) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- where things come from
-@cache
-def _last_frame(stack_trace: str) -> str:
-    """'file.py:12' of the innermost frame."""
-    at = stack_trace.rfind('File "')
-    if at < 0:
-        return ""
-    head = stack_trace[at + 6 : stack_trace.find("\n", at) if "\n" in stack_trace[at:] else None]
-    name, _, rest = head.partition('", line ')
-    return f"{name.rpartition('/')[2]}:{rest.split(',')[0]}"
-
-
 def _where(node: torch.fx.Node) -> str:
-    return _last_frame(node.meta.get("stack_trace") or "")
+    return last_frame(node.meta.get("stack_trace") or "")
 
 
 def _origin(node: torch.fx.Node) -> str:

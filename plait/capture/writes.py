@@ -1,0 +1,142 @@
+"""Writes that eager refuses, seen before AOTAutograd makes copies of them: to memory that several elements share
+(`x.expand(3, 4).add_(1)`) and to memory that overlaps what is read (`x[1:].copy_(x[:-1])`).
+
+Comes in: a Dynamo graph, or each function that a trace without Dynamo calls. Whether a write of a suspicious kind is
+refused only eager knows, so it is asked, on zeros that lie as the operands do. What it does take is Unsupported where
+elements of the written tensor share memory: AOTAutograd's copies would then hold other numbers (filling an expanded
+tensor adds up what each element changed by).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from plait import compat
+from plait.errors import PlaitError, Unsupported, refusal
+from plait.graph.edit import last_frame
+from plait.graph.refuse import answer, users_line
+
+_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        "iadd", "iand", "ifloordiv", "ilshift", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor",
+        "setitem",
+    )
+)  # fmt: skip
+_METHODS = frozenset(f"__{op.__name__}__" for op in _OPERATORS)
+_SHAPES = frozenset(  # these write no elements
+    """as_strided_ detach_ requires_grad_ rename_ resize_ resize_as_ retain_grad_ set_ share_memory_ squeeze_
+    swapaxes_ swapdims_ t_ transpose_ unsqueeze_""".split()
+)
+_REFUSED = "unsupported operation"  # how eager's text starts
+_HINT = "clone() the tensor before it is written"
+_MANY = 1 << 16  # elements that are too many to be looked at one by one
+
+
+def check_writes(gm: torch.nn.Module) -> None:
+    """Raises an OperandError for the first write of a Dynamo graph that eager refuses."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if _writes(node.target, node.kwargs):
+                    _check_node(node)
+
+
+def _check_node(node: Node) -> None:
+    fn: Any = node.target
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("example_value"))
+    if node.op == "call_method" and args:
+        fn = getattr(torch.Tensor, fn, None)
+    if fn is not None and (wrong := _verdict(fn, args, kwargs)):
+        kind, what = wrong
+        raise kind(what, where=last_frame(str(node.meta.get("stack_trace") or "")), hint=_HINT)
+
+
+class CheckWrites(TorchFunctionMode):
+    """While it is active, functions with a wrong write raise an error of plait instead of being traced."""
+
+    def __torch_function__(
+        self, fn: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if _writes(getattr(fn, "__name__", ""), named) and (wrong := _verdict(fn, args, named)):
+            kind, what = wrong
+            raise kind(what, where=users_line(), hint=_HINT)
+        return fn(*args, **named)
+
+
+def _writes(fn: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function, or one of that name, may write its first argument or `out`."""
+    if kwargs.get("out") is not None or fn in _OPERATORS:
+        return True
+    name = fn if isinstance(fn, str) else getattr(fn, "__name__", "")
+    return name in _METHODS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[type[PlaitError], str] | None:
+    """The class and text of what is wrong with a write, None if nothing is."""
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
+        return None
+    written = kwargs["out"] if kwargs.get("out") is not None else (*args, *kwargs.values())[0]
+    repeats = any(_repeats(x) for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor))
+    shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})
+    if not repeats and not shared:
+        return None
+    error = _tried(fn, args, kwargs)
+    text = str(error).strip()
+    if isinstance(error, RuntimeError) and text.startswith(_REFUSED):
+        return refusal(error), text.splitlines()[0]
+    if error is None and repeats and getattr(fn, "__name__", "") not in _SHAPES:
+        return Unsupported, "a write to a tensor whose elements share memory"
+    return None
+
+
+def _repeats(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory."""
+    sizes = [compat.hint_of(s) for s in x.shape]
+    strides = [compat.hint_of(s) for s in x.stride()]
+    if 0 in sizes:
+        return False
+    reach = 0
+    for stride, n in sorted((t, n) for t, n in zip(strides, sizes, strict=True) if n > 1):
+        if stride == 0:
+            return True
+        if stride <= reach:
+            return math.prod(sizes) > _MANY or _collide(sizes, strides)
+        reach += (n - 1) * stride
+    return False
+
+
+def _collide(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """The same, by looking at every element."""
+    places = [range(0, n * t, t) if t else [0] for n, t in zip(sizes, strides, strict=True)]
+    return len({sum(point) for point in itertools.product(*places)}) < math.prod(sizes)
+
+
+def _tried(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+    """What fn raises for zeros that lie in memory as its operands do."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return compat.hint_of(x)
+        sizes, strides = ([compat.hint_of(s) for s in found] for found in (x.shape, x.stride()))
+        key, offset = x.untyped_storage()._cdata, compat.hint_of(x.storage_offset())
+        end = offset + 1 + sum((n - 1) * st for n, st in zip(sizes, strides, strict=True))
+        nbytes = max(end * x.itemsize, compat.hint_of(x.untyped_storage().nbytes()), 1)
+        if key not in storages or storages[key].numel() < nbytes:
+            storages[key] = torch.zeros(nbytes, dtype=torch.uint8)
+        flat = torch.empty(0, dtype=x.dtype)
+        return flat.set_(storages[key].untyped_storage(), offset, sizes, strides)
+
+    return answer(fn, args, kwargs, real, torch.device("cpu"))

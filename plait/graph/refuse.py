@@ -1,0 +1,221 @@
+"""Dtypes that eager's kernels refuse although tracing takes them: `int64 @ float32`, a norm with half weights.
+
+Comes in: an operator with its fake operands, before it is decomposed. `eager_dtypes.txt` lists the operators whose
+kernels are particular, each with the dtypes that they surely take. Anything else is put to eager itself, on ones of the
+same shapes: what it refuses there, and would not refuse with plain dtypes, is refused here with its own words. So
+nothing is turned away that the installed torch runs, whatever the list says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.traceback
+import torch.utils._pytree as pytree
+from torch._ops import OpOverload
+
+import plait.runtime.philox  # noqa: F401  (defines plait::within)
+from plait import compat
+from plait.errors import refusal
+from plait.graph.edit import last_frame
+
+LIST = Path(__file__).parent / "eager_dtypes.txt"
+_OURS = ("plait", "torch", "contextlib", "functools")  # between a check and the user's line in a stack
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an operator's kernel on CPU surely takes.
+
+    dtypes: of the tensors among which eager wants one dtype, or promotes if mixes. others: argument name -> dtypes of
+    those that are something else, such as indices.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    others: Mapping[str, frozenset[torch.dtype]]
+    mixes: bool
+
+    def surely(self, values: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Whether eager need not be asked about tensors, each with the name of its argument."""
+        found = set()
+        for name, x in values:
+            if name not in self.others:
+                found.add(x.dtype)
+            elif x.dtype not in self.others[name]:
+                return False
+        return found <= self.dtypes and (self.mixes or len(found) <= 1)
+
+
+def read_list(text: str) -> dict[str, Taken]:
+    """Operator's name -> what it takes. A line: `aten.index_put.default bool float32 ... | indices=bool,int64`, with
+    `mixes` among the dtypes where they are promoted."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#") or not line:
+            continue
+        head, _, tail = line.partition("|")
+        name, *words = head.split()
+        others = dict(item.split("=") for item in tail.split())
+        dtypes = _dtypes(w for w in words if w != "mixes")
+        found[name] = Taken(dtypes, {k: _dtypes(v.split(",")) for k, v in others.items()}, "mixes" in words)
+    return found
+
+
+def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
+    return frozenset(getattr(torch, name) for name in names)
+
+
+def tensors_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """All tensor operands, those in lists too, with the names of their arguments."""
+    names = [a.name for a in op._schema.arguments]
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(x, torch.Tensor):
+                found.append((name, x))
+    return found
+
+
+def check_dtypes(op: OpOverload, taken: Taken, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises an OperandError of the class that eager raises, if eager refuses these dtypes."""
+    given = tensors_of(op, args, kwargs)
+    if taken.surely(given):
+        return
+    error = _asked(op, taken, args, kwargs, given)
+    if error is not None:
+        said = (str(error).strip().splitlines() or [""])[0]
+        what = f"{op}({', '.join(f'{n}: {_short(x.dtype)}' for n, x in given)}): {said}"
+        raise refusal(error)(what, where=users_line())
+
+
+def users_line() -> str:
+    """ "file.py:12", the line of the user's program that is being traced."""
+    stack = str(torch.fx.traceback.get_current_meta().get("stack_trace") or "")
+    if where := last_frame(stack):
+        return where
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ----------------------------------------------------------------------------------------------- asking eager
+def _asked(
+    op: OpOverload, taken: Taken, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[tuple[str, torch.Tensor]]
+) -> Exception | None:
+    """What eager raises for the dtypes of these operands; None if it takes them or refuses something else as well."""
+    device = _device(given, taken)
+    if device is None:
+        return None
+    others = {id(x): x.dtype for name, x in given if name in taken.others}
+    error = _tried(op, args, kwargs, device, others, None)
+    if error is None:
+        return None
+    # Ones may be no good (a singular matrix), or the machine: then plain dtypes are refused, too.
+    plain = {id(x): next(iter(taken.others[name])) for name, x in given if name in taken.others}
+    again = _tried(op, args, kwargs, device, plain, torch.float32)
+    return error if again is None or type(again) is not type(error) else None
+
+
+def _device(given: list[tuple[str, torch.Tensor]], taken: Taken) -> torch.device | None:
+    """Where eager is asked. None: nowhere, and nothing is refused. Which dtypes may not be mixed a CPU knows as well,
+    where the machine lacks the GPU."""
+    if any(x.layout != torch.strided for _, x in given):
+        return None
+    where = next((x.device for _, x in given if x.device.type != "cpu"), torch.device("cpu"))
+    if where.type == "cpu":
+        return where
+    if where.type == "cuda" and torch.cuda.is_available():  # an index into nothing would break its context
+        return None if any(0 in x.shape for _, x in given) else where
+    mixed = len({x.dtype for name, x in given if name not in taken.others}) > 1
+    return torch.device("cpu") if mixed else None
+
+
+def answer(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    real: Callable[[Any], Any],
+    device: torch.device,
+) -> Exception | None:
+    """What eager raises for fn of real(x) for each x in args and kwargs, on device. Random numbers of later operators
+    stay what they were."""
+    cards = [device] if device.type == "cuda" else []
+    with compat.untraced_operators(), torch.no_grad(), torch.random.fork_rng(cards):
+        try:
+            given, named = pytree.tree_map(real, (tuple(args), dict(kwargs)))
+            fn(*given, **named)
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is the answer)
+            return error
+    return None
+
+
+def _tried(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    others: Mapping[int, torch.dtype],
+    dtype: torch.dtype | None,
+) -> Exception | None:
+    """What op raises for ones in place of its tensors, in `dtype` if there is one. others: the dtypes of those that are
+    zeros, such as indices, by id."""
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return compat.hint_of(x)
+        at = x.device if x.device.type == "cpu" else device
+        shape = [compat.hint_of(s) for s in x.shape]
+        if id(x) in others:
+            return torch.zeros(shape, dtype=others[id(x)], device=at)
+        return torch.ones(shape, dtype=dtype or x.dtype, device=at)
+
+    return answer(op, args, kwargs, real, device)
+
+
+# ----------------------------------------------------------------------------------------------- in the compiler
+@cache
+def _taken() -> Mapping[str, Taken]:
+    return read_list(LIST.read_text())
+
+
+_RANGES = {"aten.binary_cross_entropy.default": (0.0, 1.0, "all elements of input should be between 0 and 1")}
+"""What eager finds wrong with values of the first operand when it runs, where the decomposition does not look."""
+
+
+def _checked(op: OpOverload, taken: Taken) -> Callable[[Any], Callable[..., Any]]:
+    values = _RANGES.get(str(op))
+
+    def around(decomposition: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            check_dtypes(op, taken, args, kwargs)
+            if values is not None:
+                args = (torch.ops.plait.within(args[0], *values), *args[1:])
+            return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+
+        return run
+
+    return around
+
+
+def _register() -> None:
+    for name, taken in _taken().items():
+        _, packet, overload = name.split(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        if op is not None:  # of another version of torch
+            compat.CHECKS[op] = _checked(op, taken)
+
+
+_register()

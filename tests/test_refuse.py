@@ -275,7 +275,7 @@ FEW = ("aminmax", "cat", "complex", "masked_scatter", "gather", "index_select", 
     "op", [pytest.param(op, marks=[pytest.mark.slow] * (name_of(op) not in FEW), id=name_of(op)) for op in WRONG]
 )
 def test_error_inputs_are_refused_alike(op: Any) -> None:
-    """Or as torch's own tracing comes to: benchmarks/results/error-inputs.md lists those."""
+    """Or as torch's own tracing comes to: the table of `python -m tests.sweep errors` lists those."""
     rows = compare(op)
     wrong = [row for row in rows if row["verdict"] != ALIKE and not is_torchs_own(row)]
     assert not wrong, wrong

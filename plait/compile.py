@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -25,6 +25,7 @@ from plait.kernel.targets import TARGETS as KERNELS
 from plait.log import PassLog
 from plait.lower.graph import Lowered, load_rules, lower_graph
 from plait.runtime.cubin import triton_version
+from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa, find_toolchain
 from plait.schedule import schedule
@@ -67,11 +68,11 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     plan = _name_kernels(plan, sources)  # equal kernels now have one name
     show.show_plan(log, plan)
     show.show_sources(log, sources)
-    with ThreadPoolExecutor(1) as beside:  # compilers are processes of their own: the wrapper is made while they run
+    with workers(1) as beside:  # compilers are processes of their own: the wrapper is made while they run
         building = beside.submit(_build, sources, cfg)
         wrapper = _wrap(captured, lowered, plan, cfg, log)
         built = log("build kernels", building.result)
-    libraries = {kind: str(b.path) for kind, b in built.items()}
+    libraries = {kind: b.library for kind, b in built.items()}
     show.show_wrapper(log, wrapper, libraries, lowered.constants)
     callables = lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
     parts = Parts(libraries, lowered.constants, callables, sources, lowered.program.hints, cfg)
@@ -136,7 +137,7 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
     sources: list[dict[str, Source]] = []
     building: list[Future[dict[str, Built]]] = []
     wrappers: list[tuple[Plan, WrapperProgram]] = []
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as beside:
+    with workers(len(os.sched_getaffinity(0))) as beside:
         for c in cfgs:
             sources.append(log("emit kernels", _emit, plan, c))
             building.append(beside.submit(_build, sources[-1], c))
@@ -147,7 +148,7 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
             wrappers.append((named, known or _wrap(captured, lowered, named, cfg, log)))
         built = log("build kernels", lambda: [b.result() for b in building])
     show.show_plan(log, wrappers[0][0])
-    show.show_wrapper(log, wrappers[0][1], {kind: str(b.path) for kind, b in built[0].items()}, lowered.constants)
+    show.show_wrapper(log, wrappers[0][1], {kind: b.library for kind, b in built[0].items()}, lowered.constants)
     devices = _constant_devices(lowered)
     return [
         Portable("+".join(machine), wrapper, kernels, lowered.constants, devices, lowered.callables)

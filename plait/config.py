@@ -38,6 +38,10 @@ class Config:
     verify: bool = flag(False, doc="check the IR between passes (also on when debug >= 1)", in_key=False)
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
+    trust: str = flag(
+        "", doc="user ids and folders, ':' between them, whose cached files are loaded beside yours and root's",
+        in_key=False,
+    )  # fmt: skip
     wrapper: str = flag(
         "native", doc="what runs the program: the native executor, generated Python or C++, or an FX graph",
         choices=("native", "python", "cpp", "fx"),
@@ -47,6 +51,9 @@ class Config:
         "auto", doc="what GPU kernels are compiled for: auto (the device at hand) or a name such as sm_90 or ptx_80"
     )
     cpp_compiler: str = flag("", env="PLAIT_CXX", doc="C++ compiler for kernels; '' finds g++ or clang++")
+    compiler_seconds: int = flag(
+        300, doc="how long a compiler may work on a library or a GPU kernel before it is ended", in_key=False
+    )
     opt_level: int = flag(2, doc="-O level for kernels", choices=(0, 1, 2, 3))
     # -- what the compiler does
     kernels: bool = flag(

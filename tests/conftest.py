@@ -18,7 +18,9 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PLAIT_VERIFY", "1")
     assert config.cache is not None
-    os.environ.setdefault("PLAIT_CACHE_DIR", str(config.cache.mkdir("plait")))
+    folder = str(config.cache.mkdir("plait"))
+    os.environ.setdefault("PLAIT_CACHE_DIR", folder)
+    os.environ.setdefault("PLAIT_TRUST", folder)  # wherever the tree lies
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -119,7 +119,7 @@ def _interpret(pipeline: Any) -> None:
             folder = Path(_folder.name) / str(len(_packs))
             folder.mkdir()
             _packs[pack] = {unit.name: interpreted(unit.name, unit.text, folder) for unit in source.units}
-            built[kind] = Built(Path(pack), False)
+            built[kind] = Built(pack, False)
         return built
 
     def python(program: Any, parts: Any) -> Any:

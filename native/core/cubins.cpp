@@ -7,11 +7,10 @@
 #include "core/cubins.h"
 
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <mutex>
 #include <tuple>
 
+#include "core/files.h"
 #include "core/plan.h"
 
 namespace plait {
@@ -44,9 +43,9 @@ class Bytes {
 }  // namespace
 
 Cubins Cubins::read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw LoadError("cannot read kernel file " + path);
-  return {std::string{std::istreambuf_iterator<char>(file), {}}, path};
+  const std::optional<std::string> all = files::read_regular(path);
+  if (!all) throw LoadError("cannot read kernel file " + path);
+  return {*all, path};
 }
 
 Cubins::Cubins(const std::string& data, const std::string& path) : path_(path) {

@@ -407,7 +407,7 @@ Mapping::~Mapping() {
 }
 
 PackageFile::PackageFile(const std::string& path, bool verify_weights) : path_(path) {
-  file_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  file_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (file_ < 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
   try {
     read_table();

@@ -1,14 +1,17 @@
 // native/jit/tune.cpp: facts that decorators made, files of results, and a stopwatch for kernels.
 #include "jit/tune.h"
 
+#include "core/files.h"
+
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 #include <set>
 
@@ -160,9 +163,19 @@ TunedFile::TunedFile(const Tuning* tuning, const std::string& key) : key_(key) {
   const std::string folder = folder_of(tuning), hash = hash_of(key);
   if (folder.empty()) return;
   std::error_code failed;
-  std::filesystem::create_directories(folder, failed);
+  for (std::filesystem::path at; const auto& part : std::filesystem::absolute(folder, failed)) {
+    at /= part;
+    if (!part.empty()) mkdir(at.c_str(), 0755);  // less the umask; the folder may be there
+  }
+  if (const std::string why = files::Trust().against(folder); !why.empty()) {
+    static std::once_flag once;
+    std::call_once(once, [&] {
+      std::fprintf(stderr, "plait does not use what is in %s (%s): this process tunes anew\n", folder.c_str(), why.c_str());
+    });
+    return;
+  }
   const std::string name = folder + "/lock-" + std::to_string(std::stoul(hash.substr(0, 4), nullptr, 16) % kLocks);
-  lock_ = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  lock_ = files::open_regular(name, O_RDWR | O_CREAT | O_NOFOLLOW);
   while (lock_ >= 0 && flock(lock_, LOCK_EX) != 0 && errno == EINTR) {
   }
   path_ = folder + "/" + hash;
@@ -173,18 +186,26 @@ TunedFile::~TunedFile() {
 }
 
 std::optional<std::string> TunedFile::read() const {
-  std::ifstream file(path_, std::ios::binary);
-  const std::string all{std::istreambuf_iterator<char>(file), {}};
-  if (path_.empty() || !all.starts_with(key_ + "\n") || !all.ends_with("\n")) return std::nullopt;
+  const int file = path_.empty() ? -1 : files::open_regular(path_, O_RDONLY | O_NOFOLLOW);
+  if (file < 0) return std::nullopt;
+  const std::string all = files::Trust().takes(file, path_) ? files::contents(file).value_or("") : "";
+  close(file);
+  if (!all.starts_with(key_ + "\n") || !all.ends_with("\n")) return std::nullopt;
   return all.substr(key_.size() + 1, all.size() - key_.size() - 2);
 }
 
 void TunedFile::write(const std::string& result) const {
   if (path_.empty()) return;
   const std::string part = path_ + "." + std::to_string(getpid());  // nobody sees half a file
-  std::ofstream(part, std::ios::binary) << key_ << '\n' << result << '\n';
+  unlink(part.c_str());
+  const int file = files::open_regular(part, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW);
+  const std::string all = key_ + "\n" + result + "\n";
   std::error_code failed;
-  std::filesystem::rename(part, path_, failed);
+  if (file >= 0 && ::write(file, all.data(), all.size()) == static_cast<ssize_t>(all.size()))
+    std::filesystem::rename(part, path_, failed);
+  else
+    unlink(part.c_str());
+  if (file >= 0) close(file);
 }
 
 Memory::Memory(const cuda::Driver& driver, size_t nbytes, size_t alignment, Stream stream)

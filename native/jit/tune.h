@@ -44,7 +44,7 @@ class TunedFile {
 
  private:
   const std::string key_;
-  std::string path_;  // empty: there is no folder
+  std::string path_;  // empty: there is no folder, or none that is used
   int lock_ = -1;
 };
 

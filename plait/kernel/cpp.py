@@ -40,7 +40,7 @@ class CppTarget:
 
     def build(self, source: Source, cfg: Config) -> Built:
         """The shared object."""
-        return get_or_build(source.text, find_toolchain(cfg), cfg)
+        return get_or_build(source.text, find_toolchain(cfg), cfg, {*source.entry_points.values()})
 
 
 def emit_library(kernels: Sequence[Kernel], isa: Isa) -> Source:

@@ -32,8 +32,9 @@ from typing import Any, BinaryIO
 
 from plait.config import Config
 from plait.errors import ToolchainError
+from plait.runtime.process import end_group
 from plait.runtime.store import Built, Store, key_of
-from plait.runtime.toolchain import ToolchainMissing
+from plait.runtime.toolchain import ToolchainFailed, ToolchainMissing
 
 WORKER = Path(__file__).parent / "triton_worker.py"
 DEVICE = Path("/dev/nvidiactl")
@@ -230,32 +231,48 @@ class _Process:
     def __init__(self, fork: Callable[[], socket.socket]) -> None:
         self.fork = fork
         self.stream: BinaryIO | Any | None = None
+        self.socket: socket.socket | None = None
+        self.pid = 0  # of it and its process group, once it has said so
 
     def compile(self, task: _Task) -> Cubin:
-        """The cubin of a task. Raises ToolchainError for a source that is refused, or that ends process after
-        process."""
+        """The cubin of a task. Raises ToolchainError for a source that is refused, ToolchainFailed for one that ends
+        process after process or takes too long."""
         failure: Exception | None = None
         for _ in range(2):  # if it dies: once more, in a new one
             try:
-                self.stream = self.stream or self._connect()
-                return _ask(self.stream, task)
+                stream = self._connected(task.seconds)
+                return _ask(stream, task)
             except ToolchainError:
                 raise
+            except TimeoutError as error:
+                if self.pid:
+                    end_group(self.pid)
+                self.close()
+                text = f"kernel {task.name} took Triton longer than {task.seconds} s (PLAIT_COMPILER_SECONDS)"
+                raise ToolchainFailed(text) from error
             except Exception as error:  # noqa: BLE001  (whatever it is, nothing sensible can be read any more)
                 failure = error
                 self.close()
-        raise ToolchainError(f"the process that compiled kernel {task.name} died twice ({failure})") from failure
+        raise ToolchainFailed(f"the process that compiled kernel {task.name} died twice ({failure})") from failure
 
     def close(self) -> None:
         """Ends the process when it has done its job."""
         if self.stream is not None:
             with suppress(OSError):  # what was not read
                 self.stream.close()
-        self.stream = None
+        if self.socket is not None:
+            self.socket.close()
+        self.stream, self.socket, self.pid = None, None, 0
 
-    def _connect(self) -> BinaryIO | Any:
-        with self.fork() as mine:
-            return mine.makefile("rwb")
+    def _connected(self, seconds: float) -> BinaryIO | Any:
+        """What a job is written to; reading an answer waits that long."""
+        if self.stream is None or self.socket is None:
+            self.socket = self.fork()
+            self.stream = self.socket.makefile("rwb")
+            self.socket.settimeout(seconds)
+            self.pid = int.from_bytes(_exactly(self.stream, 8), "little")
+        self.socket.settimeout(seconds)
+        return self.stream
 
 
 def _ask(stream: BinaryIO | Any, task: _Task) -> Cubin:
@@ -273,12 +290,14 @@ def _ask(stream: BinaryIO | Any, task: _Task) -> Cubin:
 
 @dataclass(frozen=True)
 class _Task:
-    """A job under way. name: of its kernel. frame: what a worker reads. key: of its entry in the store."""
+    """A job under way. name: of its kernel. frame: what a worker reads. key: of its entry in the store. seconds: that
+    it may take."""
 
     name: str
     frame: str
     key: str
     store: Store
+    seconds: int
     result: Future[Cubin] = field(default_factory=Future)
 
 
@@ -316,12 +335,12 @@ class CubinPool:
 
     def submit(self, jobs: Sequence[Job], cfg: Config) -> list[Future[Cubin]]:
         """The same, not waited for."""
-        store = Store(Path(cfg.cache_dir) / "cubins", ".cubin")
-        return [self._submit(job, store) for job in jobs]
+        store = Store.of(cfg, "cubins", ".cubin")
+        return [self._submit(job, store, cfg.compiler_seconds) for job in jobs]
 
-    def _submit(self, job: Job, store: Store) -> Future[Cubin]:
+    def _submit(self, job: Job, store: Store, seconds: int) -> Future[Cubin]:
         frame = job.frame()
-        task = _Task(job.name, frame, _key(frame), store)
+        task = _Task(job.name, frame, _key(frame), store, seconds)
         with self._lock:
             if task.key in self._pending:
                 return self._pending[task.key]
@@ -443,7 +462,7 @@ def unpack(data: bytes) -> tuple[dict[str, Cubin], dict[str, str]]:
 
 def get_or_build_pack(jobs: Sequence[Job], cfg: Config) -> Built:
     """The file with all kernels, each under its job's name. Raises ToolchainError for the first that Triton refuses."""
-    store = Store(Path(cfg.cache_dir) / "kernels", ".cubins")
+    store = Store.of(cfg, "kernels", ".cubins")
     key = key_of([f"pack {_PACK_VERSION}", *(f"{job.name} {job.key()}" for job in jobs)])
     found = store.find(key)
     if found is not None:

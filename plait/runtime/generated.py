@@ -25,6 +25,7 @@ from plait.runtime.timing import Watch
 from plait.runtime.timing import benchmark as benchmark
 from plait.runtime.timing import load_constants as load_constants
 from plait.runtime.timing import random_tensor as random_tensor
+from plait.runtime.trust import Library, loadable
 
 _MIN_SPLIT_NS = 50_000  # below this, waking other threads costs more than it saves
 
@@ -86,9 +87,10 @@ class Kernel:
 class GpuKernel:
     """A kernel of a pack of cubins: called with tensors and integers, it is put on the device's current stream."""
 
-    def __init__(self, pack: str, name: str, device: str) -> None:
-        self.pack, self.name, self.device = pack, name, torch.device(device)
-        self.loaded: object = None  # from the first call on
+    def __init__(self, pack: Library, name: str, device: str) -> None:
+        self.pack: Library | None = pack  # until it is loaded, at the first call
+        self.name, self.device = name, torch.device(device)
+        self.loaded: object = None
 
     def __call__(
         self, tensors: Sequence[Tensor], sizes: Sequence[int] = (), grid: int = 1, writes: Sequence[int] = ()
@@ -97,8 +99,9 @@ class GpuKernel:
         positions `writes` are copied back."""
         used = [_for_gpu(t) for t in tensors]
         with torch.cuda.device(self.device):
-            if self.loaded is None:
-                self.loaded = load_cubin(self.pack, self.name, self.device.index, len(used) + len(sizes))
+            if (pack := self.pack) is not None:
+                self.loaded = load_cubin(loadable(pack), self.name, self.device.index, len(used) + len(sizes))
+                self.pack = None
             launch_cubin(self.loaded, [t.data_ptr() for t in used], list(sizes), grid)
         for k in writes:
             if used[k] is not tensors[k]:
@@ -125,15 +128,21 @@ def _pool(n: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n, thread_name_prefix="plait")
 
 
-@lru_cache(maxsize=256)
-def load_library(path: str) -> ctypes.CDLL:
+_libraries: dict[str, ctypes.CDLL] = {}
+"""By path; they stay loaded, since an FX graph knows them by their paths and files may be gone later."""
+
+
+def load_library(library: Library) -> ctypes.CDLL:
     """Opens a kernel library and hands it the table of maths functions. Raises OSError if it cannot be opened."""
-    library = ctypes.CDLL(path)
-    init = getattr(library, "plait_init", None)
+    known = _libraries.get(str(library))
+    if known is not None:
+        return known
+    opened = ctypes.CDLL(loadable(library))
+    init = getattr(opened, "plait_init", None)
     if init is not None:
         init.restype = None
         init(_math_table())
-    return library
+    return _libraries.setdefault(str(library), opened)
 
 
 @lru_cache(maxsize=1)
@@ -144,8 +153,8 @@ def _math_table() -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(NAMES))(*addresses)
 
 
-def kernel(library: str, name: str, checks: Checks = ()) -> Kernel:
-    """Kernel `name` of the library at a path. checks: errors of its run-time checks.
+def kernel(library: Library, name: str, checks: Checks = ()) -> Kernel:
+    """Kernel `name` of a library. checks: errors of its run-time checks.
 
     Raises RuntimeError if it is not there."""
     try:

@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 import torch  # torch's libraries have to be in the process before the extension
 
 import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
-from plait._native import Bound, Library, LoadError, PlanError, Program, arena_stats, trim_arenas
+from plait._native import Bound, LoadError, PlanError, Program, arena_stats, trim_arenas
+from plait._native import Library as NativeLibrary
 from plait.runtime import mathtable
+from plait.runtime.trust import Library, loadable
 
 __all__ = ["Bound", "Libraries", "LoadError", "PlanError", "Program", "arena_stats", "load", "trim_arenas"]
 
-Libraries = Mapping[str, str]
-"""Kind of device ('cpu', 'cuda') -> path of the file with a program's kernels for it."""
+Libraries = Mapping[str, Library]
+"""Kind of device ('cpu', 'cuda') -> the file with a program's kernels for it."""
 ENTRY = "plait_run"
 """The function of a generated program."""
 
@@ -27,7 +29,7 @@ def load(
     libraries: Libraries,
     constants: Sequence[torch.Tensor] = (),
     callables: Sequence[object] = (),
-    generated: str | None = None,
+    generated: Library | None = None,
     entry: str = ENTRY,
 ) -> Program:
     """Verifies the plan and binds it to this process.
@@ -37,6 +39,9 @@ def load(
 
     Raises PlanError for damaged bytes, LoadError where a kernel, operator or table entry is missing.
     """
-    host = libraries.get("cpu")
-    kernels = None if host is None else Library(host, mathtable.NAMES)
-    return Program(plan, kernels, list(constants), list(callables), libraries.get("cuda"), generated, entry)
+    host, gpu, code = (
+        None if library is None else loadable(library)
+        for library in (libraries.get("cpu"), libraries.get("cuda"), generated)
+    )
+    kernels = None if host is None else NativeLibrary(host, mathtable.NAMES)
+    return Program(plan, kernels, list(constants), list(callables), gpu, code, entry)

@@ -1,9 +1,12 @@
 """Files on disk by content: what is built once and used by every process.
 
-An entry is one file, its content followed by a checksum, written beside its place and renamed into it: processes that
-build the same entry at once both succeed, and a process that has opened a file keeps it. Entries are checked when read;
-a damaged one is reported missing, with a warning. The folder is kept below a size by dropping what was used longest
-ago. Where it cannot be written, or lies where libraries cannot be loaded from, entries go to a folder of this process.
+An entry is one file, its content followed by a checksum, written beside its place and renamed into
+it: processes that build the same entry at once both succeed, and a process that has opened a file
+keeps it. Entries are checked when read, and what is handed out is the open file that was checked; a
+damaged one is reported missing, with a warning. The checksum has no key: it finds accidents. What
+keeps attackers out is whose the folder and its files are (`trust.py`). The folder is kept below a
+size by dropping what was used longest ago. Where it cannot be written or is not trusted, or lies
+where libraries cannot be loaded from, entries go to a folder of this process.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import atexit
 import errno
 import hashlib
 import os
+import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,12 +26,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import plait
+from plait.config import Config
 from plait.errors import warn_once
+from plait.runtime.trust import NOBODY_ELSE, Entry, Library, Trust, Untrusted, trust_of
 
 T = TypeVar("T")
 
 MAX_BYTES = 512 << 20
 """Size of a folder above which old entries are dropped."""
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _MAGIC = b"plait-so-1"
 _TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
 
@@ -46,33 +54,55 @@ def key_of(parts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An entry that holds kernels. hit: it was there already."""
+    """An entry that holds kernels. library: the open file. hit: it was there already."""
 
-    path: Path
+    library: Library
     hit: bool
 
+    @property
+    def path(self) -> Path:
+        """Where it lies, for people."""
+        return Path(str(self.library))
+
     def read(self) -> bytes:
-        """What was built. Raises OSError if it was dropped meanwhile."""
-        return self.path.read_bytes()[:-_TRAILER]
+        """What was built."""
+        assert isinstance(self.library, Entry)
+        return content(self.library)
+
+
+def content(entry: Entry) -> bytes:
+    """What an entry holds, without its checksum."""
+    return entry.read()[:-_TRAILER]
 
 
 @dataclass(frozen=True)
 class Store:
-    """Entries of one kind. folder: '~' stands for the home folder. suffix: of their files, such as '.so'."""
+    """Entries of one kind. folder: '~' stands for the home folder. suffix: of their files, such as '.so'. trust: whose
+    files are taken."""
 
     folder: Path
     suffix: str
+    trust: Trust = NOBODY_ELSE
 
-    def find(self, key: str) -> Path | None:
-        """The file of an entry (its content, then the checksum), or None; a damaged entry counts as missing."""
+    @staticmethod
+    def of(cfg: Config, kind: str, suffix: str) -> Store:
+        """The entries of one kind in the folder that cfg names."""
+        return Store(Path(cfg.cache_dir) / kind, suffix, trust_of(cfg.trust))
+
+    def find(self, key: str) -> Entry | None:
+        """The file of an entry (its content, then the checksum), or None; a damaged entry, or one that others could
+        have written, counts as missing."""
         try:
             path = self._path(key)
-            _check_loads(path)
-        except OSError:
-            return None
-        try:
-            data = path.read_bytes()
+            if not _may_load(path):
+                return None
+            self.trust.check_folder(path.parent)
+            found = self.trust.open(path)
+            data = found.read()
         except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Untrusted as error:
+            self.reject(error)
             return None
         except OSError:
             data = b""
@@ -80,29 +110,37 @@ class Store:
         if trailer != _MAGIC + hashlib.sha256(body).digest():
             warn_once(f"plait builds a damaged cache entry in {self.folder} again", CacheWarning)
             return None
-        _touch(path)
-        return path
+        _touch(found)
+        return found
 
     def read(self, key: str) -> bytes | None:
         """The content of an entry, or None."""
-        path = self.find(key)
-        return None if path is None else path.read_bytes()[:-_TRAILER]
+        found = self.find(key)
+        return None if found is None else content(found)
 
-    def put(self, key: str, data: bytes) -> Path:
+    def put(self, key: str, data: bytes) -> Entry:
         """Writes an entry and gives its file. A folder that cannot be used is a warning, and an error (OSError) only if
         no other folder of this machine can be."""
         try:
             path = self._path(key)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _check_loads(path)
-            _write(path, data)
+            make_folder(path.parent)
+            self.trust.check_folder(path.parent)
+            made = _write(path, data)
+        except Untrusted as error:
+            self.reject(error)
         except OSError as error:
             text = f"plait cannot write kernels to {self.folder} ({error.strerror}): this process builds its own"
             warn_once(text, CacheWarning)
-            return in_scratch(lambda scratch: self._put_aside(_own_folder(scratch), key, data))
-        if key.startswith("0"):  # looking through the folder takes time: one build in sixteen does
-            self.trim(MAX_BYTES)
-        return path
+        else:
+            if key.startswith("0"):  # looking through the folder takes time: one build in sixteen does
+                self.trim(MAX_BYTES)
+            return made
+        return in_scratch(lambda scratch: self._put_aside(_own_folder(scratch), key, data))
+
+    def reject(self, error: Untrusted) -> None:
+        """Warns that the folder, or an entry in it, is not used."""
+        text = f"plait does not use what is in {self.folder} ({error.strerror}): this process builds its own"
+        warn_once(text, CacheWarning)
 
     def trim(self, max_bytes: int) -> None:
         """Drops the entries used longest ago until the folder holds at most max_bytes. Other processes may do so at
@@ -110,10 +148,10 @@ class Store:
         entries: list[tuple[float, int, Path]] = []
         for path in self.folder.expanduser().glob(f"*/*{self.suffix}"):
             try:
-                stat = path.stat()
+                facts = path.lstat()
             except FileNotFoundError:
                 continue
-            entries.append((stat.st_mtime, stat.st_size, path))
+            entries.append((facts.st_mtime, facts.st_size, path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries, key=lambda e: (e[0], e[2].name)):
             if total <= max_bytes:
@@ -127,11 +165,20 @@ class Store:
         except RuntimeError as error:
             raise FileNotFoundError(errno.ENOENT, str(error)) from None
 
-    def _put_aside(self, folder: Path, key: str, data: bytes) -> Path:
+    def _put_aside(self, folder: Path, key: str, data: bytes) -> Entry:
         path = folder / f"{key}{self.suffix}"
-        _check_loads(path)
-        _write(path, data)
-        return path
+        return _write(path, data)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those on the way to it that are missing, as the umask says but never so that others can
+    write. Raises OSError."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(0o755, exist_ok=True)
 
 
 def in_scratch(work: Callable[[Path], T]) -> T:
@@ -146,29 +193,35 @@ def in_scratch(work: Callable[[Path], T]) -> T:
     raise failure
 
 
-def _check_loads(path: Path) -> None:
-    """Raises OSError for a library where the filesystem of its folder lets nothing be executed."""
-    if path.suffix == ".so" and os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
+def _may_load(path: Path) -> bool:
+    """No library loads where the filesystem of its folder lets nothing be executed. Raises OSError."""
+    return path.suffix != ".so" or not os.statvfs(path.parent).f_flag & os.ST_NOEXEC
+
+
+def _write(path: Path, data: bytes) -> Entry:
+    if not _may_load(path):
         raise PermissionError(errno.EACCES, "mounted noexec")
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(prefix=".new-", suffix=path.suffix, dir=path.parent)
-    fresh = Path(name)
+    fresh = path.with_name(f".new-{secrets.token_hex(8)}{path.suffix}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    entry = Entry(path, os.open(fresh, flags, 0o755 if path.suffix == ".so" else 0o644))
     try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(data + _MAGIC + hashlib.sha256(data).digest())
-        fresh.chmod(0o755)
+        mode = os.fstat(entry.file).st_mode
+        if mode & _OTHERS:  # a folder's own rules may say more than the mode above and the umask
+            os.fchmod(entry.file, mode & ~_OTHERS)
+        rest = memoryview(data + _MAGIC + hashlib.sha256(data).digest())
+        while rest:
+            rest = rest[os.write(entry.file, rest) :]
         if path.is_dir() and not path.is_symlink():  # whoever made it, it is no entry
             shutil.rmtree(path)
         fresh.rename(path)
     finally:
         fresh.unlink(missing_ok=True)
+    return entry
 
 
-def _touch(path: Path) -> None:
+def _touch(entry: Entry) -> None:
     try:
-        os.utime(path)
+        os.utime(entry.file)
     except OSError:
         return  # read-only cache: its order of use is not ours to keep
 

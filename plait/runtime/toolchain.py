@@ -7,20 +7,31 @@ a source. Whether a compiler works is asked when a kernel fails, as that takes a
 
 from __future__ import annotations
 
+import _ctypes
+import ctypes
 import os
 import shlex
 import shutil
-import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from plait.config import Config
 from plait.errors import ToolchainError, UserError
+from plait.runtime.process import run
+
+MAX_SECONDS = 300.0
+PROBE_SECONDS = 30.0
+"""How long a compiler may take for next to nothing, on a machine that has other things to do."""
 
 
 class ToolchainMissing(ToolchainError):
     """No C++ compiler that works was found on this machine."""
+
+
+class ToolchainFailed(ToolchainMissing):
+    """A compiler that works did not come to an end with one source: for these kernels there is none."""
 
 
 @dataclass(frozen=True)
@@ -80,40 +91,77 @@ class Toolchain:
             level = _GCC_LEVEL_2
         return (*level, *BASE_FLAGS, *self.isa.flags)
 
-    def compile(self, source: str, path: Path) -> None:
-        """Writes the shared object of a source at path, whose folder it may use.
+    def compile(self, source: str, path: Path, symbols: Collection[str] = (), seconds: float = MAX_SECONDS) -> None:
+        """Writes the shared object of a source at path, whose folder it may use. symbols: what must be in it.
+        seconds: how long the compiler may take.
 
-        Raises ToolchainError with the compiler's own words, ToolchainMissing (and is not found again) if it refuses
-        every source, OSError if the folder is full.
+        Raises ToolchainError with the compiler's own words; ToolchainMissing (and is not found again) if it fails for
+        every source; ToolchainFailed if it works, but not for this one, and does not say why; OSError if the folder is
+        full.
         """
-        refusal = self._refusal(source, path)
-        if refusal is None:
+        failure = self._attempt(source, path, symbols, seconds)
+        if failure is not None and failure.again:
+            failure = self._attempt(source, path, symbols, seconds)
+        if failure is None:
             return
         path.with_suffix(".cpp").write_bytes(bytes(1 << 20))  # is there room at all?
-        general = self._refusal('extern "C" int plait_probe() { return 0; }', path)
+        probe = 'extern "C" int plait_probe() { return 0; }'
+        general = self._attempt(probe, path, ("plait_probe",), min(seconds, PROBE_SECONDS))
         if general is not None:
-            _broken[self.compiler] = f"{self.compiler} cannot compile: {(general.splitlines() or ['no output'])[0]}"
+            first = (general.said.splitlines() or ["no output"])[0]
+            _broken[self.compiler] = f"{self.compiler} cannot compile: {first}"
             _find.cache_clear()
             raise ToolchainMissing(_broken[self.compiler])
         path.unlink()
-        first = "\n".join(refusal.splitlines()[:20])
+        if not failure.refused:
+            raise ToolchainFailed(f"{self.compiler} made no library of a kernel: {failure.said}")
+        first = "\n".join(failure.said.splitlines()[:20])
         raise ToolchainError(
             f"{self.compiler} refused a kernel:\n{first}",
             hint="PLAIT_DEBUG=4 writes the source; PLAIT_CXX chooses another compiler",
         )
 
-    def _refusal(self, source: str, path: Path) -> str | None:
-        """What the compiler says, if it writes no library at path."""
+    def _attempt(self, source: str, path: Path, symbols: Collection[str], seconds: float) -> _Failure | None:
+        """Why there is no library at path, or None."""
         cpp = path.with_suffix(".cpp")
         cpp.write_text(source)
+        path.unlink(missing_ok=True)
         command = [*shlex.split(self.compiler), *self.flags, str(cpp), *self.isa.libraries, "-o", str(path)]
-        env = {**os.environ, "TMPDIR": str(path.parent)}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-        return None if done.returncode == 0 and path.is_file() else done.stderr
+        done = run(command, seconds, {**os.environ, "TMPDIR": str(path.parent)})
+        if done.code is None:
+            return _Failure(f"it took longer than {seconds:g} s (PLAIT_COMPILER_SECONDS)")
+        if done.killed:
+            return _Failure(f"it was killed (status {done.code})", again=True)
+        if done.code != 0:
+            return _Failure(done.errors, refused=True)
+        flaw = flaw_of(str(path), symbols) if path.is_file() else "there is none"
+        return _Failure(f"what it wrote does not load: {flaw}", again=True) if flaw else None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Of a compiler. again: it may go better another time. refused: those are its own words."""
+
+    said: str
+    again: bool = False
+    refused: bool = False
+
+
+def flaw_of(library: str, symbols: Collection[str]) -> str:
+    """Why a file is no library with these symbols, or ""."""
+    try:
+        opened = ctypes.CDLL(library)
+    except OSError as error:
+        return str(error)
+    try:
+        missing = [s for s in symbols if not hasattr(opened, s)]
+    finally:
+        _ctypes.dlclose(opened._handle)
+    return f"it lacks {', '.join(missing)}" if missing else ""
 
 
 _broken: dict[str, str] = {}
-"""Compilers that answered and then refused every source, with what they said."""
+"""Compilers that answered and then failed for every source, with what they said."""
 
 
 def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
@@ -160,11 +208,11 @@ def _find(named: str, cxx: str, path: str, isa: str, opt_level: int) -> Toolchai
             broken.append(_broken[compiler])
             continue
         try:
-            done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+            done = run([*command, "--version"], PROBE_SECONDS)
         except OSError:  # no program, though it may be executed
             continue
-        if done.returncode == 0:
-            return Toolchain(compiler, done.stdout.partition("\n")[0], detect_isa(isa), opt_level)
+        if done.code == 0:
+            return Toolchain(compiler, done.output.partition("\n")[0], detect_isa(isa), opt_level)
     raise ToolchainMissing(
         f"no C++ compiler found (tried {'; '.join([', '.join(tried), *broken])})",
         hint="install g++ or clang++, or name one with PLAIT_CXX",

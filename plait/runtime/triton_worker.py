@@ -2,11 +2,13 @@
 socket's number, the number of its parent process, the capability of a GPU, how long it does without workers in seconds,
 and empty folders.
 
-It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a worker for every socket
-that comes in over its own: a worker is ready in milliseconds, and what all need lies in memory once. Jobs come in over
-a worker's socket, cubins go out: a frame is its length as 8 bytes, little-endian, then a JSON object; an answer's frame
-is followed by the cubin's bytes. A worker ends when its socket is closed or this process is gone; this process ends
-when its socket is closed, its parent is gone or it was not needed for long.
+It imports Triton and nothing of plait or torch, compiles a first small kernel, and then forks a
+worker for every socket that comes in over its own: a worker is ready in milliseconds, and what all
+need lies in memory once. A worker leads a process group; its number goes out first, as 8 bytes.
+Then jobs come in over the worker's socket and cubins go out: a frame is its length as 8 bytes,
+little-endian, then a JSON object; an answer's frame is followed by the cubin's bytes. A worker ends
+when its socket is closed or this process is gone; this process ends when its socket is closed, its
+parent is gone or it was not needed for long.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
@@ -127,8 +130,10 @@ def receive(source: BinaryIO | Any) -> dict[str, Any] | None:
 
 
 def work(jobs: socket.socket, folders: Sequence[Path]) -> None:
-    """A worker: answers jobs until there are no more."""
+    """A worker: says which process group it leads, and answers jobs until there are no more."""
     with jobs.makefile("rwb") as stream:
+        stream.write(os.getpid().to_bytes(8, "little"))
+        stream.flush()
         while (job := receive(stream)) is not None:
             head, cubin = answer(job, folders)
             text = json.dumps({**head, "nbytes": len(cubin)}).encode()
@@ -175,16 +180,19 @@ def serve(requests: socket.socket, parent: int, idle_s: float, folders: Sequence
                 child = os.fork()
                 if child == 0:
                     be_worker(jobs, server, folders)
+                with suppress(OSError):  # it does so too: whoever is first
+                    os.setpgid(child, child)
                 workers.add(child)
     finally:
         for pid in workers:
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)  # an assembler that it runs too
             os.waitpid(pid, 0)
 
 
 def be_worker(jobs: socket.socket, server: int, folders: Sequence[Path]) -> NoReturn:
     """The life of a forked process."""
     try:
+        os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:

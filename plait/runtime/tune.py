@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 
@@ -29,7 +28,7 @@ from plait._native import launch_cubin, load_cubin
 from plait.config import Config
 from plait.errors import ToolchainError, warn_once
 from plait.runtime.cubin import Cubin, Job, pack, pool
-from plait.runtime.store import CacheWarning, Store, key_of
+from plait.runtime.store import CacheWarning, Store, key_of, make_folder
 
 KERNEL_S = 0.1
 """Time on the device for one kernel, all versions together, once each has run twice; two rounds are run at least."""
@@ -101,7 +100,7 @@ class Outcome:
 
 def tune(contests: Sequence[Contest], cfg: Config) -> list[Outcome]:
     """An outcome for each contest."""
-    store = Store(Path(cfg.cache_dir) / "tuned", ".json")
+    store = Store.of(cfg, "tuned", ".json")
     found = [_found(c, store) for c in contests]
     if None not in found:
         return [o for o in found if o]
@@ -202,8 +201,10 @@ def _alone(store: Store) -> Iterator[str]:
     Gives a reason not to measure if another does for too long."""
     try:
         folder = store.folder.expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        make_folder(folder)
+        store.trust.check_folder(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(folder / "lock", flags, 0o644)
     except (OSError, RuntimeError):  # there may be no home
         yield ""
         return

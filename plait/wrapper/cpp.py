@@ -8,7 +8,7 @@ go by their numbers in the native target's plan of the same program. Library fil
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.runtime.cache import get_or_build
 from plait.runtime.load import ENTRY, Program, load
 from plait.runtime.toolchain import ToolchainMissing, find_toolchain
+from plait.runtime.trust import Library
 from plait.wrapper import instructions as ins
 from plait.wrapper.native import encode, encode_numbered
 from plait.wrapper.program import Parts
@@ -47,15 +48,15 @@ def load_cpp(program: ins.WrapperProgram, parts: Parts) -> Program:
     """The program, built or found in the cache. Where no compiler works, the executor runs its plan, with a warning."""
     built = None
     try:
-        built = str(build_cpp(make_cpp(program), parts.cfg))
+        built = build_cpp(make_cpp(program), parts.cfg, (ENTRY,))
     except ToolchainMissing as missing:
         warn_once(f"plait runs programs without making C++ of them: {missing.line}")
     return load(encode(program), parts.libraries, parts.constants, parts.callables, built)
 
 
-def build_cpp(source: str, cfg: Config) -> Path:
+def build_cpp(source: str, cfg: Config, symbols: Collection[str] = ()) -> Library:
     """The library of a generated source. Its text is built with the header in it, which so is part of its key."""
-    return get_or_build(source.replace(_INCLUDE, _header(), 1), find_toolchain(cfg), cfg).path
+    return get_or_build(source.replace(_INCLUDE, _header(), 1), find_toolchain(cfg), cfg, symbols).library
 
 
 @cache

@@ -414,7 +414,7 @@ class _Maker:
             more["parallel"] = False
         if checks := self.kernels[i.kernel].checks:
             more["checks"] = [f"{c.error}: {c.message}" for c in checks]
-        args = (self.parts.libraries["cpu"], i.kernel, reads, writes, order, self.sizes(i.sizes))
+        args = (str(self.parts.libraries["cpu"]), i.kernel, reads, writes, order, self.sizes(i.sizes))
         self.effect(torch.ops.plait.launch.default, args, more, i.kernel)
 
     def launch_on_gpu(self, i: ins.Launch) -> None:

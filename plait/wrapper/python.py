@@ -143,7 +143,7 @@ class _Module:
             "",
             "from plait.runtime import generated as rt",
             "",
-            f"LIBRARIES = {dict(self.libraries)!r}",
+            f"LIBRARIES = {dict(zip(self.libraries, map(str, self.libraries.values()), strict=True))!r}",
             f"CONSTANTS = {self.constants!r}",
             "SIGNATURE = (  # name, dtype and device of every input that is a tensor; device None: any",
             *(f"    {_promise(s)}," for s in promises(p)),

@@ -7,13 +7,14 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 JOBS   ?= 2
+GPU_SECONDS ?= 480
 
 # What a compiled kernel needs (g++), the build of the extension, and python3-venv. Only what is missing is installed.
 TOOLS  := g++ make git
 BUILD_TOOLS := scikit-build-core cmake ninja
 NO_HUB := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: env native demo test test-full test-gpu sweep bench bench-peers bench-gpu bench-jit lint format clean
+.PHONY: env native demo test test-full test-gpu test-busy sweep bench bench-peers bench-gpu bench-jit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMPS)/plait $(STAMPS)/triton-$(TRITON) native
@@ -65,12 +66,21 @@ test-full: env
 sweep: env
 	$(NO_HUB) $(PY) -m tests.sweep $(ARGS)
 
+# What forks, times, counts or kills (mark "stress"), five times in random order beside two loops that keep processors
+# busy.
+test-busy: env
+	@$(PY) -c "while True: pass" & one=$$!; $(PY) -c "while True: pass" & two=$$!; trap "kill $$one $$two" EXIT; \
+	for round in 1 2 3 4 5; do \
+		$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) -p tests.shown_at_once -m "stress and not slow" --random-order || exit 1; \
+	done
+
 # Needs a CUDA device, and nothing of the network: after `make env`, or with what a machine has: `make test-gpu PY=python3`
 # (torch, its Triton, cmake, ninja, pytest, pytest-xdist and numpy; expecttest for op samples, transformers for models).
 test-gpu:
 	@PATH="$(abspath $(dir $(PY))):$$PATH" ./native/build-in-place $(JOBS)
 	$(PY) -m pip install --quiet --no-index --no-build-isolation --no-deps -C wheel.cmake=false -e .
-	$(NO_HUB) $(PY) -m pytest -q -n $(JOBS) tests/test_gpu*.py
+	$(NO_HUB) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -p tests.shown_at_once \
+		--durations=15 tests/test_gpu*.py
 
 bench: env
 	$(NO_HUB) $(PY) benchmarks/run.py $(ARGS)

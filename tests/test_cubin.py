@@ -373,6 +373,7 @@ CASES = {
 
 
 @pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
+@pytest.mark.stress
 @pytest.mark.parametrize("name", CASES)
 def test_pool(name: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path / "triton")}

@@ -247,6 +247,7 @@ def _windows() -> dict[str, Case]:
         "avg_pool": (lambda q: f.avg_pool2d(q, 2), (a,)),
         "avg_pool_3s1": (lambda q: f.avg_pool2d(q, 3, 1, 1), (a,)),
         "avg_pool_nhwc": (lambda q: f.avg_pool2d(q, 3, 2, 1), (last,)),
+        "avg_pool_beyond": (lambda q: f.avg_pool2d(q, 1280, ceil_mode=True), (torch.randn(4, 1280, 4, 4),)),
         "adaptive_avg_1": (lambda q: f.adaptive_avg_pool2d(q, 1), (a,)),
         "adaptive_avg_7": (lambda q: f.adaptive_avg_pool2d(q, 7), (a,)),
         "adaptive_avg_5": (lambda q: f.adaptive_avg_pool2d(q, 5), (a,)),

@@ -98,18 +98,18 @@ def through_dynamo(error: PlaitError) -> Exception:
 # ---------------------------------------------------------------------------------------------- AOTAutograd
 @lru_cache(maxsize=1)
 def kept_whole() -> tuple[Any, ...]:
-    """Operators whose decomposition loses: the gradient of an attention kernel is wrong, integers of linspace are
-    others, an index out of range or a probability above 1 is no error or another one, a NaN has a gradient, borders
-    become gathers by computed indices, a row put into a tensor becomes a choice, and an index without dimensions is
-    taken for a number."""
+    """Operators whose decomposition loses: wrong gradients of an attention kernel and of NaNs, other
+    integers of linspace, no error or another one, gathers for borders, a choice for a row put into a
+    tensor, an index taken for a number, a square that overflows, and roundings in between."""
     names = """
-        _scaled_dot_product_flash_attention_for_cpu.default linspace.default
-        linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor take.default
-        bernoulli.default max_unpool2d.default max_unpool3d.default index_add.default
+        _scaled_dot_product_flash_attention_for_cpu.default linspace.default std_mean.correction
+        addcmul.default linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
+        take.default bernoulli.default max_unpool2d.default max_unpool3d.default index_add.default
         index_copy.default index_fill.int_Scalar index_fill.int_Tensor nll_loss_forward.default
         nll_loss2d_forward.default nll_loss_backward.default nll_loss2d_backward.default
-        roll.default smooth_l1_loss_backward.default select_scatter.default
-        reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default
+        roll.default smooth_l1_loss_backward.default select_scatter.default addcdiv.default
+        hardtanh_backward.default hardswish_backward.default elu_backward.default threshold.default
+        reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default std.correction
         replication_pad1d.default replication_pad2d.default replication_pad3d.default
     """
     packets = (name.split(".") for name in names.split())

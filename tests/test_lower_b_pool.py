@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from plait.schedule.plan import Kernel
+from plait.wrapper.program import Program
 from tests.lower_b import check
 
 aten = torch.ops.aten
@@ -89,3 +91,48 @@ def test_max_unpool(rank: int) -> None:
     size = (7, 6, 4)[:rank]
     out, index = pool(r(2, 3, *size), 3, 2, return_indices=True)
     check(lambda a, i: unpool(a, i, 3, 2, output_size=size), out, index, exact=True)
+
+
+BEYOND = [  # kernel, stride, padding, ceil_mode: windows longer than the input along some dimension
+    (1280, None, 0, True),
+    (7, 1, 3, True),
+    (6, 1, 3, False),
+    ((1280, 2), (1280, 1), (5, 1), True),
+    ((3, 9), (2, 2), (1, 4), True),
+    (30, 1, 15, False),
+    (11, 3, 5, True),
+]
+
+
+@pytest.mark.parametrize("window", BEYOND)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_windows_beyond_the_input(window, dynamic: bool) -> None:
+    """They are cut off at its ends: values, positions and gradients are eager's."""
+    kernel, stride, padding, ceil = window
+    pools = {
+        "avg": lambda a: F.avg_pool2d(a, kernel, stride, padding, ceil),
+        "avg without padding": lambda a: F.avg_pool2d(a, kernel, stride, padding, ceil, False),
+        "max": lambda a: F.max_pool2d(a, kernel, stride, padding, 1, ceil, return_indices=True),
+    }
+    for name, pool in pools.items():
+        torch._dynamo.reset()
+        found = []
+        for fn in (pool, torch.compile(pool, backend="plait", dynamic=dynamic)):
+            a = torch.arange(120.0).view(2, 3, 4, 5).sin().requires_grad_()
+            out = fn(a)
+            outs = out if isinstance(out, tuple) else (out,)
+            (outs[0] * torch.arange(outs[0].numel()).view(outs[0].shape)).sum().backward()
+            found.append((*(t.detach() for t in outs), a.grad))
+        torch.testing.assert_close(found[1], found[0], msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_window_walks_over_the_input_only(programs: list[Program], backward: bool) -> None:
+    """What a kernel does is a matter of the input's 16 elements, not of the window's 1,638,400."""
+    a = torch.randn(2, 3, 4, 4, requires_grad=backward)
+    out = torch.compile(lambda a: F.avg_pool2d(a, 1280, ceil_mode=True), backend="plait")(a)
+    if backward:
+        out.sum().backward()
+    kernels = [s for p in programs for s in p.record.plan.steps if isinstance(s, Kernel)]
+    assert len(kernels) == 1 + backward
+    assert all(isinstance(k.work_ns, int) and k.work_ns < 1000 for k in kernels)

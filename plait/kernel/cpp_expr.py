@@ -60,7 +60,9 @@ VECTOR: dict[str, Row] = {
     "min": _bool_or("({0} & {1})", "v_min_{t}({0}, {1})"),
     "max": _bool_or("({0} | {1})", "v_max_{t}({0}, {1})"),
     "not": "~{0}",
-    "pymod": "v_pymod_{t}(m_fmod_{t}({0}, {1}), {1})",
+    **{op: f"v_{op}_{{t}}({{0}})" for op in ("sinh", "cosh", "log1p")},
+    "fmod": "v_fmod_{t}({0}, {1})",
+    "pymod": "v_pymod_{t}(v_fmod_{t}({0}, {1}), {1})",
     "rsqrt": "(1.0f / v_sqrt_{t}({0}))",
     "fma": "v_fma_{t}({0}, {1}, {2})",
     "philox": "v_philox({0}, {1}, {2})",
@@ -123,8 +125,8 @@ def _int_literal(value: int, d: DType) -> str:
     value &= (1 << bits) - 1
     if d.kind == "i" and value >> (bits - 1):
         value -= 1 << bits
-    if value == -(1 << 63):
-        return "(-0x7fffffffffffffffl - 1)"
+    if d.nbytes >= 4 and value == -(1 << (bits - 1)):  # C++ negates the number without its sign
+        return f"({value + 1}{'l' if d.nbytes == 8 else ''} - 1)"
     if d.nbytes < 4:
         return f"({d.name}){value}" if value >= 0 else f"({d.name})({value})"
     text = f"{value}{'u' if d.kind == 'u' else ''}{'l' if d.nbytes == 8 else ''}"

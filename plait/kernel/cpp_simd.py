@@ -34,7 +34,7 @@ def simd(isa: Isa) -> dict[str, str]:
         _random,
     ):
         out.update(part(isa))
-    return {**out, **elementary(isa)}
+    return {**out, **elementary(isa), **_extremes(isa)}
 
 
 def _fn(result: str, name: str, params: str, body: str) -> str:
@@ -535,3 +535,34 @@ static inline vi64 v_philox(vi64 seed, vi64 counter, vi64 word) {
         "v_philox4": body,
         "v_philox": one,
     }
+
+
+FAR = {"f32": "88.0f", "f64": "709.0"}
+"""Where the exponential is near its overflow."""
+
+
+def _extremes(isa: Isa) -> dict[str, str]:
+    """Functions of SLEEF that lose at the ends of a dtype, with what they lose made good: fmod takes a few steps of a
+    long division, sinh and cosh overflow with exp(x), log1p takes subnormals for 0."""
+    out = {}
+    for t in _FLOATS:
+        least = {"f32": "0x1p-100f", "f64": "0x1p-1000"}[t]
+        out[f"v_log1p_{t}"] = _fn(
+            f"v{t}", f"v_log1p_{t}", f"v{t} x", f"return v_abs_{t}(x) < {least} ? x : m_log1p_{t}(x);"
+        )
+        n, v, m = _lanes(isa, t), f"v{t}", _mask(t)
+        some = "any(far)" if t == "f32" else "any(join_i64(far, far))"
+        out[f"v_fmod_{t}"] = _fn(
+            v, f"v_fmod_{t}", f"{v} a, {v} b",
+            f"{v} r = m_fmod_{t}(a, b); const {m} far = ({m})(v_abs_{t}(a / b) >= 0x1p20); "
+            f"if ({some}) for (int k = 0; k < {n}; ++k) if (far[k]) r[k] = s_fmod_{t}(a[k], b[k]); return r;",
+        )  # fmt: skip
+        for op, sign in (("sinh", f"v_copysign_{t}(e * half * e, x)"), ("cosh", "e * half * e")):
+            half = f"const {v} half = splat_{t}(0.5)"
+            out[f"v_{op}_{t}"] = _fn(
+                v, f"v_{op}_{t}", f"{v} x",
+                f"const {v} r = m_{op}_{t}(x), a = v_abs_{t}(x); "
+                f"const {m} far = ({m})(a > {FAR[t]}); if (!{some}) return r; "
+                f"{half}, e = m_exp_{t}(a * half); return far ? {sign} : r;",
+            )  # fmt: skip
+    return out

@@ -55,3 +55,45 @@ def _leaky_relu(ctx: Lowering, x: View, negative_slope: float = 0.01) -> View:
 @lower(aten.hardtanh.default)
 def _hardtanh(ctx: Lowering, x: View, min_val: float = -1, max_val: float = 1) -> View:
     return elementwise(ctx, lambda m, a: m("min", m("max", a, min_val), max_val), (x,))
+
+
+@lower(aten.threshold.default)
+def _threshold(ctx: Lowering, x: View, threshold: float, value: float) -> View:
+    def formula(m: Maths, a: Node, least: Node, other: Node) -> Node:
+        return m("where", m("le", a, least), other, a)
+
+    numbers = (threshold, value) if x.dtype.is_float else (int(threshold), int(value))
+    return elementwise(ctx, formula, (x, *numbers), common=x.dtype)
+
+
+# ------------------------------------------------------------------------------- gradients, as eager's are for NaNs
+@lower(aten.hardtanh_backward.default)
+def _hardtanh_backward(ctx: Lowering, grad: View, x: View, min_val: float, max_val: float) -> View:
+    def formula(m: Maths, g: Node, a: Node) -> Node:
+        return m("where", m("and", m("gt", a, min_val), m("lt", a, max_val)), g, 0.0)
+
+    return elementwise(ctx, formula, (grad, x))
+
+
+@lower(aten.hardswish_backward.default)
+def _hardswish_backward(ctx: Lowering, grad: View, x: View) -> View:
+    def formula(m: Maths, g: Node, a: Node) -> Node:
+        between = m("mul", g, m("add", m("truediv", a, 3.0), 0.5))
+        return m("where", m("le", a, -3.0), 0.0, m("where", m("ge", a, 3.0), g, between))
+
+    return elementwise(ctx, formula, (grad, x))
+
+
+@lower(aten.elu_backward.default)
+def _elu_backward(
+    ctx: Lowering, grad: View, alpha: float, scale: float, input_scale: float, is_result: bool, x: View
+) -> View:
+    def formula(m: Maths, g: Node, a: Node) -> Node:
+        low = m("mul", g, float(input_scale))
+        if is_result:
+            low = m("mul", low, m("add", a, float(alpha) * float(scale)))
+        else:
+            low = m("mul", m("mul", low, float(alpha) * float(scale)), m("exp", m("mul", a, float(input_scale))))
+        return m("where", m("gt", a, 0.0), m("mul", g, float(scale)), low)
+
+    return elementwise(ctx, formula, (grad, x))

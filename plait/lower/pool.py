@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -57,10 +58,6 @@ def _inside(ops: Recorder, at: Point, bounds: Bounds) -> list[Node]:
     return out
 
 
-def _whole(shape: Sequence[Size]) -> Bounds:
-    return tuple((0, s) for s in shape)
-
-
 def _tap(ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: float | int) -> Node:
     """x[lead, at] in its compute dtype, `other` outside of bounds."""
     compute = compute_dtype(x.dtype)
@@ -78,8 +75,11 @@ def _chain(ops: Recorder, op: str, values: Iterator[Node]) -> Node:
 
 # ------------------------------------------------------------------------------------------- windows
 class _Window:
-    """The geometry of n-dimensional pooling: tap k of the window at output point o is o*stride - padding +
-    k*dilation."""
+    """The geometry of n-dimensional pooling: the window at output point o begins at o*stride - padding and has a tap
+    every `dilation` positions.
+
+    counts: how many taps of a window are looked at. Where a window is longer than the input, these begin at the
+    window's first position in the input, and there are as many as the input has room for."""
 
     def __init__(
         self, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, sizes: Sequence[Size], outs: Sequence[Size]
@@ -88,39 +88,73 @@ class _Window:
         self.stride = _spread(stride, n) if stride != [] and stride != () else self.kernel
         self.padding, self.dilation = _spread(padding, n), _spread(dilation, n)
         self.sizes, self.outs = tuple(sizes), tuple(outs)
+        large = prod(self.kernel) > _MAX_TAPS
+        rooms = [sz.ceildiv(size, d) for size, d in zip(self.sizes, self.dilation, strict=True)]
+        self.counts: Point = tuple(
+            sz.smin(k, room) if large or isinstance(room, int) else k
+            for k, room in zip(self.kernel, rooms, strict=True)
+        )
 
     @property
-    def taps(self) -> list[tuple[int, ...]]:
-        """All taps, row-major."""
-        return list(product(*map(range, self.kernel)))
+    def is_small(self) -> bool:
+        """Whether the taps are few enough to be written out."""
+        return sz.product(self.counts) in range(_MAX_TAPS + 1)
+
+    @property
+    def taps(self) -> list[Point]:
+        """All taps that are looked at, row-major. Raises NoRule if they are many or unknown."""
+        counts = [c for c in self.counts if isinstance(c, int)]
+        if not self.is_small:
+            raise NoRule("a large window")
+        return list(product(*map(range, counts)))
+
+    def start(self, o: Point) -> Point:
+        """Where the window begins, which may be before the input."""
+        return tuple(sz.add(sz.mul(e, s), -p) for e, s, p in zip(o, self.stride, self.padding, strict=True))
+
+    def bounds(self, o: Point) -> Bounds:
+        """The positions of the input that the window may reach."""
+        return tuple(
+            (0, size if n == k else sz.smin(size, sz.add(b, (k - 1) * d + 1)))
+            for b, k, n, d, size in zip(
+                self.start(o), self.kernel, self.counts, self.dilation, self.sizes, strict=True
+            )
+        )  # fmt: skip
 
     def at(self, o: Point, k: Sequence[Size]) -> Point:
         """The input position of tap k."""
+        begins = zip(self.start(o), self.first(o), self.kernel, self.counts, strict=True)
         return tuple(
-            sz.add(sz.add(sz.mul(e, s), -p), sz.mul(t, d))
-            for e, t, s, p, d in zip(o, k, self.stride, self.padding, self.dilation, strict=True)
+            sz.add(start if count == kernel else first, sz.mul(t, d))
+            for (start, first, kernel, count), t, d in zip(begins, k, self.dilation, strict=True)
         )
 
     def first(self, o: Point) -> Point:
         """The input position of the first tap that lies in the input."""
-        starts = self.at(o, [0] * len(o))
         return tuple(
-            sz.add(b, sz.mul(sz.ceildiv(sz.smax(sz.mul(b, -1), 0), d), d))
-            for b, d in zip(starts, self.dilation, strict=True)
+            sz.smax(b, 0) if d == 1 else sz.add(b, sz.mul(sz.ceildiv(sz.smax(sz.mul(b, -1), 0), d), d))
+            for b, d in zip(self.start(o), self.dilation, strict=True)
         )
 
     def holders(self, i: Point) -> Iterator[tuple[Point, Bounds]]:
         """Output points whose window may hold input position i, each with the bounds that say whether it does."""
         spans = [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
-        counts = [-(-span // s) for span, s in zip(spans, self.stride, strict=True)]
-        if len(list(product(*map(range, counts)))) > _MAX_TAPS:
+        reach = [-(-span // s) for span, s in zip(spans, self.stride, strict=True)]
+        counts = [min(n, size) if isinstance(size, int) else n for n, size in zip(reach, self.outs, strict=True)]
+        if prod(counts) > _MAX_TAPS:
             raise NoRule("windows that overlap too much")
         for back in product(*map(range, counts)):
             o: list[Size] = []
             bounds: list[tuple[Size, Size]] = []
-            for e, a, s, p, span, size in zip(i, back, self.stride, self.padding, spans, self.outs, strict=True):
-                o.append(sz.add(sz.floordiv(sz.add(e, p), s), -a))
+            for k, (e, a, size) in enumerate(zip(i, back, self.outs, strict=True)):
+                s, p, span = self.stride[k], self.padding[k], spans[k]
+                last = sz.floordiv(sz.add(e, p), s)
                 least = sz.smax(sz.ceildiv(sz.add(e, p - span + 1), s), 0)
+                if counts[k] < reach[k]:  # there are fewer points than a window could reach
+                    o.append(a)
+                    bounds.append((least, sz.smin(size, sz.add(last, 1))))
+                    continue
+                o.append(sz.add(last, -a))
                 bounds.append((least if (a + 1) * s > span else 0, size))
             yield tuple(o), tuple(bounds)
 
@@ -146,11 +180,9 @@ def _max_pool(
     lead = len(x.shape) - n
     sizes = x.shape[lead:]
     window = _Window(n, kernel, stride, padding, dilation, sizes, ctx.out_shape(0)[lead:])
-    if len(window.taps) > _MAX_TAPS:
-        raise NoRule("a large window")
 
     def taps(i: Point) -> list[tuple[Point, Bounds]]:
-        return [(window.at(i[lead:], k), _whole(sizes)) for k in window.taps]
+        return [(window.at(i[lead:], k), window.bounds(i[lead:])) for k in window.taps]
 
     return _maximum(ctx, x, lead, taps, lambda i: window.first(i[lead:]))
 
@@ -254,7 +286,7 @@ def _divisor(window: _Window, o: Point, include_pad: bool, override: int | None)
     if override is not None:
         return override
     out: Size = 1
-    for b, k, p, size in zip(window.at(o, [0] * len(o)), window.kernel, window.padding, window.sizes, strict=True):
+    for b, k, p, size in zip(window.start(o), window.kernel, window.padding, window.sizes, strict=True):
         end = sz.smin(sz.add(b, k), sz.add(size, p))
         if not include_pad:
             b, end = sz.smax(b, 0), sz.smin(end, size)
@@ -271,20 +303,19 @@ def _avg_pool(
     ctx: Lowering, x: View, n: int, kernel: Any, stride: Any, padding: Any, include_pad: bool, override: int | None
 ) -> View:
     lead = len(x.shape) - n
-    bounds = _whole(x.shape[lead:])
     window = _Window(n, kernel, stride, padding, 1, x.shape[lead:], ctx.out_shape()[lead:])
-    summed = None
-    if len(window.taps) > _MAX_TAPS:
-        summed = ctx.reduce(
-            ctx.out_shape(),
-            window.kernel,
-            "sum",
-            lambda ops, i, r: _tap(ops, x, i[:lead], window.at(i[lead:], r), bounds, 0),
-        )
+
+    def tap(ops: Recorder, i: Point, k: Sequence[Size]) -> Node:
+        o = i[lead:]
+        return _tap(ops, x, i[:lead], window.at(o, k), window.bounds(o), 0)
+
+    summed = None if window.is_small else ctx.reduce(ctx.out_shape(), window.counts, "sum", tap)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        taps = (_tap(ops, x, i[:lead], window.at(i[lead:], k), bounds, 0) for k in window.taps)
-        total = summed.load(ops, i) if summed is not None else _chain(ops, "add", taps)
+        if summed is not None:
+            total = summed.load(ops, i)
+        else:
+            total = _chain(ops, "add", (tap(ops, i, k) for k in window.taps))
         return ops.cast(_divided(ops, total, _divisor(window, i[lead:], include_pad, override)), x.dtype)
 
     return result(ctx, body)

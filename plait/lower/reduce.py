@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from plait.ir import sizes as sz
-from plait.ir.dtypes import DType, b1, i64
+from plait.ir.dtypes import DType, b1, f64, i64
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -210,34 +210,50 @@ def moments(ctx: Lowering, axes: Axes, compute: DType) -> tuple[View, View]:
     return mean, m2
 
 
-def _variance(ctx: Lowering, axes: Axes, m2: View, correction: float | None, out: DType) -> View:
+def _variance(ctx: Lowering, axes: Axes, m2: View, correction: float | None, out: DType, root: bool) -> View:
     by = 1.0 if correction is None else float(correction)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         m = Maths(ops)
         count = m("sub", ops.cast(ops.index(axes.numel), m2.dtype), by)
-        return ops.cast(m("truediv", m2.load(ops, i), m("max", count, 0.0)), out)
+        var = m("truediv", m2.load(ops, i), m("max", count, 0.0))
+        return ops.cast(m("sqrt", var) if root else var, out)
 
     return ctx.pointwise(axes.shape, out, body)
 
 
-@lower(aten.var.correction)
-def _var(
-    ctx: Lowering, x: View, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> View:
-    axes = Axes(x, dim)
-    _, m2 = moments(ctx, axes, compute_dtype(x.dtype))
-    return axes.restore(_variance(ctx, axes, m2, correction, ctx.out_dtype()), keepdim)
+def _spread(ctx: Lowering, x: View) -> DType:
+    """What variances are computed in: on a CPU in double, as eager's are, where a square does not overflow."""
+    return f64 if ctx.buffers[x.buf].device == "cpu" else compute_dtype(x.dtype)
 
 
-@lower(aten.var_mean.correction)
-def _var_mean(
-    ctx: Lowering, x: View, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[View, View]:
-    axes = Axes(x, dim)
-    mean, m2 = moments(ctx, axes, compute_dtype(x.dtype))
-    var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0))
-    return axes.restore(var, keepdim), axes.restore(_mean_or_nan(ctx, axes, mean, m2, ctx.out_dtype(1)), keepdim)
+def _register_variance(name: str) -> None:
+    root = name == "std"
+
+    def alone(
+        ctx: Lowering, x: View, dim: Sequence[int] | None = None, *,
+        correction: float | None = None, keepdim: bool = False,
+    ) -> View:  # fmt: skip
+        axes = Axes(x, dim)
+        _, m2 = moments(ctx, axes, _spread(ctx, x))
+        return axes.restore(_variance(ctx, axes, m2, correction, ctx.out_dtype(), root), keepdim)
+
+    def with_mean(
+        ctx: Lowering, x: View, dim: Sequence[int] | None = None, *,
+        correction: float | None = None, keepdim: bool = False,
+    ) -> tuple[View, View]:  # fmt: skip
+        axes = Axes(x, dim)
+        mean, m2 = moments(ctx, axes, _spread(ctx, x))
+        var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0), root)
+        mean = _mean_or_nan(ctx, axes, mean, m2, ctx.out_dtype(1))
+        return axes.restore(var, keepdim), axes.restore(mean, keepdim)
+
+    lower(getattr(aten, name).correction)(alone)
+    lower(getattr(aten, f"{name}_mean").correction)(with_mean)
+
+
+_register_variance("var")
+_register_variance("std")
 
 
 def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) -> View:

@@ -112,7 +112,8 @@ def right(found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None) 
     if exact.shape != found.shape:
         return ok
     ok |= near(found, exact.to(found.dtype))
-    return ok | ((found.double() - exact).abs() <= (eager.double() - exact).abs())
+    nearer = (found.double() - exact).abs() <= (eager.double() - exact).abs()
+    return ok | (nearer & ((found != 0) | (eager != 0)))  # zeros of other signs are as near
 
 
 def accepts(fn: Fn, args: tuple[torch.Tensor, ...]) -> bool:

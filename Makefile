@@ -82,6 +82,12 @@ test-gpu:
 	$(NO_HUB) timeout --kill-after=10 $(GPU_SECONDS) $(PY) -m pytest -q -n $(JOBS) --dist worksteal -p tests.shown_at_once \
 		--durations=15 tests/test_gpu*.py
 
+# Random graphs against eager. It goes on where it stopped: `make fuzz ARGS="--count 100000"`; a failure is made small by
+# `python -m tests.fuzz --shrink fuzz.json`. `ARGS="--device cuda --state fuzz-cuda.json"`: on a GPU.
+.PHONY: fuzz
+fuzz: env
+	$(PY) -m tests.fuzz --jobs $(JOBS) --state fuzz.json $(ARGS)
+
 bench: env
 	$(NO_HUB) $(PY) benchmarks/run.py $(ARGS)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests import test_gpu
-from tests.fuzz_graphs import check, generate
+from tests.fuzz.check import passes, with_road
+from tests.fuzz.make import generate
 from tests.test_models import trains_as_eager
 
 
@@ -27,7 +28,7 @@ def test_training_step(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_graphs(seed: int) -> None:
-    check(generate(seed), dynamic=seed % 3 == 2, backward=seed % 2 == 1, device="cuda")
+    passes(with_road(generate(seed, "cuda"), wrapper="fx"))
 
 
 def test_tensors_may_start_anywhere_and_sizes_may_be_one() -> None:

@@ -1,0 +1,464 @@
+"""Runs one program eagerly and by plait, call after call, and compares all that a caller can see.
+
+Values whose bits eager alone decides are compared bit for bit. Others may be twice as far from float64 as
+eager. A call that eager refuses must be refused, by the same kind of error; what eager runs must run.
+What fails is tried with PyTorch's own tracing and no compiler ("aot_eager", torch.export): where that
+differs from eager in the same way, the fault is not plait's.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import plait
+from plait.errors import InputError, InternalError, PlaitError, Unsupported, UserError
+from plait.wrapper.program import CompileRecord, observers
+from tests.fuzz.program import Program, Road
+
+LOW = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: "ok"; "refused": eager's error was plait's too; "declined": plait.compile and packages turned away
+    arguments that are not as the example; "torch": PyTorch's tracing has this fault; "fault". what: of a fault,
+    its class and text."""
+
+    kind: str
+    what: str = ""
+    graphs: int = 0  # compiled by plait
+
+
+class Fault(AssertionError):
+    pass
+
+
+def check(p: Program) -> Outcome:
+    """What becomes of a program."""
+    grads = tuple(o.name for o in p.operands if o.grad)
+    inexact = tuple(line.out for line in p.lines if not line.exact)
+    records: list[CompileRecord] = []
+    token = observers.set((records.append,))
+    try:
+        found = judge(p.source(), p.road, grads, inexact, p.device)
+    finally:
+        observers.reset(token)
+    return replace(found, graphs=len(records))
+
+
+def passes(p: Program) -> None:
+    """Raises AssertionError with a program to paste and run where p shows a fault."""
+    found = check(p)
+    assert found.kind != "fault", f"{found.what}\n\n{p.repro()}"
+
+
+def with_road(p: Program, **changes: Any) -> Program:
+    """p on a road with these changes."""
+    return replace(p, road=replace(p.road, **changes))
+
+
+def check_source(source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str) -> None:
+    """For repros. Raises Fault."""
+    found = judge(source, road, grads, inexact, device)
+    print(found.kind, found.what)
+    if found.kind == "fault":
+        raise Fault(found.what)
+
+
+def judge(source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str) -> Outcome:
+    run = _Run(source, road, grads, inexact, device)
+    try:
+        return run.outcome("plait")
+    except Fault as fault:
+        if "InternalError" in str(fault) or str(fault).startswith("internal"):
+            return Outcome("fault", str(fault))
+        try:
+            run.outcome("torch")
+        except Fault as other:
+            if str(other).partition(":")[0] == str(fault).partition(":")[0]:
+                return Outcome("torch", str(fault))
+        except Exception as error:  # noqa: BLE001 - whatever torch's own tracing raises
+            if str(fault).startswith("raises"):
+                return Outcome("torch", f"{fault}\nPyTorch: {type(error).__name__}")
+        return Outcome("fault", str(fault))
+
+
+@dataclass
+class _Seen:
+    """What a call gave: results, arguments afterwards, gradients or tangents; or an error."""
+
+    results: list[Any]
+    inputs: list[Any]
+    before: list[Any]
+    grads: list[Tensor | None]
+    error: BaseException | None = None
+
+
+class _Run:
+    def __init__(self, source: str, road: Road, grads: Sequence[str], inexact: Sequence[str], device: str) -> None:
+        module = ModuleType("fuzzed")
+        sys.modules["fuzzed"] = module  # Dynamo looks globals up there
+        scope = vars(module)
+        exec(compile(source, "<fuzzed>", "exec"), scope)
+        self.scope, self.road, self.device = scope, road, device
+        self.f, self.calls = scope["f"], scope["CALLS"]
+        self.args = list(self.f.__code__.co_varnames[: self.f.__code__.co_argcount])
+        self.grads = [a in grads for a in self.args]
+        self.outputs, self.truth = _truth(source, set(inexact), promote_all=bool(road.grad))
+        self.inexact = set(inexact)
+
+    # -------------------------------------------------------------------------- running
+    def inputs(self, call: dict[str, Any]) -> list[Any]:
+        made = list(self.scope["inputs"](call, self.device))
+        if self.road.grad == "backward":
+            for k, wanted in enumerate(self.grads):
+                if wanted:
+                    made[k].requires_grad_()
+        return made
+
+    def call(self, run: Callable[..., Any], call: dict[str, Any], convert: bool = False) -> _Seen:
+        args = self.inputs(call)
+        if convert and self.road.grad:
+            args = [
+                x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, Tensor) and _low(x) else x
+                for x in args
+            ]
+        before = list(args)
+        seen = _Seen([], args, before, [])
+        try:
+            if self.road.grad == "forward":
+                self._forward(run, seen)
+                return seen
+            out = run(*args)
+            seen.results = list(out) if isinstance(out, (tuple, list)) else [out]
+            if self.road.grad == "backward":
+                self._backward(seen)
+        except Exception as error:  # noqa: BLE001 - compared with eager's
+            seen.error = error
+        return seen
+
+    def _backward(self, seen: _Seen) -> None:
+        used = [x for x in seen.results if isinstance(x, Tensor) and x.requires_grad and not x.is_complex()]
+        if used:
+            sum((x.double().sum() for x in used), torch.zeros((), dtype=torch.float64, device=self.device)).backward()
+        leaves = [x for x, wanted in zip(seen.inputs, self.grads, strict=True) if wanted]
+        seen.grads = [x.grad if x.is_leaf else None for x in leaves]
+
+    def _forward(self, run: Callable[..., Any], seen: _Seen) -> None:
+        with forward_ad.dual_level():
+            args = [
+                forward_ad.make_dual(x, torch.ones_like(x)) if wanted else x
+                for x, wanted in zip(seen.inputs, self.grads, strict=True)
+            ]
+            out = [forward_ad.unpack_dual(x) if isinstance(x, Tensor) else x for x in run(*args)]
+            seen.results = [x.primal if isinstance(x, tuple) else x for x in out]
+            seen.grads = [None if not isinstance(x, tuple) or x.tangent is None else x.tangent for x in out]
+
+    # -------------------------------------------------------------------------- compiling
+    def compiled(self, who: str) -> Callable[..., Any]:
+        """f by plait, or by PyTorch's tracing alone."""
+        r = self.road
+        f = _Module(self.f, self.args, r.params) if r.params else self.f
+        if r.way == "compile":
+            options = {"wrapper": r.wrapper, "isa": r.isa}
+            if who == "torch":
+                made = torch.compile(f, backend="aot_eager", dynamic=r.dynamic)
+            else:
+                made = torch.compile(f, backend="plait", dynamic=r.dynamic, options=options)
+            return f.around(made) if isinstance(f, _Module) else made
+        example = self.inputs(self.calls[0])
+        if isinstance(f, _Module):
+            example = f.take(example)
+        if who == "torch":
+            module = f if isinstance(f, torch.nn.Module) else _Function(f)
+            made = torch.export.export(module, tuple(example), dynamic_shapes=self._shapes(example)).module()
+        elif r.way == "direct":
+            made = plait.compile(f, tuple(example), self._shapes(example), options={"wrapper": r.wrapper, "isa": r.isa})
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                path = str(Path(folder) / "fuzzed.plait")
+                plait.package(f, path, tuple(example), self._shapes(example), machines=[_machine()])
+                made = plait.load(path)
+        return f.around(made) if isinstance(f, _Module) else made
+
+    def _shapes(self, example: Sequence[Any]) -> Any:
+        if not self.road.dynamic:
+            return None
+        dim = torch.export.Dim
+        shapes = [dict.fromkeys(range(x.ndim), dim.AUTO) if isinstance(x, Tensor) else dim.AUTO for x in example]
+        return tuple(shapes) if not self.road.params else {"args": tuple(shapes)}
+
+    def all_calls(self, who: str) -> list[_Seen]:
+        torch._dynamo.reset()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch._dynamo.config.patch(
+                capture_scalar_outputs=self.road.capture, capture_dynamic_output_shape_ops=self.road.capture
+            ))  # fmt: skip
+            if not self.road.grad:
+                stack.enter_context(torch.no_grad())
+            try:
+                run = self.compiled(who)
+            except Exception as error:  # noqa: BLE001 - compared with eager's
+                return [_Seen([], [], [], [], error)]
+            if self.road.threads > 1:
+                self.call(run, self.calls[0])
+                grad = torch.is_grad_enabled()
+
+                def threaded(call: dict[str, Any]) -> _Seen:
+                    with torch.set_grad_enabled(grad):
+                        return self.call(run, call)
+
+                with ThreadPoolExecutor(self.road.threads) as pool:
+                    return list(pool.map(threaded, self.calls))
+            return [self.call(run, c) for c in self.calls]
+
+    # -------------------------------------------------------------------------- judging
+    def outcome(self, who: str) -> Outcome:
+        grad = contextlib.nullcontext() if self.road.grad else torch.no_grad()
+        with warnings.catch_warnings(), grad:
+            warnings.simplefilter("ignore")
+            eager = [self.call(self.f, c) for c in self.calls]
+        got = self.all_calls(who)
+        kinds = set()
+        if len(got) == 1 and len(self.calls) > 1 and got[0].error is not None:  # at compile time
+            kinds.add(self._error(eager[0], got[0].error, self.calls[0]))
+            return Outcome(max(kinds))
+        for call, e, g in zip(self.calls, eager, got, strict=True):
+            if e.error is not None or g.error is not None:
+                kinds.add(self._error(e, g.error, call))
+            else:
+                self._same(call, e, g)
+                kinds.add("ok")
+        return Outcome("ok" if "ok" in kinds else max(kinds))
+
+    def _error(self, e: _Seen, got: BaseException | None, call: dict[str, Any]) -> str:
+        where = f"call {self.calls.index(call)}"
+        if e.error is None:
+            assert got is not None
+            differs = any(call[k] != self.calls[0][k] for k in ("sizes", "ints"))
+            if self.road.way != "compile" and isinstance(got, InputError) and differs:
+                return "declined"
+            if self.road.params and isinstance(got, PlaitError) and not isinstance(got, InternalError):
+                return "declined"
+            if _is_promise(got) or isinstance(got, UserError) and "dynamic_shapes" in str(got):
+                return "declined"
+            raise Fault(f"raises where eager runs: {where}: {type(got).__name__}: {str(got)[:1200]}")
+        if got is None:
+            raise Fault(f"runs where eager raises: {where}: {type(e.error).__name__}: {str(e.error)[:300]}")
+        if isinstance(got, (InternalError, SystemError)):
+            raise Fault(f"internal error: {where}: {got}; eager {type(e.error).__name__}: {str(e.error)[:300]}")
+        if not _same_kind(e.error, got, self.road.way):
+            raise Fault(
+                f"another error: {where}: {type(got).__name__}: {str(got)[:300]}\n"
+                f"eager {type(e.error).__name__}: {str(e.error)[:300]}"
+            )
+        return "refused"
+
+    def _same(self, call: dict[str, Any], e: _Seen, g: _Seen) -> None:
+        where = f"call {self.calls.index(call)}"
+        t = None
+        if len(e.results) != len(g.results):
+            raise Fault(f"number of results: {where}: {len(g.results)}, eager {len(e.results)}")
+        rows = [("output", k, a, b) for k, (a, b) in enumerate(zip(e.results, g.results, strict=True))]
+        if self.road.way == "compile" and not self.road.params:
+            rows += [("argument", k, a, b) for k, (a, b) in enumerate(zip(e.inputs, g.inputs, strict=True))]
+        if self.inexact or self.road.grad:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                t = self.call(self.truth, call, convert=True)
+            if t.error is not None:
+                t = None
+        for what, k, a, b in rows:
+            exact = self.outputs[k] not in self.inexact if what == "output" else not self.inexact
+            other = None if exact else None if t is None else (t.results if what == "output" else t.inputs)[k]
+            compare(a, b, other, exact, f"{where}, {what} {k}")
+        if self.road.grad:
+            if len(e.grads) != len(g.grads):
+                raise Fault(f"number of gradients: {where}")
+            for k, (a, b) in enumerate(zip(e.grads, g.grads, strict=True)):
+                if (a is None) != (b is None):
+                    raise Fault(f"gradient: {where}: {k} is {b}, eager {a}")
+                if a is not None and b is not None:
+                    truth = t.grads[k] if t is not None and k < len(t.grads) else None
+                    compare(a, b, truth, False, f"{where}, gradient {k}")
+        self._metadata(where, e, g)
+
+    def _metadata(self, where: str, e: _Seen, g: _Seen) -> None:
+        direct = self.road.way != "compile"
+        for k, (a, b) in enumerate(zip(e.results, g.results, strict=True)):
+            if not isinstance(a, Tensor):
+                continue
+            facts = [("storage offset", a.storage_offset(), b.storage_offset())]
+            facts += [("conj", a.is_conj(), b.is_conj()), ("neg", a.is_neg(), b.is_neg())]
+            if not direct and self.road.grad != "forward":
+                facts.append(("requires_grad", a.requires_grad, b.requires_grad))
+            for name, want, have in facts:
+                if want != have and (a.numel() or name != "storage offset"):
+                    raise Fault(f"metadata: {where}, output {k}: {name} is {have}, eager {want}")
+        if self.road.params:
+            return
+        have, want = _aliases(g), _aliases(e)
+        if have != want:
+            raise Fault(f"aliasing: {where}: {have}, eager {want} (o: output, i: argument)")
+
+
+def _aliases(seen: _Seen) -> list[tuple[str, str]]:
+    """Which results share memory with which results and arguments."""
+    named = [(f"o{k}", x) for k, x in enumerate(seen.results)] + [(f"i{k}", x) for k, x in enumerate(seen.before)]
+    where = [(n, x.untyped_storage().data_ptr()) for n, x in named if isinstance(x, Tensor) and x.numel()]
+    pairs = []
+    for k, (n, p) in enumerate(where):
+        pairs += [(n, m) for m, q in where[k + 1 :] if p == q and p and n[0] == "o"]
+    return pairs
+
+
+def compare(e: Any, g: Any, t: Any, exact: bool, what: str) -> None:
+    """Raises Fault where g is not what e is; t is the same from float64, None if it is not known."""
+    if not isinstance(e, Tensor):
+        same = type(e) is type(g) and (e == g or e != e and g != g)
+        close = isinstance(e, float) and isinstance(g, float) and not exact and math.isclose(e, g, rel_tol=1e-12)
+        if not (same or close):
+            raise Fault(f"wrong: {what}: {g!r}, eager {e!r}")
+        return
+    if not isinstance(g, Tensor):
+        raise Fault(f"wrong: {what}: {type(g)}")
+    if (g.shape, g.dtype) != (e.shape, e.dtype):
+        raise Fault(f"shape: {what}: {g.dtype}{list(g.shape)}, eager {e.dtype}{list(e.shape)}")
+    strides = [(d, a, b) for d, a, b in zip(e.shape, g.stride(), e.stride(), strict=True) if d > 1 and e.numel()]
+    if any(a != b for _, a, b in strides):
+        raise Fault(f"strides: {what}: (size, stride, stride of eager): {strides}")
+    e, g = _real(e), _real(g)
+    same = (g == e) | (g.isnan() & e.isnan())
+    if e.is_floating_point() and exact:
+        same &= (g.signbit() == e.signbit()) | g.isnan()
+    if bool(same.all()):
+        return
+    if exact:
+        bad = ~same
+        raise Fault(f"wrong: {what}: {int(bad.sum())} of {bad.numel()}: {g[bad][:5]}, eager {e[bad][:5]}")
+    if t is None:  # float64 cannot tell
+        return
+    t = _real(t)
+    if t.shape != e.shape:
+        return
+    dg, de = (g.double() - t.double()).abs(), (e.double() - t.double()).abs()
+    # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off elsewhere.
+    slack = 2e-5 * (1 + t.abs().double()) + 4 * float(de[de.isfinite()].max() if de.isfinite().any() else 0)
+    bad = ~same & ~(dg <= 2 * de + slack)
+    if bool(bad.any()):
+        raise Fault(f"wrong: {what}: plait {g[bad][:5]}, eager {e[bad][:5]}, float64 {t[bad][:5]}")
+
+
+def _real(x: Tensor) -> Tensor:
+    x = x.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _low(x: Tensor) -> bool:
+    return str(x.dtype).removeprefix("torch.") in LOW
+
+
+def _same_kind(want: BaseException, got: BaseException, way: str) -> bool:
+    """Whether this error is the same kind as eager's: its class, or that of tracing or checking arguments."""
+    if isinstance(got, type(want)) or isinstance(want, type(got)):
+        return True
+    if type(got).__module__.startswith("torch._dynamo") or isinstance(got, PlaitError):
+        return way != "compile" or not isinstance(got, Unsupported)
+    return isinstance(got, RuntimeError) and "size" in str(got)
+
+
+def _is_promise(error: BaseException) -> bool:
+    """Whether a result whose size depends on data was not of the size that tracing took for granted, in these
+    words: PyTorch unifies such sizes without a word, and a clear error is all that can be done."""
+    return isinstance(error, RuntimeError) and "traced" in str(error)
+
+
+def _machine() -> str:
+    from plait.runtime.toolchain import detect_isa
+
+    return detect_isa().name
+
+
+class _Function(torch.nn.Module):
+    def __init__(self, f: Callable[..., Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args: Any) -> Any:
+        return self.f(*args)
+
+
+class _Module(torch.nn.Module):
+    """f with some operands as parameters; `around` puts a call's own parameters in place of the last ones."""
+
+    def __init__(self, f: Callable[..., Any], args: Sequence[str], params: Sequence[str]) -> None:
+        super().__init__()
+        self.f, self.args, self.params = f, list(args), list(params)
+
+    def take(self, args: Sequence[Any]) -> list[Any]:
+        for name, x in zip(self.args, args, strict=True):
+            if name in self.params:
+                setattr(self, name, torch.nn.Parameter(x, requires_grad=False))
+        return [x for name, x in zip(self.args, args, strict=True) if name not in self.params]
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: compiled(*self.take(args))
+
+    def forward(self, *args: Any) -> Any:
+        rest = iter(args)
+        return self.f(*(getattr(self, n) if n in self.params else next(rest) for n in self.args))
+
+
+def _up(x: Any) -> Any:
+    """A float tensor as float64."""
+    if isinstance(x, Tensor) and _low(x):
+        return x.double()
+    return x.to(torch.complex128) if isinstance(x, Tensor) and x.dtype == torch.complex64 else x
+
+
+class _Promote(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if isinstance(node.ctx, ast.Load) and node.id[1:].isdigit():
+            return ast.Call(ast.Name("_up", ast.Load()), [node], [])
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in LOW:
+            return ast.Attribute(node.value, "float64", ast.Load())
+        self.generic_visit(node)
+        return node
+
+
+def _truth(source: str, inexact: set[str], promote_all: bool) -> tuple[list[str], Callable[..., Any]]:
+    """Names of f's results, and f with inexact statements (or all) in float64."""
+    tree = ast.parse(source)
+    f = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "f")
+    promote = _Promote()
+    names: list[str] = []
+    for k, line in enumerate(f.body):
+        if isinstance(line, ast.Return):
+            assert isinstance(line.value, ast.Tuple)
+            names = [x.id for x in line.value.elts if isinstance(x, ast.Name)]
+        elif isinstance(line, ast.Assign) and isinstance(name := line.targets[0], ast.Name):
+            line.value = promote.visit(line.value) if promote_all or name.id in inexact else line.value
+        f.body[k] = line
+    scope: dict[str, Any] = {"_up": _up}
+    exec(compile(ast.fix_missing_locations(tree), "<float64>", "exec"), scope)
+    return names, scope["f"]

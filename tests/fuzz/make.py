@@ -1,0 +1,133 @@
+"""A random program of a seed: its calls, its road, and statements out of the catalogue."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from tests.fuzz import catalog, indexing, special
+from tests.fuzz.maker import FLOATS, INTS, Maker
+from tests.fuzz.program import NAME, Call, Operand, Program, Road
+
+SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 100)
+_WEIGHTS = (3, 4, 4, 4, 3, 4, 2, 2, 2, 4, 4, 1, 2, 1, 1)
+
+
+def generate(seed: int, device: str = "cpu") -> Program:
+    """A program that eager runs at its first call, or refuses in its last statement."""
+    rng = random.Random(seed)
+    road = _road(rng, device)
+    calls = _calls(rng, road)
+    if rng.random() < 0.5:
+        dtypes: tuple[str, ...] = ("float32",)
+    else:
+        dtypes = tuple(rng.choice((*FLOATS, *INTS, "float32", "bool", "complex64")) for _ in range(2))
+    if road.grad:
+        dtypes = ("float32", rng.choice(FLOATS))
+    m = Maker(rng, calls, dtypes, 0.0 if device != "cpu" else rng.choice((0, 0.2)))
+    for _ in range(rng.randint(1, 3)):
+        m.operand(m.shape(rng.choice((1, 2, 2, 3))), rng.choice(dtypes))
+    if rng.random() < 0.06 and not road.grad:
+        _alias(m)
+    for _ in range(rng.randint(3, 14)):
+        statement(m, road)
+        if m.ended:
+            break
+    p = Program(seed, _with_grads(m, road), tuple(m.lines), _outputs(m), tuple(calls), road, device).pruned()
+    return _with_params(p, rng)
+
+
+def statement(m: Maker, road: Road) -> None:
+    """Adds a statement of a random class, if it can."""
+    way = m.rng.random()
+    if way < 0.2:
+        catalog.fill(m, m.rng.choice(catalog.POINTWISE))
+    elif way < 0.38:
+        catalog.fill(m, m.rng.choice(catalog.VIEWS))
+    elif way < 0.52:
+        catalog.fill(m, m.rng.choice(catalog.REDUCTIONS))
+    elif way < 0.72:
+        m.rng.choice(indexing.MAKERS)(m)
+    else:
+        weights = [w for w, _ in special.MAKERS]
+        make = m.rng.choices([f for _, f in special.MAKERS], weights)[0]
+        if road.grad and make in (special.dtype_view, special.in_place):
+            return
+        make(m)
+
+
+def _road(rng: random.Random, device: str) -> Road:
+    way = rng.choices(("compile", "direct", "package"), (60, 32, 8))[0]
+    if device != "cpu":
+        way = "compile"
+    road = Road(way, rng.choice((False, None, True)), capture=rng.random() < 0.5)
+    if way == "compile":
+        road = replace(road, grad=rng.choices(("", "backward", "forward"), (68, 30, 2))[0])
+    else:
+        road = replace(road, dynamic=rng.random() < 0.4, capture=False)
+    if rng.random() < 0.3 and way != "package":
+        road = replace(road, wrapper=rng.choices(("python", "cpp", "fx"), (2, 1, 2))[0])
+    if device == "cpu" and rng.random() < 0.15 and way != "package":
+        road = replace(road, isa=rng.choice(("avx2", "portable")))
+    if rng.random() < 0.06:
+        road = replace(road, threads=4)
+    return road
+
+
+def _calls(rng: random.Random, road: Road) -> list[Call]:
+    """Two to four calls. Sizes change unless they are fixed; data and moods always do."""
+    names = ["n", "m", "p"][: rng.randint(1, 3)]
+    draw = lambda: rng.choices(SIZES, _WEIGHTS)[0]
+    sizes = {n: draw() for n in names}
+    if rng.random() < 0.04:
+        sizes["n"] = rng.choice((1000, 4000))
+    calls = []
+    change = rng.random() < 0.5 and (road.way == "compile" or road.dynamic)
+    for k in range(rng.choices((2, 3, 4), (6, 3, 1))[0]):
+        if k and change:
+            sizes = {n: v if rng.random() < 0.4 else draw() for n, v in sizes.items()}
+        mood = rng.choices(("mixed", "none", "all", "few"), (5, 1, 1, 1))[0]
+        calls.append(Call(rng.randrange(10**6), dict(sizes), {}, mood))
+    return calls
+
+
+def _alias(m: Maker) -> None:
+    """An argument that is a view of another."""
+    first = m.operands[0].name
+    text = m.rng.choice((f"{first}[1:]", f"{first}[:1]", f"{first}.view({first}.shape)", f"{first}[..., :1]"))
+    try:
+        m.put(Operand(m.fresh("a"), m.operands[0].dtype, values="alias", alias=text))
+    except (RuntimeError, IndexError):
+        return
+
+
+def _outputs(m: Maker) -> tuple[str, ...]:
+    made = [line.out for line in m.lines if line.out]
+    read = {n for line in m.lines for n in line.reads}
+    keep = [n for n in made if n not in read or m.rng.random() < 0.3]
+    written = [n for line in m.lines if not line.out for n in NAME.findall(line.text) if n[0] == "t"]
+    return tuple(dict.fromkeys([*keep, *(n for n in written if n in made)]))[:12] or tuple(made[-1:])
+
+
+def _with_grads(m: Maker, road: Road) -> tuple[Operand, ...]:
+    if not road.grad:
+        return tuple(m.operands)
+    written = {n for line in m.lines if not line.out for n in NAME.findall(line.text)}
+    return tuple(replace(o, grad=o.dtype in FLOATS and o.name not in written and not o.alias) for o in m.operands)
+
+
+def _with_params(p: Program, rng: random.Random) -> Program:
+    """Some programs are modules whose parameters are replaced between calls."""
+    if rng.random() > 0.04 or p.road.way == "package" or p.road.grad or p.road.threads > 1:
+        return p
+    written = {n for line in p.lines if not line.out for n in NAME.findall(line.text)}
+    aliased = {n for o in p.operands for n in NAME.findall(o.alias)}
+    fit = [
+        o.name
+        for o in p.operands
+        if o.dtype in FLOATS and o.name not in written | aliased and not o.alias and o.layout == "plain"
+    ]
+    others = [o for o in p.operands if o.name not in fit[:2]]
+    if not fit or not any(o.dtype != "int" for o in others):
+        return p
+    return replace(p, road=replace(p.road, params=tuple(fit[:2])))

@@ -1,0 +1,76 @@
+"""Worker processes that run programs: a crash or a hang is an answer, never the end of the run.
+
+`Worker.ask` gives the answer of worker.py, or {"kind": "crash"} and {"kind": "hang"}, after which a new
+process takes over. A process is replaced after some hundred programs anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAMS = 400  # of one process
+
+
+class Worker:
+    def __init__(self, seconds: float = 90.0, root: Path = ROOT, cache: str = "") -> None:
+        """seconds: that one program may take. root: what `plait` and `tests` are imported from."""
+        self.seconds, self.root, self.cache = seconds, root, cache
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as this
+        self.process: subprocess.Popen[str] | None = None
+        self.n = 0
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What became of one program."""
+        p = self._process()
+        assert p.stdin is not None and p.stdout is not None
+        p.stdin.write(json.dumps(request) + "\n")
+        p.stdin.flush()
+        self.n += 1
+        seconds = self.seconds + (60 if self.n == 1 else 0)
+        ready, _, _ = select.select([p.stdout], [], [], seconds)
+        text = p.stdout.readline() if ready else ""
+        if text:
+            return dict(json.loads(text))
+        if ready:
+            code = p.wait()
+            self.errors.seek(0, os.SEEK_END)
+            self.errors.seek(max(self.errors.tell() - 1500, 0))
+            self.process = None
+            name = signal.Signals(-code).name if code < 0 else f"exit {code}"
+            return {"kind": "crash", "what": f"crash: {name}\n{self.errors.read()}", "classes": [], "program": ""}
+        self.close()
+        return {"kind": "hang", "what": f"hang: {seconds} s", "classes": [], "program": ""}
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                assert pipe is not None
+                pipe.close()
+            self.process = None
+
+    def _process(self) -> subprocess.Popen[str]:
+        if self.process is not None and self.n >= PROGRAMS:
+            self.close()
+        if self.process is None:
+            env = {**os.environ, "PYTHONPATH": str(self.root), "PLAIT_VERIFY": "1", "PYTHONFAULTHANDLER": "1"}
+            env.setdefault("PLAIT_OPT_LEVEL", "1")
+            env["OMP_NUM_THREADS"] = "1"
+            if self.cache:
+                env["PLAIT_CACHE_DIR"] = self.cache
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fuzz.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, cwd=self.root, env=env,
+            )  # fmt: skip
+            self.n = 0
+        return self.process

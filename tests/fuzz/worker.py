@@ -1,0 +1,57 @@
+"""One process of a fuzz run: reads a line of JSON a program, writes a line with what became of it.
+
+It says when it starts to run, so that a crash or hang belongs to a program. Run by pool.py as
+`python -m tests.fuzz.worker`; plait is the one on the path (a mutant's copy, say).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import torch
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """{"seed": n, "device": d} or {"program": text} -> kind, what, classes, program, graphs."""
+    from tests.fuzz.check import check
+    from tests.fuzz.make import generate
+    from tests.fuzz.program import Program
+
+    try:
+        if "program" in request:
+            p = Program.loads(request["program"])
+        else:
+            p = generate(request["seed"], request.get("device", "cpu"))
+    except Exception:  # noqa: BLE001 - a fault of the fuzzer itself
+        return {"kind": "generator", "what": traceback.format_exc()[-1500:], "classes": [], "program": ""}
+    try:
+        found = check(p)
+    except Exception:  # noqa: BLE001
+        return {"kind": "checker", "what": traceback.format_exc()[-1500:], "classes": [], "program": p.dumps()}
+    program = p.dumps() if found.kind in ("fault", "torch") else ""
+    classes = sorted(p.classes())
+    return {"kind": found.kind, "what": found.what, "classes": classes, "program": program, "graphs": found.graphs}
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a program prints does not disturb the answers
+    torch.set_num_threads(int(os.environ.get("FUZZ_THREADS", "1")))
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    for k, line in enumerate(sys.stdin):
+        out.write(json.dumps(answer(json.loads(line))) + "\n")
+        out.flush()
+        if k % 20 == 19:
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

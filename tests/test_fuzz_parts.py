@@ -1,0 +1,146 @@
+"""The parts of the graph fuzzer: what it draws, what it takes for a fault, crashes, states, shrinking and repros."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fuzz.__main__ import run
+from tests.fuzz.check import Fault, check, compare
+from tests.fuzz.make import generate
+from tests.fuzz.pool import Worker
+from tests.fuzz.program import Call, Line, Operand, Program, Road
+from tests.fuzz.shrink import shrink
+
+
+def test_programs_are_of_their_seed_and_read_back() -> None:
+    for seed in range(40):
+        p = generate(seed)
+        assert p.source() == generate(seed).source()
+        assert Program.loads(p.dumps()) == p
+
+
+def test_every_class_is_drawn() -> None:
+    """What the programs of a few hundred seeds hold."""
+    drawn: set[str] = set()
+    for seed in range(400):
+        drawn |= generate(seed).classes()
+    ops = (
+        "scatter add", "scatter reduce", "index add", "index reduce", "index put", "index copy",
+        "masked", "gather", "data-dependent size", "item", "check", "sizes", "positions", "casts",
+        "dtype views", "in place", "aliases", "products", "layers", "refused", "promotion", "sums",
+        "complex", "integers", "extremes", "means", "moves",
+    )  # fmt: skip
+    layouts = ("expanded", "overlapping", "windows", "one", "stepped", "shifted", "transposed", "alias")
+    others = (
+        "empty", "sizes change", "sizes change to or from 0 or 1", "positions change", "data change",
+        "threads", "grad: backward", "grad: forward", "parameters replaced", "values: special",
+        "wrapper: fx", "wrapper: cpp", "road: package, static sizes", "road: direct, dynamic sizes",
+        "isa: portable",
+    )  # fmt: skip
+    want = {f"op: {x}" for x in ops} | {f"layout: {x}" for x in layouts} | set(others)
+    want |= {f"dtype: {x}" for x in ("float64", "float16", "bfloat16", "int8", "uint8", "bool", "complex64")}
+    assert not want - drawn
+
+
+def made(text: str, *operands: Operand, road: Road | None = None, **line: Any) -> Program:
+    """A program of one statement that is called twice."""
+    calls = (Call(1, {"n": 5}, {}), Call(2, {"n": 7}, {}))
+    return Program(0, operands, (Line("t1", text, "test", **line),), ("t1",), calls, road or Road())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_wrong_number_is_found(exact: bool) -> None:
+    e = torch.tensor([1.0, 2.0, 3.0])
+    near = e.clone()
+    near[1] = 2.0000002
+    truth = e.double()
+    compare(e, e.clone(), truth, exact, "same")
+    with pytest.raises(Fault, match="wrong: "):
+        compare(e, e + torch.tensor([0, 1.0, 0]), truth, exact, "off")
+    if exact:
+        with pytest.raises(Fault, match="wrong: "):
+            compare(e, near, truth, exact, "near")
+    else:
+        compare(e, near, truth, exact, "near")
+    with pytest.raises(Fault, match="strides: "):
+        compare(torch.zeros(2, 3), torch.zeros(3, 2).T, None, exact, "strides")
+    with pytest.raises(Fault, match="shape: "):
+        compare(e, e.double(), truth, exact, "dtype")
+
+
+def test_what_eager_refuses_must_be_refused() -> None:
+    a = Operand("a1", shape=("n", "4"))
+    assert check(made("a1 @ a1", a)).kind == "refused"
+    assert check(made("a1.sum(1)", a)).kind == "ok"
+
+
+def test_a_crash_is_an_answer(tmp_path: Path) -> None:
+    worker = Worker(cache=str(tmp_path))
+    crash = made("__import__('os').abort()", Operand("a1", shape=("n",)))
+    hang = made("__import__('time').sleep(600)", Operand("a1", shape=("n",)))
+    fine = made("a1 * 2", Operand("a1", shape=("n",)))
+    found = worker.ask({"program": crash.dumps()})
+    assert found["kind"] == "crash" and "SIGABRT" in found["what"]
+    assert worker.ask({"program": fine.dumps()})["kind"] == "ok"
+    worker.seconds = 1
+    assert worker.ask({"program": hang.dumps()})["kind"] == "hang"
+    worker.close()
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    first = run(2, state, 1, 0, "cpu", 600)
+    both = run(4, state, 1, 0, "cpu", 600)
+    assert (first["next"], both["next"]) == (2, 4)
+    assert sum(both["kinds"].values()) == 4
+
+
+class Failing:
+    """A worker whose programs fail where they hold a sum over an expanded tensor."""
+
+    def ask(self, request: dict[str, str]) -> dict[str, str]:
+        p = Program.loads(request["program"])
+        names = {o.name for o in p.operands if o.layout == "expanded"}
+        bad = any("sum" in line.text and line.reads & names for line in p.lines)
+        return {"kind": "fault" if bad else "ok", "what": "wrong: made up"}
+
+
+def test_failures_are_shrunk() -> None:
+    a, b = Operand("a1", "float64", ("n", "3"), "expanded", "special"), Operand("a2", shape=("n",), layout="stepped")
+    lines = (
+        Line("t1", "a2 * 2", "test"), Line("t2", "a1.sum(0)", "test"), Line("t3", "t1.sum() + t2", "test"),
+        Line("", "a2.add_(1)", "test"), Line("t4", "t3.exp()", "test", False),
+    )  # fmt: skip
+    calls = tuple(Call(k, {"n": 5 + k}, {}) for k in range(3))
+    p = Program(0, (a, b), lines, ("t1", "t4"), calls, Road(wrapper="fx", isa="avx2", grad="backward"))
+    worker: Any = Failing()
+    small = shrink(p, {"kind": "fault", "what": "wrong: made up"}, worker)
+    assert [line.text for line in small.lines] == ["a1.sum(0)"]
+    assert [(o.name, o.dtype, o.layout, o.values) for o in small.operands] == [("a1", "float32", "expanded", "whole")]
+    assert len(small.calls) == 1 and small.road == Road()
+
+
+def test_a_failure_prints_a_program_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = Operand("a1", shape=("n", "4"), layout="transposed")
+    text = made("torch.softmax(a1, 0)", a, road=Road(dynamic=None), exact=False).repro()
+    file = tmp_path / "repro.py"
+    file.write_text(text)
+    root = Path(__file__).parent.parent
+    env = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "PLAIT_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0 and done.stdout.startswith("ok"), done.stdout + done.stderr
+
+    labels = iter(range(100))
+
+    def differs(*args: object) -> None:
+        raise Fault(f"label {next(labels)}: made up")
+
+    monkeypatch.setattr("tests.fuzz.check.compare", differs)
+    with pytest.raises(Fault, match="made up"):
+        exec(compile(text, str(file), "exec"), {"__name__": "__main__", "__file__": str(file)})

@@ -78,9 +78,7 @@ class Config:
     )
     memory_planning: bool = flag(True, doc="place intermediates in a pooled arena and reuse dying buffers")
     # -- what a program checks at every call
-    size_asserts: bool = flag(
-        False, doc="dtype, sizes and strides of arguments and of operators' results are what was compiled for"
-    )
+    size_asserts: bool = flag(False, doc="dtype, sizes and strides of arguments are what was compiled for")
     alignment_asserts: bool = flag(
         False, doc="addresses of arguments and of operators' results are aligned: 16 bytes on a GPU, else an element"
     )

@@ -129,6 +129,7 @@ def test_what_needs_the_host_is_not_recorded(line: str, reason: str) -> None:
 
 def test_attention_without_dropout_is_recorded() -> None:
     line = "c, _, _, _ = call('aten::_scaled_dot_product_efficient_attention')(a, a, a, None, False, 0.0)\n"
+    line += "require_layout(c, f32[4, 8] @ (8, 1))\n"
     assert parts(cut(KERNELS + line + "return (b, c)\n")) == [(False, ""), (True, "")]
 
 
@@ -138,7 +139,8 @@ def test_little_work_is_not_recorded() -> None:
 
 
 def test_seeds_are_drawn_first() -> None:
-    made = cut(KERNELS + "s, = call('plait::seed')(device('cuda:0'))\nlaunch('k', (s, b), (), (b,), 1)\nreturn (b,)\n")
+    seed = "s, = call('plait::seed')(device('cuda:0'))\nrequire_layout(s, i64[()] @ ())\n"
+    made = cut(f"{KERNELS}{seed}launch('k', (s, b), (), (b,), 1)\nreturn (b,)\n")
     assert parts(made) == [(False, "a seed is drawn"), (True, "")]
 
 
@@ -179,7 +181,9 @@ LARGE = {"c": COPIED_NBYTES, "d": COPIED_NBYTES, "e": COPIED_NBYTES - 1}
 LAST = """\
 v = view(b, f32[8, 4] @ (1, 8), 0)
 c, = call('aten::mm')(y, v)
+require_layout(c, f32[4, 4] @ (4, 1))
 d, = call('aten::mm')(c, y)
+require_layout(d, f32[4, 8] @ (8, 1))
 """
 
 
@@ -191,7 +195,7 @@ d, = call('aten::mm')(c, y)
         ("return (d,)", None, ["aten::mm"]),  # c is used and stays
         ("return (d, c)", 1, ["aten::mm"]),  # c is saved
         ("return (c,)", None, []),
-        ("e, = call('aten::mm')(d, v)\nreturn (c, d, e)", None, []),
+        ("e, = call('aten::mm')(d, v)\nrequire_layout(e, f32[4, 4] @ (4, 1))\nreturn (c, d, e)", None, []),
         ("e, = call('aten::mm')(d, v)\nreturn (c, d)", None, []),
         (
             "g = alloc(f32[4, 4] @ (4, 1), device='cuda:0')\nlaunch('k', (c, g), (), (g,), 1)\nreturn (c, d, g)",
@@ -219,6 +223,7 @@ p = alloc(f32[4, 8] @ (16, 1), device='cuda:0')
 launch('k', (x, p), (), (p,), 1)
 v = view(p, f32[8, 4] @ (1, 16), 0)
 m, = call('aten::mm')(v, y)
+require_layout(m, f32[8, 8] @ (8, 1))
 free(p)
 """
 REST = """\
@@ -240,7 +245,13 @@ return (b,)
         ("", "xp", "", 0),  # the caller keeps x
         ("x", "xpm", "", 2),  # what an operator makes is no copy
         ("x", "xpe", "e = alloc(f32[4, 8] @ (8, 1), device='cuda:0')\nlaunch('k', (p, e), (), (e,), 1)\n", 3),
-        ("x", "xpef", "e, = call('aten::mm')(v, y)\nf, = call('aten::mm')(m, y)\ng, = call('aten::mm')(p, f)\n", 3),
+        (
+            "x",
+            "xpef",
+            "e, = call('aten::mm')(v, y)\nf, = call('aten::mm')(m, y)\nrequire_layout(f, f32[8, 8] @ (8, 1))\n"
+            "g, = call('aten::mm')(p, f)\n",
+            3,
+        ),
     ],
 )
 def test_what_uses_large_inputs_up_comes_before_the_recording(spent: str, large: str, more: str, outside: int) -> None:
@@ -254,12 +265,15 @@ def test_what_uses_large_inputs_up_comes_before_the_recording(spent: str, large:
 
 
 def test_all_that_would_be_recorded_uses_an_input_up() -> None:
-    made = cut(FIRST + "c, = call_python(0, 'lib.f')(m)\nreturn (c,)\n", None, dict.fromkeys("xp", COPIED_NBYTES), "x")
+    last = "c, = call_python(0, 'lib.f')(m)\nrequire_layout(c, f32[8] @ (1,))\nreturn (c,)\n"
+    made = cut(FIRST + last, None, dict.fromkeys("xp", COPIED_NBYTES), "x")
     assert parts(made)[1] == (False, "it uses x up; too little work to record; lib.f is a Python function")
 
 
 def test_a_recording_is_not_left_with_too_little() -> None:
-    made = cut("c, = call('aten::mm')(x, y)\nd, = call('aten::mm')(c, y)\nreturn (d,)\n", None, LARGE)
+    checks = [f"require_layout({name}, f32[4, 8] @ (8, 1))\n" for name in "cd"]
+    calls = "c, = call('aten::mm')(x, y)\n", "d, = call('aten::mm')(c, y)\n"
+    made = cut(f"{calls[0]}{checks[0]}{calls[1]}{checks[1]}return (d,)\n", None, LARGE)
     assert parts(made) == [(False, ""), (False, "too little work to record; the caller gets what aten::mm makes")]
 
 

@@ -121,7 +121,9 @@ def test_views_of_operands_are_shared_and_whole_buffers_are_named() -> None:
     assert lines(plan(["m"], calls, [whole(out), whole(Y)], [m, out, Y])) == [
         "view0 = view(m, f32[2, 4] @ (1, 2), 0)",
         "out, = call('aten::mm', may_keep=False)(m, view0)",
+        "require_layout(out, opaque[4, 4] @ (4, 1), origin='aten::mm', copies=True)",
         "y, = call('aten::cat')([view0, view0], 1, flag=True)",
+        "require_layout(y, opaque[8] @ (1,), origin='aten::cat', copies=True)",
         "return (out, y)",
     ]
 
@@ -130,7 +132,12 @@ def test_operands_that_differ_in_a_stride_of_a_single_row_are_no_view_but_output
     m = buf("m", (1, 4))
     odd = TensorArg("m", (1, 4), (99, 1), 0)
     p = plan(["m"], [Extern(("y",), "aten::neg", (odd,))], [odd, whole(Y)], [m, Y])
-    assert lines(p) == ["y, = call('aten::neg')(m)", "view0 = view(m, f32[1, 4] @ (99, 1), 0)", "return (view0, y)"]
+    assert lines(p) == [
+        "y, = call('aten::neg')(m)",
+        "require_layout(y, opaque[8] @ (1,), origin='aten::neg', copies=True)",
+        "view0 = view(m, f32[1, 4] @ (99, 1), 0)",
+        "return (view0, y)",
+    ]
 
 
 def test_operands_with_offset_and_another_type() -> None:
@@ -152,11 +159,16 @@ def test_calls_write_into_planned_memory() -> None:
 
 
 def test_results_nobody_wants_and_symbols_of_calls() -> None:
-    u0 = sz.symbol("u0")
+    u0 = sz.symbol("u0", lo=float("-inf"))
     call = Extern((None, "y"), "aten::sort", (whole(X),))
     count = Extern((), "mylib::count", (whole(X),), symbols=((0, "u0"),))
     p = plan(["x"], [call, count], [whole(Y), u0 * 2], [X, Y], symbols={"u0": None})
-    assert lines(p) == ["_, y = call('aten::sort')(x)", "u0, = call('mylib::count')(x)", "return (y, 2*u0)"]
+    assert lines(p) == [
+        "_, y = call('aten::sort')(x)",
+        "require_layout(y, opaque[8] @ (1,), origin='aten::sort', copies=True)",
+        "u0, = call('mylib::count')(x)",
+        "return (y, 2*u0)",
+    ]
 
 
 def test_python_callables() -> None:
@@ -167,13 +179,14 @@ def test_python_callables() -> None:
 
 
 def test_symbols_are_defined_when_their_source_exists() -> None:
-    u0, m = sz.symbol("u0"), buf("m", (s0, 3))
+    u0, m = sz.symbol("u0", lo=float("-inf")), buf("m", (s0, 3))
     n, k = buf("n", (u0,)), buf("k", (), i64)
     table: dict[str, Any] = {
         "s1": s0 * 3, "s0": ("m", "size", 0), "s2": ("n", "stride", 0), "u0": None, "s3": u0 + s0, "i0": None,
     }  # fmt: skip
     steps = [Item("u0", "k"), Assert(sz.compare("le", u0, 9), "few"), Extern(("n",), "aten::f", (whole(m), u0))]
-    p = plan(["m", ("sym", "i0"), "k", None], steps, [whole(n), sz.symbol("s3")], [m, n, k], symbols=table)
+    s3 = sz.symbol("s3", lo=float("-inf"))
+    p = plan(["m", ("sym", "i0"), "k", None], steps, [whole(n), s3], [m, n, k], symbols=table)
     assert lines(p) == [
         "s0 = read(m, 'size', 0)",
         "s1 = let(3*s0)",
@@ -182,6 +195,7 @@ def test_symbols_are_defined_when_their_source_exists() -> None:
         "require((u0 <= 9), 'few')",
         "n, = call('aten::f')(m, u0)",
         "s2 = read(n, 'stride', 0)",
+        "require_layout(n, opaque[u0] @ (1,), origin='aten::f', copies=True)",
         "return (n, s3)",
     ]
     assert [line(i) for i in build(p, "g").inputs] == [

@@ -84,7 +84,7 @@ class Random:
         if name == "kwargs":
             keys = self.r.sample(["out", "from", "dim", "into", "op", "a b"], self.r.randint(0, 4))
             return tuple((k, self.operand()) for k in keys)
-        if name == "args" and cls in (ins.CallExtern, ins.CallPython) or name == "values":
+        if name == "args" and cls in (ins.CallExtern, ins.CallPython) or (cls, name) == (ins.Return, "values"):
             return tuple(self.operand() for _ in range(self.r.randint(0, 3)))
         makers = {
             "str": self.name, "Size": self.size, "tuple[Size, ...]": self.sizes, "tuple[str, ...]": self.names,

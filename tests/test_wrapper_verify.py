@@ -97,6 +97,46 @@ BROKEN = {
         "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nv = view(y, f32[4] @ (1,), 0)\nreturn (v,)",
         "output v lies in the arena",
     ),
+    "a result that a kernel reads": (
+        "y, = call('aten::neg')(x)\nlaunch('k', (y, x), (), (x,), 1)\nreturn ()",
+        "nothing stands behind the sizes of y, the result of a call: no require_layout",
+    ),
+    "a result that is viewed": (
+        "y, = call('aten::neg')(x)\nv = view(y, f32[4] @ (1,), 0)\nreturn (v,)",
+        "nothing stands behind the sizes of y",
+    ),
+    "a result that a call reads": (
+        "y, = call_python(0, 'f')(x)\nz, = call('aten::neg')(y)\nreturn ()",
+        "nothing stands behind the sizes of y",
+    ),
+    "a result that is returned": ("y, = call('aten::neg')(x)\nreturn (y,)", "nothing stands behind the sizes of y"),
+    "a result that is copied": (
+        "y, = call('aten::neg')(x)\ncopy(x, y)\nreturn ()",
+        "nothing stands behind the sizes of y",
+    ),
+    "a range of a size of a result": (
+        "u0 = symbol(hi=4)\ny, = call('aten::nonzero')(x)\nu0 = read(y, 'size', 0)\nz = alloc(f32[u0] @ (1,))\n"
+        "return (z,)",
+        "nothing stands behind u0 being 0 to 4: it is found at run time, at least 0",
+    ),
+    "a range of which one end is checked": (
+        "u0 = symbol(lo=2, hi=4)\nu1 = symbol('u0', lo=-inf)\ny, = call('aten::nonzero')(x)\nu0 = read(y, 'size', 0)\n"
+        "require((2 <= u1), 'few')\narena = take_arena(64)\nz = place(arena, 4*u0, f32[1] @ (1,))\nreturn ()",
+        "nothing stands behind u0 being 2 to 4: it is found at run time, at least 2",
+    ),
+    "a range of the value of a tensor": (
+        "u0 = symbol()\nu0 = item(x)\ny = alloc(f32[u0] @ (1,))\nreturn (y,)",
+        "nothing stands behind u0 being at least 0: it is found at run time, any number",
+    ),
+    "a range of an integer result": (
+        "u0 = symbol()\nu0, = call('lib::count')(x)\nv = view(x, f32[u0] @ (1,), 0)\nreturn (v,)",
+        "nothing stands behind u0 being at least 0",
+    ),
+    "a range of what is computed from such": (
+        "u0 = symbol(lo=-inf)\nu1 = symbol()\nu0 = item(x)\nu1 = let((u0 // 2))\nlaunch('k', (x, x), (), (), u1)\n"
+        "return ()",
+        "nothing stands behind u1 being at least 0",
+    ),
     "arena tensor kept": (
         "a = take_arena(64)\ny = place(a, 0, f32[8] @ (1,))\nz, = call('aten::alias')(y)\nreturn (z,)",
         "y lies in the arena and the call may keep it",
@@ -170,6 +210,29 @@ return (c,)
         verify(parse(text.replace("OFFSET", "8*s0")))
 
 
+OWNED = """
+u0 = symbol(lo=2, hi=4)
+u1 = symbol('u0', lo=-inf)
+u2 = symbol(lo=1, hi=2)
+y, = call('aten::nonzero')(x)
+u0 = read(y, 'size', 0)
+require_layout(y, i64[u0, 1] @ (1, u0), origin='aten::nonzero')
+require((2 <= u1)*(u1 <= 4), 'found {}', values=(u1,))
+u2 = let((u0 // 2))
+z = alloc(f32[u0, u2] @ (u2, 1))
+v = view(y, i64[u0] @ (1,), 0)
+return (z, v)
+"""
+
+
+def test_what_is_checked_has_an_owner() -> None:
+    verify(parse(OWNED))
+    for line in OWNED.strip().splitlines():
+        if line.startswith("require"):
+            with pytest.raises(InternalError, match="nothing stands behind"):
+                verify(parse(OWNED.replace(f"{line}\n", "")))
+
+
 def test_the_message_names_pass_program_and_instruction() -> None:
     with pytest.raises(InternalError) as e:
         verify(parse("free(x)\nfree(x)\nreturn ()"), after="place frees")
@@ -235,6 +298,7 @@ b = view(x, f32[4] @ (1,), 2)
 c = view(b, f32[2] @ (1,), 1)
 d = view(x, f32[2] @ (1,), 3)
 y, = call('aten::cat')([a, b, c, d])
+require_layout(y, f32[12] @ (1,))
 return (y,)
 """)
     assert lines == [
@@ -244,6 +308,7 @@ return (y,)
         "free(x)",
         "free(a)",
         "free(c)",
+        "require_layout(y, f32[12] @ (1,))",
         "return (y,)",
     ]
 
@@ -259,6 +324,7 @@ a = alloc(f32[8] @ (1,))
 arena = take_arena(64)
 require((s0 < 9), 'small')
 y, z = call('aten::sort')(x)
+require_layout(z, f32[8] @ (1,))
 return (z,)
 """)
     assert lines == [
@@ -266,6 +332,7 @@ return (z,)
         "require((s0 < 9), 'small')",
         "_, z = call('aten::sort')(x)",
         "free(x)",
+        "require_layout(z, f32[8] @ (1,))",
         "return (z,)",
     ]
 
@@ -325,6 +392,7 @@ def test_barriers_stand_where_data_flows(body: str, barriers: list[bool]) -> Non
 
     body = body.replace("T)", "f32[8] @ (1,))").replace("T,", "f32[8] @ (1,),")
     body = re.sub(r"L\((\w+), (\w+)\)", r"launch('k', (\1, \2), (), (\2,), 1)", body)
+    body = re.sub(r"(\w+), = call\(.*", r"\g<0>\nrequire_layout(\1, f32[8] @ (1,))", body)
     p = run_passes(parse(body), check=True)
     assert [i.barrier for i in p.body if isinstance(i, Launch)] == barriers
 
@@ -335,6 +403,7 @@ a = alloc(f32[8] @ (1,))
 launch('k', (x, a), (), (a,), 1)
 v = view(a, f32[4] @ (1,), 0)
 b, = call('aten::neg')(v)
+require_layout(b, f32[4] @ (1,))
 c = view(b, f32[2] @ (1,), 0)
 return (c,)
 """)
@@ -344,6 +413,7 @@ return (c,)
         "b, = call('aten::neg')(v)",
         "free(a)",
         "free(v)",
+        "require_layout(b, f32[4] @ (1,))",
         "c = view(b, f32[2] @ (1,), 0)",
         "return (c,)",
     ]

@@ -133,6 +133,7 @@ a = alloc(f32[4] @ (1,), device='cuda:0')
 note('model.py:3 aten.exp')
 launch('k', (x, a), (), (a,), 1)
 b, = call('aten::neg')(a)
+require_layout(b, f32[4] @ (1,))
 launch('k', (a, b), (), (b,), 1)
 return (b,)
 """

@@ -177,12 +177,10 @@ class Parser {
     return value;
   }
 
+  Check::Error error() { return static_cast<Check::Error>(in_.id(0, 2, "kind of error")); }
   std::vector<Check> checks() {
     std::vector<Check> out;
-    for (size_t n = in_.count(); n > 0; --n) {
-      const auto error = static_cast<Check::Error>(in_.id(0, 2, "kind of error"));
-      out.push_back({error, in_.string()});
-    }
+    for (size_t n = in_.count(); n > 0; --n) out.push_back({error(), in_.string()});
     return out;
   }
 
@@ -192,6 +190,11 @@ class Parser {
     for (int32_t i = 0; i < rank; ++i) s.sizes.push_back(expr());
     for (int32_t i = 0; i < rank; ++i) s.strides.push_back(expr());
     return s;
+  }
+  std::vector<ExprId> exprs() {
+    std::vector<ExprId> out(in_.count());
+    for (ExprId& e : out) e = expr();
+    return out;
   }
   std::vector<SlotId> slots() {
     std::vector<SlotId> out(in_.count());
@@ -271,8 +274,8 @@ class Parser {
         }
         return s;
       }
-      case 1: return AssertScalar{expr(), in_.string()};
-      case 2: return AssertSizeStride{slot(), dtype(), shape()};
+      case 1: return AssertScalar{expr(), in_.string(), exprs(), error()};
+      case 2: return AssertSizeStride{slot(), dtype(), shape(), in_.string(), in_.flag()};
       case 3: return AssertAlignment{slot(), in_.word()};
       case 4: return CheckFinite{slot(), in_.string(), in_.flag()};
       case 5: return Arena{slot(), expr(), in_.string()};
@@ -306,7 +309,7 @@ class Parser {
              true,
              true,
              0};
-    for (size_t n = in_.count(); n > 0; --n) l.sizes.push_back(expr());
+    l.sizes = exprs();
     l.outs = slots();
     l.work_ns = expr();
     l.parallel = in_.flag();

@@ -26,7 +26,7 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr uint32_t kPlanVersion = 5;
+inline constexpr uint32_t kPlanVersion = 6;
 
 // Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
 // does not know.
@@ -114,14 +114,23 @@ struct Symbol {
   SlotId tensor = kNone;
   int64_t dim = 0;
 };
+struct Check {
+  enum class Error : int32_t { index, runtime };
+  Error error;
+  std::string message;
+};
 struct AssertScalar {
   ExprId expr;
   std::string message;
+  std::vector<ExprId> values;  // what the first marks {} of message stand for
+  Check::Error error;
 };
 struct AssertSizeStride {
   SlotId tensor;
   DType dtype;  // opaque: any
   Shape shape;
+  std::string origin;  // what made the tensor, for the error
+  bool copies;         // with other strides it becomes a copy that has these
 };
 struct AssertAlignment {
   SlotId tensor;
@@ -222,12 +231,6 @@ using Instr = std::variant<Symbol, AssertScalar, AssertSizeStride, AssertAlignme
                            CallPython, Copy, BumpVersion, Fill, Partition, Return>;
 
 // What a failed run-time check of a kernel raises.
-struct Check {
-  enum class Error : int32_t { index, runtime };
-  Error error;
-  std::string message;
-};
-
 struct Kernel {
   std::string name;
   int32_t n_args, n_sizes;

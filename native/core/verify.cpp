@@ -172,7 +172,10 @@ class Verifier {
     else
       tensor(i.tensor);
   }
-  void check(const AssertScalar& i) { use(i.expr); }
+  void check(const AssertScalar& i) {
+    use(i.expr);
+    for (ExprId e : i.values) use(e);
+  }
   void check(const AssertSizeStride& i) {
     tensor(i.tensor);
     extent(i.shape, 1);

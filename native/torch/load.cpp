@@ -417,6 +417,7 @@ class Loader {
   }
   void emit(const AssertScalar& i) {
     need(std::vector<ExprId>{i.expr});
+    need(i.values);
     push(StepKind::assert_scalar, at_);
   }
   void emit(const AssertSizeStride& i) {

@@ -176,7 +176,9 @@ void PartitionLearner::trace(int32_t k, const Step& s) {
   const auto use = [&](SlotId t) { see(k, t); };
   switch (s.kind) {
     case StepKind::define: return read(k, s.b);
-    case StepKind::assert_scalar: return read(k, p_.instr<AssertScalar>(s.a).expr);
+    case StepKind::assert_scalar:
+      read(k, p_.instr<AssertScalar>(s.a).expr);
+      return read(k, p_.instr<AssertScalar>(s.a).values);
     case StepKind::arena: return read(k, s.b);
     case StepKind::alloc: return read_shape(k, s.a);
     case StepKind::read_symbol: return use(p_.instr<Symbol>(s.a).tensor);
@@ -293,6 +295,10 @@ void PartitionLearner::keep(PartitionInfo& p) {
   for (int32_t at = p.last - 1; at >= p.first; --at) {
     const Step& s = p_.steps_[static_cast<size_t>(at)];
     if (s.kind == StepKind::alloc && kept[static_cast<size_t>(s.a)]) p.kept.push_back(at);
+    if (s.kind == StepKind::assert_size_stride) {  // it may copy the tensor
+      const AssertSizeStride& a = p_.instr<AssertSizeStride>(s.a);
+      if (a.copies && kept[static_cast<size_t>(a.tensor)]) p.kept.push_back(at);
+    }
     if (s.kind != StepKind::call_extern) continue;
     const ExternCall& c = p_.externs_[static_cast<size_t>(s.a)];
     if (std::none_of(c.outs.begin(), c.outs.end(), [&](const Result& r) {

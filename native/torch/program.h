@@ -102,6 +102,12 @@ struct SlotInfo {
 struct Frame;
 class Operands;
 
+// What a tensor should be.
+struct Layout {
+  DType dtype;  // opaque: any
+  c10::IntArrayRef sizes, strides;
+};
+
 // An operator call with everything resolved but tensors and dynamic sizes.
 struct ExternCall {
   // What is put into the stack at a call: stack[pos] = ...
@@ -367,9 +373,10 @@ class Program {
   void store_results(Frame& f, const std::vector<Result>& outs, bool is_list) const;
   void check_finite(const Frame& f, SlotId s, const char* origin, bool infinities) const;
   [[noreturn]] void fail_check(int32_t kernel, int64_t code) const;
-  void check_size_stride(const Frame& f, const AssertSizeStride& a) const;
-  void check_size_stride(const Frame& f, SlotId s, DType dtype, c10::IntArrayRef sizes,
-                         c10::IntArrayRef strides) const;
+  void check_scalar(const Frame& f, const AssertScalar& a) const;
+  void check_size_stride(Frame& f, const AssertSizeStride& a) const;
+  bool has_layout(const Frame& f, SlotId s, const Layout& want) const;
+  void mend_layout(Frame& f, SlotId s, const Layout& want, const char* origin, bool copies) const;
   void check_alignment(SlotId s, const char* pointer, int64_t nbytes) const;
   void fill(const Frame& f, const Fill& i) const;
   int64_t read(const Frame& f, SlotId s, Symbol::Source source, int64_t dim) const;
@@ -479,5 +486,7 @@ struct AssertError : std::runtime_error {
       : std::runtime_error(message), text(std::move(message)) {}
   std::string text;
 };
+// Throws AssertError or c10::IndexError. values: what the first marks {} of message stand for.
+[[noreturn]] void fail_assert(Check::Error error, std::string message, c10::IntArrayRef values);
 
 }  // namespace plait

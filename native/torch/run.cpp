@@ -625,26 +625,70 @@ void Program::check_finite(const Frame& f, SlotId s, const char* origin, bool in
               ", computed by ", origin);
 }
 
-void Program::check_size_stride(const Frame& f, SlotId s, DType dtype, c10::IntArrayRef sizes,
-                                c10::IntArrayRef strides) const {
+// A tensor whose layout has no strides may have any; so may a dimension of size 1 and a tensor
+// without elements.
+bool Program::has_layout(const Frame& f, SlotId s, const Layout& want) const {
   const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
-  TORCH_CHECK(dtype >= DType::opaque || t.scalar_type() == scalar_type(dtype), "'", slot(s).name,
-              "' has dtype ", torch_name(from_scalar_type(t.scalar_type())), ", expected ",
-              torch_name(dtype));
-  bool same = t.sizes() == sizes, same_strides = true;
-  for (size_t d = 0; same && d < sizes.size(); ++d)
-    same_strides &= sizes[d] == 1 || t.stride(static_cast<int64_t>(d)) == strides[d];
-  if (same && (same_strides || t.numel() == 0)) [[likely]]
-    return;
-  TORCH_CHECK(false, "'", slot(s).name, "' has sizes ", list(t.sizes()), " and strides ",
-              list(t.strides()), ", expected ", list(sizes), " and ", list(strides));
+  if (!t.defined()) return false;
+  if (want.dtype < DType::opaque && t.scalar_type() != scalar_type(want.dtype)) return false;
+  if (t.is_nested()) return true;
+  if (t.sizes() != want.sizes) return false;
+  if (t.layout() != c10::kStrided || t.strides() == want.strides || t.numel() == 0) return true;
+  for (size_t d = 0; d < want.sizes.size(); ++d)
+    if (want.sizes[d] != 1 && t.strides()[d] != want.strides[d]) return false;
+  return true;
 }
 
-void Program::check_size_stride(const Frame& f, const AssertSizeStride& a) const {
-  c10::SmallVector<int64_t, 16> sizes, strides;
-  for (ExprId e : a.shape.sizes) sizes.push_back(value(f, e));
-  for (ExprId e : a.shape.strides) strides.push_back(value(f, e));
-  check_size_stride(f, a.tensor, a.dtype, sizes, strides);
+// A tensor that is not what it should be: a copy takes its place if that mends it.
+void Program::mend_layout(Frame& f, SlotId s, const Layout& want, const char* origin,
+                          bool copies) const {
+  const at::Tensor t = *f.refs[static_cast<size_t>(s)];
+  const std::string by = *origin ? std::string(", made by ") + origin + "," : "";
+  TORCH_CHECK(t.defined(), "'", slot(s).name, "'", by, " is needed and was not returned");
+  TORCH_CHECK(want.dtype >= DType::opaque || t.scalar_type() == scalar_type(want.dtype), "'",
+              slot(s).name, "'", by, " has dtype ", torch_name(from_scalar_type(t.scalar_type())),
+              ", expected ", torch_name(want.dtype));
+  const bool strided = t.layout() == c10::kStrided;
+  if (copies && strided && t.sizes() == want.sizes) {
+    const Extents checked(want.sizes, want.strides);
+    at::Tensor made = at::empty_strided(want.sizes, want.strides, t.options());
+    made.copy_(t);
+    return define(f, s, std::move(made));
+  }
+  TORCH_CHECK(false, "'", slot(s).name, "'", by, " has sizes ", list(t.sizes()),
+              strided ? " and strides " + list(t.strides()) : std::string(), ", expected ",
+              list(want.sizes), " and ", list(want.strides), *origin ? " when it was traced" : "");
+}
+
+void Program::check_size_stride(Frame& f, const AssertSizeStride& a) const {
+  c10::SmallVector<int64_t, 16> at;
+  for (ExprId e : a.shape.sizes) at.push_back(value(f, e));
+  for (ExprId e : a.shape.strides) at.push_back(value(f, e));
+  const size_t rank = a.shape.sizes.size();
+  const Layout want{a.dtype, {at.data(), rank}, {at.data() + rank, rank}};
+  if (!has_layout(f, a.tensor, want)) [[unlikely]]
+    mend_layout(f, a.tensor, want, a.origin.c_str(), a.copies);
+}
+
+void Program::check_scalar(const Frame& f, const AssertScalar& a) const {
+  if (value(f, a.expr) != 0) [[likely]]
+    return;
+  c10::SmallVector<int64_t, 4> values;
+  for (ExprId e : a.values) values.push_back(value(f, e));
+  fail_assert(a.error, a.message, values);
+}
+
+void fail_assert(Check::Error error, std::string message, c10::IntArrayRef values) {
+  size_t at = 0;
+  for (int64_t v : values) {
+    at = message.find("{}", at);
+    if (at == std::string::npos) break;
+    const std::string number = std::to_string(v);
+    message.replace(at, 2, number);
+    at += number.size();
+  }
+  TORCH_CHECK_INDEX(error != Check::Error::index, message);
+  throw AssertError(std::move(message));
 }
 
 void Program::check_alignment(SlotId s, const char* pointer, int64_t nbytes) const {
@@ -694,10 +738,7 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::fill: return fill(f, instr<Fill>(s.a));
     case StepKind::drop: return drop(f, s.a);
     case StepKind::drop_input: return drop_input(f, s.a);
-    case StepKind::assert_scalar:
-      if (value(f, instr<AssertScalar>(s.a).expr) == 0)
-        throw AssertError(instr<AssertScalar>(s.a).message);
-      return;
+    case StepKind::assert_scalar: return check_scalar(f, instr<AssertScalar>(s.a));
     case StepKind::assert_size_stride: return check_size_stride(f, instr<AssertSizeStride>(s.a));
     case StepKind::assert_alignment: {
       const AssertAlignment& i = instr<AssertAlignment>(s.a);

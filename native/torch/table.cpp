@@ -164,11 +164,12 @@ struct Table {
         p.fill(f, {s, number(kind, integer, real, imaginary)});
     });
   }
-  static int layout(plait_call* c, int32_t s, int dtype, int rank, const int64_t* sizes,
-                    const int64_t* strides) {
+  static int layout(plait_call* c, int32_t s, const char* origin, bool copies, int dtype, int rank,
+                    const int64_t* sizes, const int64_t* strides) {
     return guarded(c, [&](const Program& p, Frame& f, auto&) {
       const auto n = static_cast<size_t>(rank);
-      p.check_size_stride(f, s, static_cast<DType>(dtype), {sizes, n}, {strides, n});
+      const Layout want{static_cast<DType>(dtype), {sizes, n}, {strides, n}};
+      if (!p.has_layout(f, s, want)) p.mend_layout(f, s, want, origin, copies);
     });
   }
   static int aligned(plait_call* c, int32_t s, const char* first, int64_t nbytes) {
@@ -178,9 +179,11 @@ struct Table {
     return guarded(c,
                    [&](const Program& p, Frame& f, auto&) { p.check_finite(f, s, origin, infinities); });
   }
-  static int fail(plait_call* c, const char* message, int64_t n_bytes) {
+  static int fail(plait_call* c, int error, const char* message, int64_t n_bytes,
+                  const int64_t* values, int n_values) {
     return guarded(c, [&](const Program&, Frame&, auto&) {
-      throw AssertError({message, static_cast<size_t>(n_bytes)});
+      fail_assert(static_cast<Check::Error>(error), {message, static_cast<size_t>(n_bytes)},
+                  {values, static_cast<size_t>(n_values)});
     });
   }
   static int overflow(plait_call* c) {

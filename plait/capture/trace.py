@@ -22,6 +22,7 @@ from torch.nn.utils import stateless
 
 from plait import compat
 from plait.capture.aliases import views_of_inputs
+from plait.capture.found import IndexByFound, numbers_kept
 from plait.capture.resampling import whole_resampling
 from plait.capture.writes import CheckWrites
 from plait.errors import InputError, PlaitError, Unsupported, UserError
@@ -112,7 +113,7 @@ def trace(
             ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
             named = dict(zip(state, flat, strict=False))
-            with stateless._reparametrize_module(module, named, tie_weights=True):
+            with stateless._reparametrize_module(module, named, tie_weights=True), IndexByFound():
                 result = module(*call_args, **call_kwargs)
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
@@ -128,7 +129,7 @@ def trace(
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
-        with whole_resampling(), CheckWrites():
+        with whole_resampling(), numbers_kept(), CheckWrites():
             graph, mutated = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"

@@ -1,12 +1,16 @@
 """Dead code: nodes that nobody uses go, effects stay.
 
-A trailing `copy_` into a placeholder, asserts on sizes, prints and other effectful operators are kept; a random
-operator whose result nobody uses is not.
+A trailing `copy_` into a placeholder, asserts on sizes, prints and other effectful operators are kept, and so is what
+makes a number of which tracing takes something for granted; a random operator whose result nobody uses is not.
 """
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from plait.graph.edit import shape_env_of
 
 
 def drop_dead(gm: GraphModule) -> int:
@@ -16,8 +20,22 @@ def drop_dead(gm: GraphModule) -> int:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if node.is_impure(impure_random=False):
+        if node.is_impure(impure_random=False) or _is_asserted(node):
             continue
         graph.erase_node(node)
         erased += 1
     return erased
+
+
+def _is_asserted(node: Node) -> bool:
+    """Whether a node makes a number that tracing takes for something else, or of which it assumes a condition."""
+    made: dict[Any, Any] = node.meta.get("unbacked_bindings") or {}
+    env: Any = shape_env_of(node.meta["val"]) if made else None
+    for raw in made:
+        symbol = env.unbacked_renamings.get(raw, raw)
+        if env.replace(symbol) != symbol:
+            return True
+        conditions = (a.expr for found in env.deferred_runtime_asserts.values() for a in found)
+        if any(not {raw, symbol}.isdisjoint(e.free_symbols) for e in conditions):
+            return True
+    return False

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 aten = torch.ops.aten
@@ -88,6 +89,16 @@ def written(graph: Graph) -> set[Node]:
             items = arg if isinstance(arg, (list, tuple)) else (arg,)
             found.update(base_of(a) for a in items if isinstance(a, Node))
     return found
+
+
+def shape_env_of(val: Any) -> Any:
+    """The ShapeEnv behind a fake value, or behind one of several; None if it has none."""
+    for v in val if isinstance(val, (tuple, list)) else (val,):
+        if isinstance(v, (torch.SymInt, torch.SymBool, torch.SymFloat)):
+            return v.node.shape_env
+        if isinstance(v, FakeTensor) and v.fake_mode.shape_env is not None:
+            return v.fake_mode.shape_env
+    return None
 
 
 def is_pure(node: Node) -> bool:

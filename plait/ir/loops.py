@@ -366,10 +366,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Assert:
-    """The call fails with message unless expr != 0."""
+    """The call fails with message unless expr != 0; values and error as in wrapper.instructions.AssertScalar."""
 
     expr: Size
     message: str
+    values: tuple[Size, ...] = ()
+    error: str = "RuntimeError"
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,9 @@ def op_lines(op: Op, scope: Scope) -> list[str]:
         case Item():
             return [f"item({op.name!r}, {name_text(op.buf)})"]
         case Assert():
-            return [f"require({scope.size(op.expr)}, {op.message!r})"]
+            more = f", values={scope.sizes(op.values)}" if op.values else ""
+            more += f", error={op.error!r}" if op.error != "RuntimeError" else ""
+            return [f"require({scope.size(op.expr)}, {op.message!r}{more})"]
         case Mutate():
             return [f"{name_text(op.target)}[...] = {name_text(op.source)}"]
         case _:
@@ -429,8 +431,11 @@ class OpReader:
                 if word(call) == "item":
                     return Item(text_of(positional(call, 0)), name_of(positional(call, 1)))
                 if word(call) == "require":
+                    given = {k.arg: k.value for k in call.keywords}
+                    values = self.symbols.sizes(given["values"]) if "values" in given else ()
+                    error = text_of(given["error"]) if "error" in given else "RuntimeError"
                     expr = self.symbols.size(positional(call, 0))
-                    return Assert(expr, text_of(positional(call, 1)))
+                    return Assert(expr, text_of(positional(call, 1)), values, error)
                 return self._extern(call, ())
         raise wrong(s, "a loop, a call or a declaration")
 

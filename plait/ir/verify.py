@@ -118,7 +118,9 @@ class _Verify:
             if op.name not in self.program.symbols:
                 raise self.fail(f"{op.name} is no symbol of the program")
         elif isinstance(op, ir.Assert):
-            self.sizes((op.expr,))
+            self.sizes((op.expr, *op.values))
+            if op.error not in ERRORS:
+                raise self.fail(f"an assertion that raises {op.error!r}")
         elif isinstance(op, ir.Mutate):
             self.mutate(op)
 

@@ -124,6 +124,8 @@ class Lowering:
         self.fallback_reasons: dict[str, str] = {}
         self.input_buffers: set[str] = set()
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
+        self.found: set[str] = set()  # symbols whose values are found at run time
+        self.computed: dict[str, Size] = {}  # such numbers, by name, that a rule computes
         self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
         self.mutations: list[tuple[str, View]] = []
         self.copies: dict[str, list[tuple[View, View, int]]] = {}  # buffer -> [(copied, copy, ops before)]
@@ -388,17 +390,21 @@ class Lowering:
         self.symbols[atom.name] = None
         return value
 
-    def define(self, symbol: Expr, value: Size) -> None:
-        """Gives a symbol that the ShapeEnv made its value, unless it has a source already."""
-        atom = symbol.symbol
-        assert atom is not None
-        if atom.name not in self.symbols:
-            self.symbols[atom.name] = value
-
-    def assert_true(self, expr: Size, message: str) -> None:
-        """A run-time assertion."""
+    def assert_true(self, expr: Size, message: str, values: tuple[Size, ...] = (), error: str = "RuntimeError") -> None:
+        """A run-time assertion. values: what the first marks {} of message stand for."""
         if not (isinstance(expr, int) and expr):
-            self.ops.append(Assert(expr, message))
+            self.ops.append(Assert(expr, message, values, error))
+
+    def is_found(self, *sizes: Size) -> bool:
+        """Whether one of sizes depends on numbers that are found at run time: no guard has looked at it."""
+        return any(a.name in self.found for e in sizes for a in sz.free_symbols(e))
+
+    def require_index(self, index: Size, dim: int, size: Size) -> None:
+        """Asserts that an index into dimension dim, of this size, is in [-size, size), unless guards have."""
+        if self.is_found(index, size):
+            inside = sz.mul(sz.compare("le", sz.mul(size, -1), index), sz.compare("lt", index, size))
+            said = f"index {{}} is out of bounds for dimension {dim} with size {{}}"
+            self.assert_true(inside, said, (index, size), "IndexError")
 
     def mutate(self, target: str, source: View) -> None:
         """Input buffer `target` takes the value of source (dtype and shape already agree), after all else: values

@@ -23,6 +23,7 @@ from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View
 from plait.lower.operands import is_plain, operand, results
 from plait.lower.pycall import call_python
+from plait.lower.symbols import bindings
 
 # ATen ops that may hand back an argument (or its memory) although their schema does not say so.
 _RETURNS_ARGUMENT = frozenset(
@@ -232,7 +233,7 @@ def _used(node: torch.fx.Node) -> frozenset[int] | None:
     val = node.meta.get("val")
     if not isinstance(val, (tuple, list)):
         return None
-    picked = set()
+    picked = {k for b in bindings(node) for kind, k in b.path[:1] if kind == "item"}
     for user in node.users:
         if user.target is not operator.getitem or not isinstance(user.args[1], int):
             return None

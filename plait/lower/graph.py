@@ -33,7 +33,8 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.extern import call_extern
-from plait.lower.symbols import bindings, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
+from plait.lower.found import Found
+from plait.lower.symbols import is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
 from plait.lower.view import dense_order
 
 aten = torch.ops.aten
@@ -99,6 +100,7 @@ class _Walk:
         self.results: dict[torch.fx.Node, TensorArg] = {}
         self.moved: dict[tuple[View, str], View] = {}
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        self.found = Found(self.ctx)
         self.last_fences: list[torch.fx.Node] = []  # of streams, after inputs have their new values
 
     def run(self) -> Lowered:
@@ -261,7 +263,7 @@ class _Walk:
         target, val = node.target, node.meta.get("val")
         if target is operator.getitem:
             return self._value(node.args[0])[node.args[1]]
-        bound = bindings(node)
+        bound = node.meta.get("unbacked_bindings")
         if not bound and isinstance(val, (bool, int, torch.SymInt, torch.SymBool)):
             return to_size(val)
         if isinstance(val, float) or (isinstance(val, torch.SymFloat) and not bound):
@@ -281,8 +283,8 @@ class _Walk:
             if e.where or not (where := _where(node)):
                 raise
             raise type(e)(f"{node.target}: {e.what}", where=where, hint=e.hint) from e
-        for symbol, path in bound.items():
-            self._bind(node, value, symbol, path)
+        if bound:
+            self.found.bind(node, value, _where(node))
         return value
 
     def _value(self, a: Any) -> Value:
@@ -375,6 +377,7 @@ class _Walk:
             if value.shape != shape:
                 if any(sz.compare("eq", a, b) == 0 for a, b in zip(value.shape, shape, strict=True)):
                     raise TypeError(f"the rule gave shape {value.shape}, not {shape}")
+                self.found.check_shape(value.shape, shape)
                 value = value.remap(shape, lambda v: v)
             if dtype not in LOOP_DTYPES and dtype != opaque and self.ctx.strided(value) is None:
                 raise NoRule(f"a view of {dtype} elements that no strides describe")
@@ -384,23 +387,6 @@ class _Walk:
                 raise TypeError(f"the rule gave {len(value)} results, not {len(val)}")
             return tuple(v if v is None else self._settle(v, m) for v, m in zip(value, val, strict=True))
         return value
-
-    def _bind(self, node: torch.fx.Node, value: Value, symbol: Expr, path: tuple[tuple[str, int], ...]) -> None:
-        """Defines a symbol that this node made, unless its rule did: a size or stride of one of its results."""
-        atom = symbol.symbol
-        assert atom is not None
-        if atom.name in self.ctx.symbols or atom.name in self.ctx.floats:
-            return
-        for kind, k in path:
-            if kind == "item":
-                value = value[k]
-            elif kind == "offset":
-                return  # views here know their own offsets
-            elif isinstance(value, View) and kind in ("size", "stride"):
-                self.ctx.fix_layout(value.buf)
-                self.ctx.symbols[atom.name] = (value.buf, kind, k)
-                return
-        raise Unsupported(f"the unknown size {symbol} that {node.target} makes", where=_where(node))
 
     # ---- outputs
     def _output(self, node: torch.fx.Node) -> tuple[TensorArg | Scalar | Size, ...]:

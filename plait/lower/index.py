@@ -23,7 +23,7 @@ from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.extern import call_extern
 from plait.lower.inplace import is_scattered, may_write, strides_like
 from plait.lower.shape import all_of, broadcast, compare, result, scalar
-from plait.lower.view import wrap_dim
+from plait.lower.view import clamp_start, wrap_dim, wrap_index
 
 aten = torch.ops.aten
 
@@ -176,6 +176,11 @@ def slice_scatter(
     d = wrap_dim(dim, len(x.shape))
     size = x.shape[d]
     first = _clamped(0 if start is None else start, size)
+    last = size if end is None else end
+    if ctx.is_found(first, last, size, src.shape[d]):
+        length = sz.ceildiv(sz.smax(clamp_start(last, size, -1, step) - first, 0), step)
+        said = "found {} where {} was traced: the size of a slice"
+        ctx.assert_true(sz.compare("eq", length, src.shape[d]), said, (length, src.shape[d]))
     src = broadcast(src, (*x.shape[:d], src.shape[d], *x.shape[d + 1 :]))
     if src.shape[d] == size and first == 0:
         return result(ctx, lambda ops, i: ops.cast(src.load(ops, i), x.dtype))
@@ -226,9 +231,8 @@ def _written(ctx: Lowering, x: View, src: View, point: Callable[[tuple[Expr, ...
 @lower(aten.select_scatter.default)
 def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> View:
     d = wrap_dim(dim, len(x.shape))
-    at = sz.add(index, x.shape[d]) if sz.bounds(index)[1] < 0 else index
-    if sz.bounds(at)[0] < 0:
-        raise NoRule(f"position {at}, which may be negative")
+    ctx.require_index(index, d, x.shape[d])
+    at = wrap_index(index, x.shape[d])
     written = _written(ctx, x, src, lambda i: (*i[:d], at, *i[d:]))
     if written is not None:
         return written

@@ -15,7 +15,7 @@ from plait.ir.loops import ExternArg, ListArg, Scalar, TensorArg
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View
 from plait.lower.dtypes import FROM_TORCH, device_name, from_torch
-from plait.lower.symbols import to_size
+from plait.lower.symbols import bindings, to_size
 
 NO = Scalar("none")
 
@@ -110,26 +110,29 @@ def results(
     outs: list[str | None] = []
     symbols: list[tuple[int, str]] = []
 
-    def one(v: Any, wanted: bool) -> Any:
+    made = () if ctx.node is None else bindings(ctx.node)
+
+    def one(v: Any, wanted: bool, path: tuple[tuple[str, int], ...] = ()) -> Any:
         if isinstance(v, (tuple, list)):
-            return tuple(one(x, wanted) for x in v)
+            return tuple(one(x, wanted, (*path, ("item", k))) for k, x in enumerate(v))
         if isinstance(v, torch.Tensor):
             out = _result_buffer(ctx, v) if wanted else None
             outs.append(None if out is None else out.buf)
             return out
         outs.append(None)
         if isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool):
-            size = to_size(v)
-            if isinstance(size, Expr) and size.symbol is not None and size.symbol.name not in ctx.symbols:
-                symbols.append((len(outs) - 1, size.symbol.name))
-                ctx.symbols[size.symbol.name] = None
-            return size
+            for b in made:
+                atom = b.found.symbol
+                if atom is not None and b.path == path:
+                    symbols.append((len(outs) - 1, atom.name))
+                    ctx.symbols[atom.name] = None
+            return to_size(v)
         if v is None:
             return None
         raise Unsupported(f"an operator returns a Python {type(v).__name__}, which a compiled program cannot hold")
 
     if isinstance(val, (tuple, list)):
-        result: Any = tuple(one(v, used is None or k in used) for k, v in enumerate(val))
+        result: Any = tuple(one(v, used is None or k in used, (("item", k),)) for k, v in enumerate(val))
     elif val is None:
         result = None
     else:
@@ -138,20 +141,10 @@ def results(
 
 
 def _result_buffer(ctx: Lowering, val: torch.Tensor) -> View:
-    """A buffer with exactly the strides of a fake result; symbols that first appear in its sizes are read from it."""
+    """A buffer with exactly the strides of a fake result."""
     dtype, where = from_torch(val.dtype), device_name(val.device)
     if val.layout != torch.strided:
         return ctx.whole(ctx.new_buffer(opaque, tuple(to_size(s) for s in val.shape), None, True, where))
     shape = tuple(to_size(s) for s in val.shape)
     strides = tuple(to_size(s) for s in val.stride())
-    buf = ctx.new_buffer(dtype, shape, strides, True, where)
-    _bind_symbols(ctx, buf, shape)
-    return ctx.whole(buf)
-
-
-def _bind_symbols(ctx: Lowering, buf: str, shape: tuple[Size, ...]) -> None:
-    """Defines the symbols that the op made: the size of a result in some dimension."""
-    for d, s in enumerate(shape):
-        atom = s.symbol if isinstance(s, Expr) else None
-        if atom is not None and atom.name not in ctx.symbols:
-            ctx.symbols[atom.name] = (buf, "size", d)
+    return ctx.whole(ctx.new_buffer(dtype, shape, strides, True, where))

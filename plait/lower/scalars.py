@@ -7,7 +7,7 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
-from plait.lower.symbols import bindings, unranged
+from plait.lower.symbols import bindings, to_size, unranged
 
 aten = torch.ops.aten
 
@@ -16,16 +16,16 @@ aten = torch.ops.aten
 def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
     assert ctx.node is not None
     val = ctx.node.meta["val"]
-    found = tuple(bindings(ctx.node))
-    if len(found) != 1:
+    made = bindings(ctx.node)
+    if len(made) != 1:
         raise NoRule("the value of a tensor that has no symbol of its own")
+    found = made[0].found
     if isinstance(val, torch.SymFloat):
-        name = found[0].symbol
-        assert name is not None
-        ctx.floats[name.name] = x.remap((), lambda _: (0,) * len(x.shape))
+        assert found.symbol is not None
+        ctx.floats[found.symbol.name] = x.remap((), lambda _: (0,) * len(x.shape))
         return val
-    number = ctx.item(x, found[0])
-    return sz.compare("eq", number, 1) if isinstance(val, torch.SymBool) else number
+    ctx.item(x, found)
+    return to_size(val)
 
 
 @lower(aten._assert_scalar.default, no_loops=True)

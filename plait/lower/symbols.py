@@ -8,6 +8,7 @@ counterpart raises `Unsupported`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -16,12 +17,14 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 import torch.fx
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings, statically_known_true
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, DivideByKey, statically_known_true
 from torch.utils._pytree import SequenceKey
 from torch.utils._sympy import functions as sf
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from plait import compat
 from plait.errors import Unsupported
+from plait.graph.edit import shape_env_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import f64
 from plait.ir.loops import Node
@@ -275,36 +278,61 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
 
 def size_hints(vals: Iterable[Any], names: Iterable[str]) -> dict[str, int]:
     """What the symbols of these names are in the example inputs, as far as that is known. vals: fake inputs."""
-    env = next((e for v in vals if (e := _shape_env(v)) is not None), None)
+    env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
     known = {} if env is None else compat.size_hints(env)
     return {name: known[name] for name in names if name in known}
 
 
 # ---------------------------------------------------------------------------------------------- unbacked symbols
-def bindings(node: torch.fx.Node) -> dict[Expr, tuple[tuple[str, int], ...]]:
-    """The symbols that a graph node makes and where in its result each is found: steps ('item', k), ('size', dim),
-    ('stride', dim), ('offset', 0), or none for a result that is the number itself."""
-    found = node.meta.get("unbacked_bindings")
-    if not found:
-        return {}
-    env = _shape_env(node.meta["val"])
-    out = {}
-    for s, path in (resolve_unbacked_bindings(env, found) or {}).items():
-        size = to_size(s, env) if s.is_integer else sz.symbol(s.name)
-        if isinstance(size, Expr) and size.symbol is not None:
-            out[size] = _steps(path)
-    return out
+@dataclass(frozen=True)
+class Binding:
+    """A number that a graph node makes when it runs.
+
+    names: what tracing calls it. path: where in the node's result it is found: steps ('item', k), ('size', dim),
+    ('stride', dim), ('offset', 0), ('divided', by), or none for a result that is the number itself.
+    found: a symbol for what is found there, which may be any number. traced: what tracing takes it for: a symbol with a
+    range, a constant or another expression."""
+
+    names: tuple[str, ...]
+    path: tuple[tuple[str, int], ...]
+    found: Expr
+    traced: Size
 
 
-def _shape_env(val: Any) -> Any:
-    for v in val if isinstance(val, (tuple, list)) else (val,):
-        if is_symbolic(v):
-            return v.node.shape_env
-        if isinstance(v, torch.Tensor):
-            for s in (*v.shape, *v.stride()):
-                if is_symbolic(s):
-                    return s.node.shape_env
-    return None
+def bindings(node: torch.fx.Node) -> tuple[Binding, ...]:
+    """The numbers that a graph node makes when it runs."""
+    given = node.meta.get("unbacked_bindings")
+    if not given:
+        return ()
+    env = shape_env_of(node.meta["val"])
+    return tuple(_binding(raw, _steps(path), env) for raw, path in given.items())
+
+
+def _binding(raw: sympy.Symbol, path: tuple[tuple[str, int], ...], env: Any) -> Binding:
+    known = env.unbacked_renamings.get(raw, raw)  # made again when the graph was traced again
+    if not raw.is_integer:
+        found = sz.symbol(known.name)
+        return Binding((known.name,), path, found, found)
+    traced = to_size(env.replace(known), env)
+    atom = traced.symbol if isinstance(traced, Expr) else None
+    name = known.name if atom is not None and atom.name == known.name else f"{raw.name}_found"
+    return Binding((raw.name, known.name), path, sz.symbol(name, lo=-sz._INF), traced)
+
+
+def deferred_asserts(env: Any) -> list[sympy.Basic]:
+    """The conditions that tracing takes for granted of numbers found at run time."""
+    return [a.expr for found in env.deferred_runtime_asserts.values() for a in found]
+
+
+def is_found(symbol: sympy.Basic) -> bool:
+    """Whether a symbol stands for a number that is found at run time."""
+    return isinstance(symbol, sympy.Symbol) and symbol_is_type(symbol, SymT.UNBACKED_INT)
+
+
+def with_found(e: sympy.Basic, found: Mapping[sympy.Basic, Size]) -> Size:
+    """A condition as 0 or 1 where all of its symbols are what is found at run time, so that nothing that the ShapeEnv
+    concludes from the condition decides it."""
+    return _size(e, dict(found), None)
 
 
 def _steps(path: Any) -> tuple[tuple[str, int], ...]:
@@ -318,6 +346,8 @@ def _steps(path: Any) -> tuple[tuple[str, int], ...]:
         elif isinstance(key, SequenceKey):
             out.append((method or "item", key.idx))
             method = ""
+        elif isinstance(key, DivideByKey):
+            out.append(("divided", int(key.divisor)))
     return tuple(out)
 
 

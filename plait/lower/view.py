@@ -17,7 +17,7 @@ from plait.ir.dtypes import LOOP_DTYPES
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import from_torch
-from plait.lower.symbols import to_size
+from plait.lower.symbols import bindings, to_size
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -199,17 +199,20 @@ def _slice(
 ) -> View:
     dim = wrap_dim(dim, len(x.shape))
     length = ctx.out_shape()[dim]
-    if isinstance(length, Expr) and length.symbol is not None:
-        # Bounds that are values of tensors make a new symbol.
-        first = clamp_start(start, x.shape[dim], -1, step)
-        last = clamp_start(x.shape[dim] if end is None else end, x.shape[dim], -1, step)
-        ctx.define(length, sz.ceildiv(sz.smax(sz.add(last, sz.mul(first, -1)), 0), step))
+    assert ctx.node is not None
+    for b in bindings(ctx.node):  # bounds that are values of tensors make a new size
+        if b.path == (("size", dim),) and b.found.symbol is not None:
+            first = clamp_start(start, x.shape[dim], -1, step)
+            last = clamp_start(x.shape[dim] if end is None else end, x.shape[dim], -1, step)
+            ctx.computed[b.found.symbol.name] = sz.ceildiv(sz.smax(last - first, 0), step)
     return part(x, dim, clamp_start(start, x.shape[dim], length, step), length, step)
 
 
 @lower(aten.narrow_copy.default, any_dtype=True)
 def _narrow(ctx: Lowering, x: View, dim: int, start: Size, length: Size) -> View:
     dim = wrap_dim(dim, len(x.shape))
+    if ctx.is_found(start, length, x.shape[dim]):
+        raise NoRule("a part of a tensor that depends on its values")  # ATen checks that there is one
     return part(x, dim, wrap_index(start, x.shape[dim]), length)
 
 
@@ -226,6 +229,7 @@ def wrap_index(index: Size, size: Size) -> Size:
 @lower(aten.select.int, any_dtype=True)
 def _select(ctx: Lowering, x: View, dim: int, index: Size) -> View:
     dim = wrap_dim(dim, len(x.shape))
+    ctx.require_index(index, dim, x.shape[dim])
     at = wrap_index(index, x.shape[dim])
     return x.remap((*x.shape[:dim], *x.shape[dim + 1 :]), lambda v: (*v[:dim], at, *v[dim:]))
 
@@ -285,6 +289,8 @@ def _as_strided(
     owner, meta = _owner(ctx)
     offset = to_size(ctx.out_meta().storage_offset()) if storage_offset is None else storage_offset
     shape = tuple(size)
+    if ctx.is_found(*shape, *stride, offset, *x.shape):
+        raise NoRule("memory at places that depend on values")  # ATen checks that it is there
     first = to_size(meta.storage_offset())
     inside = sz.add(offset, sz.mul(first, -1))
     span = sz.total(sz.mul(sz.add(s, -1), st) for s, st in zip(shape, stride, strict=True))

@@ -4,7 +4,9 @@
         Runs a CPU kernel of the library at a path. Its tensors are `reads` followed by `writes`, in the order that the
         positions `order` give ([]: as they stand); `sizes` are its integers. work_ns, parallel: how it is split over
         threads. checks: 'Error: message' of each of its run-time checks.
-    plait::require_layout(x, name, dtype, shape, strides)   RuntimeError unless x is so
+    plait::require(holds, message, values, error)           Error unless holds; marks {} of message are values
+    plait::require_layout(x, name, dtype, shape, strides, origin)
+        RuntimeError unless x is so. origin: what made x, for the error.
     plait::require_aligned(x, name, nbytes)                 RuntimeError unless x starts at a multiple of nbytes
     plait::require_finite(x, name, origin, infinities)      RuntimeError if x holds a NaN or, if they count, an infinity
     plait::bump_version(x)                                  x was written: its autograd version goes up
@@ -88,16 +90,17 @@ def _launch(
     run([tensors[at] for at in order], sizes, work_ns, parallel, written)
 
 
-def _require_layout(
-    x: torch.Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int]
-) -> None:
-    generated.require_layout(x, name, dtype, shape, strides)
+def _require(holds: int, message: str, values: Sequence[int] = (), error: str = "RuntimeError") -> None:
+    generated.require(holds, message, *values, error=getattr(builtins, error))
 
 
 _OPERATORS: dict[str, Callable[..., None]] = {
     "launch(str library, str kernel, Tensor[] reads, Tensor(a!)[] writes, int[] order=[], SymInt[] sizes=[], "
     "SymInt work_ns=0, bool parallel=True, str[]? checks=None) -> ()": _launch,
-    "require_layout(Tensor x, str name, ScalarType? dtype, SymInt[] shape, SymInt[] strides) -> ()": _require_layout,
+    "require(SymInt holds, str message, SymInt[] values=[], str error='RuntimeError') -> ()": _require,
+    "require_layout(Tensor x, str name, ScalarType? dtype, SymInt[] shape, SymInt[] strides, str origin='') -> ()": (
+        generated.require_layout
+    ),
     "require_aligned(Tensor x, str name, int nbytes) -> ()": generated.require_aligned,
     "require_finite(Tensor x, str name, str origin, bool infinities) -> ()": generated.require_finite,
     "bump_version(Tensor(a!) x) -> ()": generated.bump_version,

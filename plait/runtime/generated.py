@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -288,28 +288,60 @@ def bump_version(t: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- checks
-def require(holds: int, message: str) -> None:
-    """Raises RuntimeError(message) unless holds."""
+def require(holds: int, message: str, *values: int, error: type[Exception] = RuntimeError) -> None:
+    """Raises error(message) unless holds; its first marks {} stand for values."""
     if not holds:
-        raise RuntimeError(message)
+        for value in values:
+            message = message.replace("{}", str(value), 1)
+        raise error(message)
 
 
 def require_layout(
-    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int]
+    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int], origin: str = ""
 ) -> None:
     """Raises RuntimeError unless t has this dtype (None: any), these sizes and strides (these free in dimensions of
-    size 1 and in empty tensors)."""
+    size 1, in empty tensors and where a layout has none). origin: what made t, for the error."""
+    if not _has_layout(t, name, dtype, shape, strides, origin):
+        _refuse_layout(t, name, shape, strides, origin)
+
+
+def with_layout(
+    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int], origin: str = ""
+) -> Tensor:
+    """t, or a copy with these strides where t has others. Raises RuntimeError unless t has this dtype (None: any) and
+    these sizes."""
+    if _has_layout(t, name, dtype, shape, strides, origin):
+        return t
+    if tuple(t.shape) != tuple(shape):
+        _refuse_layout(t, name, shape, strides, origin)
+    made = torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
+    return made.copy_(t)
+
+
+def _has_layout(
+    t: Tensor, name: str, dtype: torch.dtype | None, shape: Sequence[int], strides: Sequence[int], origin: str
+) -> bool:
     if dtype is not None and t.dtype != dtype:
-        raise RuntimeError(f"'{name}' has dtype {str(t.dtype)[6:]}, expected {str(dtype)[6:]}")
-    same = t.dim() == len(shape) and all(
-        n == m and (n == 1 or s == r or t.numel() == 0)
-        for n, m, s, r in zip(t.shape, shape, t.stride(), strides, strict=True)
+        raise RuntimeError(f"{_named(name, origin)} has dtype {str(t.dtype)[6:]}, expected {str(dtype)[6:]}")
+    if t.is_nested:
+        return True
+    if tuple(t.shape) != tuple(shape):
+        return False
+    if t.layout != torch.strided or t.numel() == 0:
+        return True
+    return all(n == 1 or s == r for n, s, r in zip(shape, t.stride(), strides, strict=True))
+
+
+def _named(name: str, origin: str) -> str:
+    return f"'{name}', made by {origin}," if origin else f"'{name}'"
+
+
+def _refuse_layout(t: Tensor, name: str, shape: Sequence[int], strides: Sequence[int], origin: str) -> NoReturn:
+    found = f" and strides {list(t.stride())}" if t.layout == torch.strided else ""
+    traced = " when it was traced" if origin else ""
+    raise RuntimeError(
+        f"{_named(name, origin)} has sizes {list(t.shape)}{found}, expected {list(shape)} and {list(strides)}{traced}"
     )
-    if not same:
-        raise RuntimeError(
-            f"'{name}' has sizes {list(t.shape)} and strides {list(t.stride())}, "
-            f"expected {list(shape)} and {list(strides)}"
-        )
 
 
 def require_aligned(t: Tensor, name: str, nbytes: int) -> None:

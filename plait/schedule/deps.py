@@ -196,7 +196,7 @@ def op_symbols(op: ir.Op, bodies: Bodies, buffers: Mapping[str, ir.Buffer]) -> s
     elif isinstance(op, ir.Alias):
         exprs.append(op.offset)
     elif isinstance(op, ir.Assert):
-        exprs.append(op.expr)
+        exprs += (op.expr, *op.values)
     return {a.name for e in exprs for a in free_symbols(e) if a.extent is None and not ir.is_arg(a)}
 
 
@@ -252,27 +252,64 @@ def preds(program: ir.LoopProgram, bodies: Bodies) -> list[set[int]]:
 
 
 def _add_symbol_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int]]) -> None:
-    """Adds what comes from integers that are read out of tensors at run time, and from assertions on them."""
-    known_at: dict[str, list[int]] = {}
+    """Adds what comes from integers that are found at run time, and from assertions on them: what depends on such an
+    integer, or on the op that brings it, waits for all that the program asserts of it before."""
+    brings = _integers(program)
+    if not brings:
+        return
+    at = {name: k for k, names in brings.items() for name in names}
+    behind: list[frozenset[str]] = []  # for every op the integers that it depends on
+    asserts: list[tuple[int, frozenset[str]]] = []
+    for k, op in enumerate(program.ops):
+        used = op_symbols(op, bodies, program.buffers) & at.keys()
+        out[k].update(at[name] for name in used if at[name] < k)
+        names = brings.get(k, frozenset()).union(used, *(behind[p] for p in out[k]))
+        behind.append(names)
+        out[k].update(p for p, asserted in asserts if not names.isdisjoint(asserted))
+        if isinstance(op, ir.Assert):
+            asserts.append((k, frozenset(used)))
+
+
+def _integers(program: ir.LoopProgram) -> dict[int, frozenset[str]]:
+    """The symbols whose values ops bring: of the ops that bring some, by place. A symbol that is computed comes with
+    the last of its own symbols."""
+    definer = {name: k for k, op in enumerate(program.ops) for name in defines(op)}
+    at: dict[str, int] = {}
     for k, op in enumerate(program.ops):
         if isinstance(op, ir.Item):
-            known_at[op.name] = [k]
+            at[op.name] = k
         elif isinstance(op, ir.Extern):
-            known_at.update((name, [k]) for _, name in op.symbols)
-    if not known_at:
-        return
-    for k, op in enumerate(program.ops):
-        used = sorted(op_symbols(op, bodies, program.buffers) & known_at.keys())
-        for name in used:
-            out[k].update(p for p in known_at[name] if p < k)
-            if isinstance(op, ir.Assert):
-                known_at[name].append(k)
+            at.update((name, k) for _, name in op.symbols)
+    for name, source in program.symbols.items():
+        if isinstance(source, tuple):
+            if source[0] in definer:
+                at[name] = definer[source[0]]
+        elif source is not None:
+            places = [at[a.name] for a in free_symbols(source) if a.name in at]
+            if places:
+                at[name] = max(places)
+    out: dict[int, frozenset[str]] = {}
+    for name, k in at.items():
+        out[k] = out.get(k, frozenset()) | {name}
+    return out
+
+
+def read_for_symbols(program: ir.LoopProgram) -> dict[str, frozenset[str]]:
+    """For every symbol the buffers whose sizes tell its value."""
+    out: dict[str, frozenset[str]] = {}
+    for name, source in program.symbols.items():
+        if isinstance(source, tuple):
+            out[name] = frozenset((source[0],))
+        elif source is not None:
+            out[name] = frozenset().union(*(out.get(a.name, ()) for a in free_symbols(source)))
+    return out
 
 
 def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
     """The program without loops, views and effect-free calls whose results nobody uses; unused results of other ops
     become None."""
     needed = set(output_buffers(program))
+    sources = read_for_symbols(program)
     kept: list[ir.Op] = []
     for op in reversed(program.ops):
         if isinstance(op, (ir.Item, ir.Assert, ir.Mutate)):
@@ -287,7 +324,11 @@ def drop_dead(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
             outs = tuple(o if o in needed else None for o in op.outs)
             op = op if outs == op.outs else replace(op, outs=outs)
         needed.update(reads(op, bodies))
+        for name in op_symbols(op, bodies, program.buffers):
+            needed.update(sources.get(name, ()))
         if isinstance(op, ir.Mutate):
             needed.add(op.target)
         kept.append(op)
-    return replace(program, ops=tuple(reversed(kept)))
+    made = {*needed, *program.constants, *(i for i in program.inputs if isinstance(i, str))}
+    symbols = {n: source for n, source in program.symbols.items() if sources.get(n, made) <= made}
+    return replace(program, ops=tuple(reversed(kept)), symbols=symbols)

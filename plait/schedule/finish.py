@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from plait.ir.loops import LoopProgram, Scan, Scatter, index_exprs
 from plait.schedule.axes import Access, choose_axes
-from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers, roots
+from plait.schedule.deps import load_of, loop_outs, memory_roots, output_buffers, read_for_symbols, roots
 from plait.schedule.form import Draft, Pack, Unit
 from plait.schedule.group import Group, is_ordered, moved, statements
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words, packed
@@ -21,6 +21,7 @@ def finish(draft: Draft, ordered: Sequence[Unit]) -> Plan:
     names = Names()
     needed = {*output_buffers(program), *(b for u in ordered for b in u.reads)}
     needed.update(i for i in program.inputs if isinstance(i, str))
+    needed.update(*read_for_symbols(program).values())
     ordered = [_without_unneeded(u, needed) for u in ordered]
     steps: list[Step] = []
     for unit in ordered:

@@ -14,15 +14,13 @@ from plait.errors import InternalError
 from plait.ir.dtypes import DType, opaque
 from plait.ir.loops import Alias, Assert, Buffer, Extern, ExternArg, Item, ListArg, Mutate, Number, Scalar, TensorArg
 from plait.ir.sizes import Expr, Size, free_symbols
+from plait.schedule.deps import tensor_args
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins
 
 ARENA = "arena"
 
 _GPU_ALIGNMENT = 16  # bytes, for which kernels are compiled; arguments with less are copied
-
-# Whose operators are trusted to give the results that were promised when the graph was traced.
-_TRUSTED = ("aten::", "prims::", "plait::")
 
 
 def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Config | None = None) -> ins.WrapperProgram:
@@ -38,7 +36,9 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Confi
     b.define_symbols()
     for i in b.inputs:
         if isinstance(i, ins.TensorInput):
-            b.check(i.name, sizes=b.cfg.size_asserts)
+            if b.cfg.size_asserts:
+                b.check_layout(i.name)
+            b.check_alignment(i.name)
     b.define_tables()
     for step in plan.steps:
         b.add_step(step)
@@ -63,6 +63,38 @@ def _definition(k: Kernel) -> ins.DefineKernel:
     return ins.DefineKernel(k.name, len(k.args), len(k.sizes), checks, k.device)
 
 
+def _read_as_memory(plan: Plan) -> set[str]:
+    """The buffers whose element type something relies on: kernels, views, and what is read or copied by itself."""
+    found: set[str] = set()
+    args: list[ExternArg | Scalar] = list(plan.program.outputs)
+    for step in plan.steps:
+        match step:
+            case Kernel():
+                found.update(b.name for b in step.args)
+            case Extern():
+                args += (*step.args, *(a for _, a in step.kwargs))
+            case Alias():
+                found.add(step.base)
+            case Item():
+                found.add(step.buf)
+            case Mutate():
+                found.update((step.target, step.source))
+            case Assert():
+                pass
+            case _:
+                assert_never(step)
+    for a in tensor_args(args):
+        b = plan.buffers.get(a.buf) or plan.program.buffers[a.buf]
+        if isinstance(a, Number) or (a.dtype or b.dtype, a.shape, a.strides, a.offset) != (
+            b.dtype,
+            b.shape,
+            b.strides,
+            0,
+        ):
+            found.add(a.buf)
+    return found
+
+
 class _Builder:
     """The instructions so far and what they defined.
     how: name -> 'input', 'constant', 'place', 'alloc', 'result', 'view' or 'symbol'."""
@@ -76,6 +108,7 @@ class _Builder:
         self.how: dict[str, str] = {}
         self.pending = dict(plan.program.symbols)
         self.views: dict[TensorArg, str] = {}
+        self.typed = _read_as_memory(plan)
 
     # ---- signature, symbols, tables
     def add_input(self, k: int, entry: str | tuple[str, str] | None) -> None:
@@ -143,8 +176,8 @@ class _Builder:
                 self.view(self.buffer(out), base, offset, relative)
             case Item(name, buf):
                 self.define_symbol(name, ins.ItemOf(buf))
-            case Assert(expr, message):
-                self.body.append(ins.AssertScalar(expr, message))
+            case Assert(expr, message, values, error):
+                self.body.append(ins.AssertScalar(expr, message, values, error))
             case Mutate(target, source):
                 self.mutate(target, source)
             case _:
@@ -192,20 +225,25 @@ class _Builder:
             self.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), may_keep=e.may_keep, fence=e.fence))
 
     def check_results(self, step: Step) -> None:
-        """Custom and higher-order operators promise sizes and strides that kernels then take for granted."""
+        """What operators make is what tracing said, before anything reads it. One that shares memory with others is
+        never copied."""
         if isinstance(step, Extern):
             for name in step.outs:
                 if name is not None and self.how.get(name) == "result":
-                    self.check(name, sizes=self.cfg.size_asserts or not step.op.startswith(_TRUSTED))
+                    origin = "; ".join(step.origin) or step.op
+                    self.check_layout(name, origin, copies=not step.aliases)
+                    self.check_alignment(name)
 
-    def check(self, name: str, sizes: bool) -> None:
-        """Checks of a tensor that somebody else has made."""
+    def check_layout(self, name: str, origin: str = "", copies: bool = False) -> None:
+        """The check of a tensor that somebody else has made."""
         b = self.buffer(name)
-        if b.dtype == opaque:  # may have no strides
-            return
-        if sizes and all(a.name in self.how for e in (*b.shape, *b.strides) for a in free_symbols(e)):
-            self.body.append(ins.AssertSizeStride(name, b.dtype, b.shape, b.strides))
-        if self.cfg.alignment_asserts:
+        dtype = b.dtype if name in self.typed or not origin else opaque  # operators look at the type themselves
+        self.body.append(ins.AssertSizeStride(name, dtype, b.shape, b.strides, origin, copies))
+
+    def check_alignment(self, name: str) -> None:
+        """The same of where it starts."""
+        b = self.buffer(name)
+        if self.cfg.alignment_asserts and b.dtype != opaque:
             nbytes = b.dtype.nbytes if b.device == "cpu" else _GPU_ALIGNMENT
             self.body.append(ins.AssertAlignment(name, nbytes))
 

@@ -16,6 +16,7 @@ from typing import assert_never
 
 from plait.config import Config
 from plait.errors import warn_once
+from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, opaque
 from plait.ir.sizes import Atom, Expr, Size
 from plait.runtime.cache import get_or_build
@@ -319,9 +320,13 @@ class _Source:
             case ins.Symbol():
                 self._define(i.name, i.value)
             case ins.AssertScalar():
-                self._add(f"TRY(require(call, {self.size(i.expr)}, {_string(i.message)}));")
+                given = f", {ERRORS.index(i.error)}, {self._list(i.values)}" if i.values else ""
+                if not i.values and i.error != "RuntimeError":
+                    given = f", {ERRORS.index(i.error)}"
+                self._add(f"TRY(require(call, {self.size(i.expr)}, {_string(i.message)}{given}));")
             case ins.AssertSizeStride():
-                given = ", ".join([str(list(DTYPES).index(i.dtype.name)), *self._shape(i)])
+                dtype = list(DTYPES).index(i.dtype.name)
+                given = ", ".join([_string(i.origin), str(i.copies).lower(), str(dtype), *self._shape(i)])
                 self._add(f"TRY({name[i.tensor]}.require({given}));", i.dtype.name)
             case ins.AssertAlignment():
                 slot = f"Slot(call, {self.numbers.slots[i.tensor]})" if self._is_pointer(i.tensor) else name[i.tensor]

@@ -276,7 +276,12 @@ class _Maker:
             case ins.Symbol():
                 env[i.name] = self.source(i)
             case ins.AssertScalar():
-                self.effect(aten._assert_scalar.default, (self.size(i.expr), i.message.replace("\0", "\\0")))
+                message = i.message.replace("\0", "\\0")
+                if i.values or i.error != "RuntimeError":
+                    given = (self.size(i.expr), message, self.sizes(i.values), i.error)
+                    self.effect(plait.require.default, given)
+                else:
+                    self.effect(aten._assert_scalar.default, (self.size(i.expr), message))
             case ins.AssertSizeStride():
                 self.require_layout(i)
             case ins.AssertAlignment():
@@ -351,8 +356,16 @@ class _Maker:
 
     def require_layout(self, i: ins.AssertSizeStride) -> None:
         dtype = TO_TORCH.get(i.dtype)
-        args = (self.env[i.tensor], i.tensor, dtype, self.sizes(i.shape), self.sizes(i.strides))
-        self.effect(torch.ops.plait.require_layout.default, args)
+        shape, strides = self.sizes(i.shape), self.sizes(i.strides)
+        args = (self.env[i.tensor], i.tensor, dtype, shape, strides, *([i.origin] if i.origin else []))
+        if i.copies:
+            before = self.env[i.tensor]
+            self.env[i.tensor] = self.effect(generated.with_layout, args)
+            if isinstance(val := before.meta.get("val"), torch.Tensor):
+                layout = map_arg((shape, strides), lambda n: n.meta["val"])
+                self.env[i.tensor].meta["val"] = torch.empty_strided(*layout, dtype=val.dtype, device=val.device)
+        else:
+            self.effect(torch.ops.plait.require_layout.default, args)
         if dtype is not None:
             self.promised[i.tensor] = dtype
 

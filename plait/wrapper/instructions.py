@@ -113,21 +113,31 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class AssertScalar:
-    """The call fails with `message` (RuntimeError) unless expr != 0. Never dropped by any target."""
+    """The call fails with `message` unless expr != 0. Never dropped by any target.
+
+    values: what the first marks {} of message stand for, in order. error: the class of `checks.ERRORS` that is raised.
+    """
 
     expr: Size
     message: str
+    values: tuple[Size, ...] = ()
+    error: str = "RuntimeError"
 
 
 @dataclass(frozen=True, slots=True)
 class AssertSizeStride:
     """The call fails unless tensor has this dtype and exactly these sizes and strides (strides of dimensions of size 1
-    are free; so is the dtype if it is `opaque`)."""
+    and of empty tensors are free; so are the dtype and all strides if it is `opaque`).
+
+    origin: the operator that made the tensor and its source lines, which the error names. copies: strides that are
+    different are no error: from here on the name stands for a copy that has these strides."""
 
     tensor: str
     dtype: DType
     shape: tuple[Size, ...]
     strides: tuple[Size, ...]
+    origin: str = ""
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 _MAGIC = b"PLAITNPL"
 _DTYPE = {name: code for code, name in enumerate(DTYPES)}
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
@@ -231,10 +231,12 @@ class _Encoder:
             case ins.Symbol():
                 return 0, [self._symbol(i.name), *self._source(i.value)]
             case ins.AssertScalar():
-                return 1, [self._size(i.expr), self._string(i.message)]
+                values = [self._size(v) for v in i.values]
+                return 1, [self._size(i.expr), self._string(i.message), len(values), *values, ERRORS.index(i.error)]
             case ins.AssertSizeStride():
                 dtype = _DTYPE[i.dtype.name]
-                return 2, [self._slot(i.tensor), dtype, *self._shape(i.shape, i.strides)]
+                shape = self._shape(i.shape, i.strides)
+                return 2, [self._slot(i.tensor), dtype, *shape, self._string(i.origin), int(i.copies)]
             case ins.AssertAlignment():
                 return 3, [self._slot(i.tensor), i.nbytes]
             case ins.CheckFinite():

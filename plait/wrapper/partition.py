@@ -137,6 +137,7 @@ def _joined(parts: Iterable[_Part]) -> list[_Part]:
 
 
 _WORK = (ins.Launch, ins.CallExtern, ins.Copy, ins.Fill)
+_AFTER = (ins.Free, ins.AssertSizeStride, ins.AssertAlignment)  # belong to the work that they follow
 
 
 def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[str, int]) -> list[_Part]:
@@ -153,7 +154,7 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
             break
         ops.append(i.op)
         cut = _last_work(last.body[:at]) + 1
-        while isinstance(last.body[cut], ins.Free):
+        while isinstance(last.body[cut], _AFTER):
             cut += 1
     if not ops:
         return parts
@@ -179,7 +180,7 @@ def _leave_inputs(parts: list[_Part], spent: Collection[str], nbytes: Mapping[st
         if isinstance(i, ins.Launch) and reads[k] & large:
             seen.update(root(n, bases) for n in i.outs if nbytes.get(n, 0) >= COPIED_NBYTES)
         cut = k + 1
-    while 0 < cut < len(first.body) and isinstance(first.body[cut], ins.Free):
+    while 0 < cut < len(first.body) and isinstance(first.body[cut], _AFTER):
         cut += 1
     before = _Part(False, first.body[:cut], [f"it uses {n} up" for n in sorted(large)])
     return _joined([before, _Part(True, first.body[cut:], first.reasons), *others])
@@ -295,7 +296,13 @@ def _tags(op: str) -> list[torch.Tag]:
 
 
 def _seeds_first(program: ins.WrapperProgram) -> list[ins.Instr]:
-    return [*filter(_is_seed, program.body), *filterfalse(_is_seed, program.body)]
+    """The body with seeds, and the checks of these, before everything else."""
+    seeds = {name for i in filter(_is_seed, program.body) for name in defined(i)}
+
+    def early(i: ins.Instr) -> bool:
+        return _is_seed(i) or (isinstance(i, ins.AssertSizeStride) and i.tensor in seeds)
+
+    return [*filter(early, program.body), *filterfalse(early, program.body)]
 
 
 def _outputs_of_kernels(

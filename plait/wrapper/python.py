@@ -221,10 +221,11 @@ class _Module:
             case ins.Symbol():
                 add(f"{name(i.name)} = {self.source(i.value)}")
             case ins.AssertScalar():
-                add(f"rt.require({size(i.expr)}, {i.message!r})")
+                given = "".join(f", {size(v)}" for v in i.values)
+                given += "" if i.error == "RuntimeError" else f", error={i.error}"
+                add(f"rt.require({size(i.expr)}, {i.message!r}{given})")
             case ins.AssertSizeStride():
-                dtype = None if i.dtype == opaque else _dtype(i.dtype)
-                add(f"rt.require_layout({name(i.tensor)}, {i.tensor!r}, {dtype}, {sizes(i.shape)}, {sizes(i.strides)})")
+                self.check_layout(i)
             case ins.AssertAlignment():
                 add(f"rt.require_aligned({name(i.tensor)}, {i.tensor!r}, {i.nbytes})")
             case ins.CheckFinite():
@@ -274,6 +275,13 @@ class _Module:
                 add(f"return {tuple_text([self.operand(o) for o in i.values])}")
             case _:
                 assert_never(i)
+
+    def check_layout(self, i: ins.AssertSizeStride) -> None:
+        dtype = None if i.dtype == opaque else _dtype(i.dtype)
+        t, origin = self.names.variable(i.tensor), f", {i.origin!r}" if i.origin else ""
+        wanted = f"{dtype}, {self.sizes(i.shape)}, {self.sizes(i.strides)}{origin}"
+        made, function = (f"{t} = ", "with_layout") if i.copies else ("", "require_layout")
+        self.body.append(f"{made}rt.{function}({t}, {i.tensor!r}, {wanted})")
 
     def type(self, i: ins.Place | ins.Reuse | ins.View) -> str:
         return f"{_dtype(i.dtype)}, {self.sizes(i.shape)}, {self.sizes(i.strides)}"

@@ -39,8 +39,10 @@ from plait.wrapper.walk import input_sizes, sizes
 Syntax = tuple[str, tuple[tuple[str, str], ...]]
 _TENSOR = (("name", "new"), ("type", "type"))
 SYNTAX: dict[type, Syntax] = {
-    ins.AssertScalar: ("require", (("expr", "size"), ("message", "text"))),
-    ins.AssertSizeStride: ("require_layout", (("tensor", "name"), ("type", "type"))),
+    ins.AssertScalar: ("require", (("expr", "size"), ("message", "text"), ("values", "sizes"),
+                                  ("error", "text"))),
+    ins.AssertSizeStride: ("require_layout", (("tensor", "name"), ("type", "type"), ("origin", "text"),
+                                               ("copies", "bool"))),
     ins.AssertAlignment: ("require_aligned", (("tensor", "name"), ("nbytes", "int"))),
     ins.CheckFinite: ("require_finite", (("tensor", "name"), ("origin", "text"), ("infinities", "bool"))),
     ins.Arena: ("take_arena", (("name", "new"), ("nbytes", "size"), ("device", "text"))),

@@ -1,7 +1,8 @@
 """What a legal wrapper program is, written down and checked; run after every pass in tests and when debugging.
 
 Every name is defined once and before its uses, freed at most once and never used after that (aliases included); every
-output is live, every symbol bound; arena ranges in use together are apart, and nothing in an arena outlives the call.
+output is live, every symbol bound; arena ranges in use together are apart, and nothing in an arena outlives the call;
+every fact has an owner (`wrapper/owners.py`).
 Errors are InternalError and name the pass, the instruction and the rule.
 """
 
@@ -16,6 +17,7 @@ from plait.ir import sizes as sz
 from plait.ir.checks import ERRORS
 from plait.ir.sizes import Expr, Size
 from plait.wrapper import instructions as ins
+from plait.wrapper.owners import Owners
 from plait.wrapper.walk import defined, operands, refs, root, sizes, symbols, used
 
 LITERALS = frozenset({"none", "bool", "float", "str", "complex", "dtype", "device", "layout", "memory_format"})
@@ -77,6 +79,7 @@ class _Verifier:
         self.arenas: dict[str, ins.Arena] = {}
         self.at = -1
         self.uses = self._uses()
+        self.owners = Owners()
 
     def run(self) -> None:
         for entry in self.p.inputs:
@@ -153,6 +156,8 @@ class _Verifier:
             self.check_use(i, name)
         for o in operands(i):
             self.literal(i, o)
+        if missing := self.owners.missing(i):
+            self.fail(missing)
         match i:
             case ins.Symbol():
                 self.define(i.name, "symbol")

@@ -113,7 +113,7 @@ def sizes(i: ins.Instr) -> tuple[Size, ...]:
         case ins.Symbol(_, int() | Expr() as value):
             return (value,)
         case ins.AssertScalar():
-            return (i.expr,)
+            return (i.expr, *i.values)
         case ins.AssertSizeStride():
             return (*i.shape, *i.strides)
         case ins.Arena():
@@ -207,7 +207,7 @@ def rewrite(i: ins.Instr, ref: Callable[[str], str], size: Callable[[Size], Size
                 return replace(i, value=replace(i.value, tensor=ref(i.value.tensor)))
             return replace(i, value=size(i.value))
         case ins.AssertScalar():
-            return replace(i, expr=size(i.expr))
+            return replace(i, expr=size(i.expr), values=many(i.values))
         case ins.AssertSizeStride():
             return replace(i, tensor=ref(i.tensor), shape=many(i.shape), strides=many(i.strides))
         case ins.AssertAlignment() | ins.CheckFinite() | ins.Hook() | ins.BumpVersion():

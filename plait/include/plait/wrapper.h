@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define PLAIT_TABLE_VERSION 2
+#define PLAIT_TABLE_VERSION 3
 
 extern "C" {
 
@@ -50,10 +50,11 @@ struct plait_table {
   int (*copy)(plait_call*, int32_t dst, int32_t src, bool bump);
   int (*bump)(plait_call*, int32_t tensor);
   int (*fill)(plait_call*, int32_t tensor, int kind, int64_t integer, double real, double imaginary);
-  int (*layout)(plait_call*, int32_t tensor, int dtype, int rank, const int64_t* sizes, const int64_t* strides);
+  int (*layout)(plait_call*, int32_t tensor, const char* origin, bool copies, int dtype, int rank,
+                const int64_t* sizes, const int64_t* strides);
   int (*aligned)(plait_call*, int32_t tensor, const char* first, int64_t nbytes);
   int (*finite)(plait_call*, int32_t tensor, const char* origin, bool infinities);
-  int (*fail)(plait_call*, const char* message, int64_t n_bytes);
+  int (*fail)(plait_call*, int error, const char* message, int64_t n_bytes, const int64_t* values, int n_values);
   int (*overflow)(plait_call*);  // fails for a size that does not fit
   int (*give)(plait_call*, const plait_operand* results, int n);
 };
@@ -150,11 +151,15 @@ class Slot {
   int view(char* first, const int64_t (&sizes)[N], const int64_t (&strides)[N]) const {
     return call->table->view(call, slot, first, N, sizes, strides);
   }
-  // Fails unless these are its element type (by number), sizes and strides.
-  int require(int dtype) const { return call->table->layout(call, slot, dtype, 0, nullptr, nullptr); }
+  // Fails, naming origin, unless these are its element type (by number), sizes and strides. copies: with other strides
+  // it becomes a copy that has them.
+  int require(const char* origin, bool copies, int dtype) const {
+    return call->table->layout(call, slot, origin, copies, dtype, 0, nullptr, nullptr);
+  }
   template <int N>
-  int require(int dtype, const int64_t (&sizes)[N], const int64_t (&strides)[N]) const {
-    return call->table->layout(call, slot, dtype, N, sizes, strides);
+  int require(const char* origin, bool copies, int dtype, const int64_t (&sizes)[N],
+              const int64_t (&strides)[N]) const {
+    return call->table->layout(call, slot, origin, copies, dtype, N, sizes, strides);
   }
   int require_aligned(const char* first, int64_t nbytes) const { return call->table->aligned(call, slot, first, nbytes); }
   int require_finite(const char* origin, bool infinities) const {
@@ -197,9 +202,14 @@ struct Operand : plait_operand {
 };
 
 inline int64_t symbol(Call call, int32_t index) { return call->table->symbol(call, index); }
+// error: 0 an IndexError, 1 a RuntimeError. values: what the first marks {} of the message stand for.
 template <int N>
-int require(Call call, int64_t holds, const char (&message)[N]) {
-  return holds ? 0 : call->table->fail(call, message, N - 1);
+int require(Call call, int64_t holds, const char (&message)[N], int error = 1) {
+  return holds ? 0 : call->table->fail(call, error, message, N - 1, nullptr, 0);
+}
+template <int N, int M>
+int require(Call call, int64_t holds, const char (&message)[N], int error, const int64_t (&values)[M]) {
+  return holds ? 0 : call->table->fail(call, error, message, N - 1, values, M);
 }
 
 // ---- operators and Python objects

@@ -1,0 +1,84 @@
+"""What tracing without Dynamo makes of numbers that are found at run time.
+
+Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet: it becomes a `select`.
+A number of which something is asserted (`torch._check`) and that is not used otherwise stays in the graph, for else
+nothing could be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.fx.node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+
+
+class IndexByFound(TorchFunctionMode):
+    """Inside, tensors can be indexed by such numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(_is_found, items)):
+                return _taken(args[0], items)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_found(item: Any) -> bool:
+    return isinstance(item, torch.SymInt) and bool(free_unbacked_symbols(item))
+
+
+def _taken(x: torch.Tensor, items: Sequence[Any]) -> torch.Tensor:
+    """x[items]. PyTorch takes integers out of an index before it looks at tensors in it."""
+    spans = [_span(i) for i in items]
+    rest: list[Any] = list(items)
+    dim = sum(x.dim() - sum(spans) if i is Ellipsis else n for i, n in zip(items, spans, strict=True))
+    for k in reversed(range(len(items))):
+        dim -= x.dim() - sum(spans) if items[k] is Ellipsis else spans[k]
+        if _is_found(items[k]):
+            x = x.select(dim, items[k])
+            spans[k] = 0
+            del rest[k]
+    return x[tuple(rest)]
+
+
+def _span(item: Any) -> int:
+    """How many dimensions an item of an index takes."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 1
+
+
+aten = torch.ops.aten
+_MAKERS = frozenset({
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor,
+    aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+})  # fmt: skip
+_lock = Lock()
+_inside = 0  # who traces now, in any thread: the last to leave lets unused ones go again
+
+
+@contextmanager
+def numbers_kept() -> Iterator[None]:
+    """Inside, torch keeps calls that make such numbers though nobody uses them; `graph/dead.py` drops what is not
+    needed."""
+    global _inside
+    effects: set[Any] = torch.fx.node._side_effectful_functions
+    with _lock:
+        if _inside == 0:
+            effects |= _MAKERS
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                effects -= _MAKERS

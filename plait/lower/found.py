@@ -1,0 +1,173 @@
+"""Numbers that are found when the program runs (sizes of `nonzero`, values of `item`), against what tracing takes them
+for.
+
+Tracing equates such a number with others (in `x[x > 0] * y` with as many as y has), gives it a range and takes
+conditions for granted, and the graph that it leaves says none of it. Here each becomes an assertion right behind the
+node that makes the number: a symbol has the value that is found, and all else that kernels rely on is checked against
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch.fx
+
+from plait.errors import Unsupported
+from plait.graph.edit import shape_env_of
+from plait.ir import sizes as sz
+from plait.ir.sizes import Atom, Expr, Size
+from plait.lower.core import Lowering, Value, View
+from plait.lower.symbols import Binding, bindings, deferred_asserts, is_found, to_size, with_found
+
+_INF = float("inf")
+
+
+class Found:
+    """What is known of such numbers so far. values: what the program finds, by the names that tracing has for it."""
+
+    def __init__(self, ctx: Lowering) -> None:
+        self.ctx = ctx
+        self.values: dict[str, Size] = {}
+        self.waiting: list[tuple[Size, Size, float, str]] = []
+        self.asserted: set[Size] = set()
+        self.conditions: set[sympy.Basic] = set()
+
+    def bind(self, node: torch.fx.Node, value: Value, where: str) -> None:
+        """The numbers that a node has made, if it makes any. where: the node's source line.
+
+        Raises Unsupported for one that cannot be read from its value."""
+        made = bindings(node)
+        origin = f"{where} {node.target}".strip()
+        for b in made:
+            if _atom(b.found).name in self.ctx.floats:
+                continue
+            found = self._read(value, b)
+            if found is not None:
+                self._learn(b, found, f"{_place(b)} of {origin}")
+        if made:
+            self._check_conditions(shape_env_of(node.meta["val"]), origin)
+
+    def check_shape(self, made: Sequence[Size], traced: Sequence[Size]) -> None:
+        """Asserts that a rule's result has the sizes that were traced, where these depend on numbers found at run
+        time; guards look at all others."""
+        for a, b in zip(made, traced, strict=True):
+            if a != b and self.ctx.is_found(a, b):
+                origin = "; ".join(self.ctx.origin)
+                self._assert(sz.compare("eq", a, b), f"found {{}} where {{}} was traced: a size of {origin}", (a, b))
+
+    def _read(self, value: Value, b: Binding) -> Size | None:
+        """What the program finds for a number; None for an offset, which nobody reads."""
+        symbols, name = self.ctx.symbols, _atom(b.found).name
+        if name in self.ctx.computed:
+            return self.ctx.computed[name]
+        if name in symbols:
+            return b.found
+        for kind, k in b.path:
+            if kind == "offset":
+                return None
+            if kind == "item":
+                value = value[k]
+            elif kind == "divided":
+                symbols[f"{name}_whole"] = symbols.pop(name)
+                symbols[name] = sz.floordiv(sz.symbol(f"{name}_whole"), k)
+            elif isinstance(value, View):
+                self.ctx.fix_layout(value.buf)
+                symbols[name] = (value.buf, kind, k)
+        if name not in symbols:
+            raise Unsupported(f"the unknown number {name} that an operator makes")
+        return b.found
+
+    def _learn(self, b: Binding, found: Size, what: str) -> None:
+        self.values.update(dict.fromkeys(b.names, found))
+        self.ctx.found.add(_atom(b.found).name)
+        natural = 0 if b.path and b.path[-1][0] in ("size", "stride") else -_INF
+        self.waiting.append((found, b.traced, natural, what))
+        todo, self.waiting = self.waiting, []
+        self.waiting = [t for t in todo if not self._relate(*t)]
+
+    def _relate(self, found: Size, traced: Size, natural: float, what: str) -> bool:
+        """Defines a symbol of what tracing has for a number, or asserts that the two are equal; False where too little
+        is known yet. natural: the least that the number can be."""
+        symbols = self.ctx.symbols
+        whole, own = (e.symbol if isinstance(e, Expr) else None for e in (traced, found))
+        if whole is not None and own is not None and own.name == whole.name:
+            self._check_range(found, whole, natural, what)
+            return True
+        if whole is not None and whole.name not in symbols:
+            self.ctx.found.add(whole.name)
+            symbols[whole.name] = found
+            self._check_range(found, whole, natural, what)
+            return True
+        unknown = [a for a in sz.free_symbols(traced) if a.name not in symbols]
+        if len(unknown) > 1:
+            return False
+        for atom in unknown:
+            k = sz.coefficient(traced, atom)
+            if k is None or sz.bounds(k)[0] <= 0:
+                return False
+            self.ctx.found.add(atom.name)
+            value = symbols[atom.name] = sz.floordiv(found - sz.substitute(traced, {atom: 0}), k)
+            self._check_range(value, atom, -_INF, what)
+        self._assert(sz.compare("eq", found, traced), f"found {{}} where {{}} was traced: {what}", (found, traced))
+        return True
+
+    def _check_range(self, found: Size, atom: Atom, natural: float, what: str) -> None:
+        """Asserts that a number is in the range that is relied on."""
+        lo, hi = sz.bounds(found)
+        if atom.lo > max(lo, natural):
+            least = int(atom.lo)
+            said = f"found {{}} where at least {{}} was traced: {what}"
+            self._assert(sz.compare("le", least, found), said, (found, least))
+        if atom.hi < hi:
+            most = int(atom.hi)
+            said = f"found {{}} where at most {{}} was traced: {what}"
+            self._assert(sz.compare("le", found, most), said, (found, most))
+
+    def _check_conditions(self, env: Any, origin: str) -> None:
+        """Asserts what tracing takes for granted of numbers that are all known by now."""
+        for e in deferred_asserts(env):
+            if e in self.conditions:
+                continue
+            known = self._known(e, env)
+            if known is None:
+                continue
+            self.conditions.add(e)
+            listed = ", ".join(f"{s} is {{}}" for s in known)
+            said = f"{listed}, which breaks the condition {e} that was traced, behind {origin}"
+            self._assert(with_found(e, known), said, tuple(known.values()))
+
+    def _known(self, e: sympy.Basic, env: Any) -> dict[sympy.Basic, Size] | None:
+        """What the symbols of a condition are, None if that is not known yet."""
+        known: dict[sympy.Basic, Size] = {}
+        for s in sorted(e.free_symbols, key=str):
+            if is_found(s):
+                found = self.values.get(s.name)
+                if found is None and s.name in self.ctx.symbols:
+                    found = sz.symbol(s.name, lo=-_INF)
+            else:
+                found = to_size(env.replace(s), env)
+            if found is None or any(a.name not in self.ctx.symbols for a in sz.free_symbols(found)):
+                return None
+            known[s] = found
+        return known
+
+    def _assert(self, condition: Size, message: str, values: tuple[Size, ...]) -> None:
+        if condition not in self.asserted:
+            self.asserted.add(condition)
+            self.ctx.assert_true(condition, message, values)
+
+
+def _atom(e: Expr) -> Atom:
+    assert e.symbol is not None
+    return e.symbol
+
+
+def _place(b: Binding) -> str:
+    """The words for what a number is."""
+    if not b.path:
+        return "the value"
+    kind, k = next(step for step in reversed(b.path) if step[0] != "divided")
+    return {"item": f"result {k}", "offset": "the offset"}.get(kind, f"{kind} {k}")

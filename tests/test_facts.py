@@ -1,0 +1,234 @@
+"""Numbers that only a run tells (sizes of `nonzero`, values of `item`), called with others than were traced: what eager
+gives, or a clear error where tracing equated them with something else, on every road and target. Never memory of
+others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import plait
+from plait.wrapper.targets import TARGETS
+
+Call = tuple[Any, ...]
+Case = tuple[Callable[..., Tensor], list[Call]]
+
+X, Y, M = torch.tensor([1.0, 2, -2, 3]), torch.tensor([3.0, 4, 5]), torch.tensor([True, False, True, False])
+ONE, NONE, ALL = torch.tensor([False, True, False, False]), torch.zeros(4, dtype=torch.bool), torch.ones(4).bool()
+MASKS = (M, ONE, NONE, ALL)
+SQUARE, W = torch.arange(16.0).reshape(4, 4).sin(), torch.arange(12.0).reshape(4, 3).cos()
+INDICES = [torch.tensor(i) for i in (2, -1, 0, -4, 3, 4, 7, -5, -9)]
+
+
+def four(x: Tensor) -> Tensor:
+    z = x.nonzero()
+    torch._check(z.size(0) == 4)
+    return z + 3
+
+
+def two_or_three(x: Tensor) -> Tensor:
+    z = x.nonzero()
+    torch._check(z.size(0) >= 2)
+    torch._check(z.size(0) <= 3)
+    return z * 2
+
+
+def even(x: Tensor) -> Tensor:
+    z = x.nonzero()
+    torch._check(z.size(0) % 2 == 0)
+    return z.view(-1, 2) + 1
+
+
+def write(x: Tensor, i: Tensor) -> Tensor:
+    x = x + 1
+    x[i.item()] = 5.0
+    return x
+
+
+def asserted_value(x: Tensor, i: Tensor) -> Tensor:
+    n = i.item()
+    torch._check(n == 3)
+    return x[:n] * 2
+
+
+# Called first as they are compiled. The results of these are eager's whenever eager gives one.
+EXACT: dict[str, Case] = {
+    "check of a size": (four, [(torch.ones(4),), (torch.zeros(4),), (X - 1,)]),
+    "check of a range": (two_or_three, [(X - 1,), (torch.zeros(4),), (torch.ones(4),), (X * M,)]),
+    "check of a multiple": (even, [(X,), (X * M,), (X * ONE,), (X * 0,)]),
+    "check of a value": (asserted_value, [(X, torch.tensor(3)), (X, torch.tensor(2)), (X, torch.tensor(4))]),
+    "masked": (lambda x, m: torch.masked_select(x, m) * 2, [(X, m) for m in MASKS]),
+    "only the number of them": (lambda x: torch.zeros(x.nonzero().size(0)) + 1, [(X,), (X * M,), (X * 0,)]),
+    "product": (lambda x, m, w: x[m] @ w, [(SQUARE, m, W) for m in MASKS]),
+    "view": (lambda x, m: x[m].view(2) + 1, [(X, m) for m in MASKS]),
+    "concatenated and viewed": (lambda x, m: torch.cat([x[m], x[~m]]).view(2, 2) * 2, [(X, m) for m in MASKS]),
+    "two of them": (
+        lambda x, m, n: torch.cat([x[m], x[n]]).view(2, 2),
+        [(X, M, ~M), (X, M, M), (X, ALL, M), (X, NONE, ONE)],
+    ),
+    "inverse of unique": (
+        lambda x, y: torch.unique(x, return_inverse=True)[1] * y,
+        [(Y, Y), (torch.tensor([1.0, 2, 1]), Y), (torch.ones(3), Y)],
+    ),
+    "first": (lambda x: x.nonzero()[0] * 2, [(X,), (X * ONE,), (X * 0,)]),
+    "index": (lambda x, i: x[i.item()] * 2, [(SQUARE, i) for i in INDICES]),
+    "index of a computed number": (lambda x, i: x[(i + 0).item()] * 2, [(SQUARE, i) for i in INDICES]),
+    "select": (lambda x, i: x.select(1, i.item()) * 2, [(SQUARE, i) for i in INDICES]),
+    "write": (write, [(SQUARE, i) for i in INDICES]),
+}
+# Of these eager broadcasts one element, where tracing has taken one size for another.
+BROADCAST: dict[str, Case] = {
+    "index by a mask": (lambda x, y: x[x > 0] * y, [(X, Y), (-X, Y), (X.abs(), Y), (X * 0, Y)]),
+    "unique": (
+        lambda x, y: torch.unique(x) * y,
+        [(torch.tensor([1.0, 2, 3]), Y), (torch.tensor([1.0, 2, 1]), Y), (torch.ones(3), Y)],
+    ),
+    "repeated": (
+        lambda x, r, y: torch.repeat_interleave(x, r) + y,
+        [(Y, torch.tensor(r), Y) for r in ([1, 2, 0], [1, 1, 0], [1, 2, 3], [0, 1, 0], [0, 0, 0])],
+    ),
+    "slice": (lambda x, i, y: x[: i.item()] * y, [(X, torch.tensor(i), Y) for i in (3, 2, 7, -1, 1, 0)]),
+}
+CASES = {**EXACT, **BROADCAST}
+ON_ALL_TARGETS = ("check of a size", "check of a range", "two of them", "select", "write", "index by a mask")
+
+
+def agrees(compiled: Callable[..., Tensor], name: str) -> None:
+    fn, calls = CASES[name]
+    for args in calls:
+        try:
+            want: Any = fn(*args)
+        except (RuntimeError, IndexError) as error:
+            want = error
+        given = [a.clone() for a in args]
+        if isinstance(want, Exception):
+            with pytest.raises((RuntimeError, IndexError)):
+                compiled(*given)
+            continue
+        try:
+            got = compiled(*given)
+        except RuntimeError as error:
+            assert name in BROADCAST and re.search(r"made by .*aten|found \d+ where \d+ was traced", str(error))
+            continue
+        assert got.shape == want.shape and torch.equal(got, want), (name, args, got, want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bound_programs(name: str) -> None:
+    fn, calls = CASES[name]
+    agrees(plait.compile(fn, calls[0]), name)
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t != "native"])
+@pytest.mark.parametrize("name", ON_ALL_TARGETS)
+def test_all_targets(name: str, target: str) -> None:
+    fn, calls = CASES[name]
+    agrees(plait.compile(fn, calls[0], options={"wrapper": target}), name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_functions(name: str) -> None:
+    fn, _ = CASES[name]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        torch._dynamo.reset()
+        agrees(torch.compile(fn, backend="plait", fullgraph=True), name)
+
+
+@pytest.mark.parametrize("name", ["index by a mask", "check of a size", "product", "concatenated and viewed"])
+def test_all_sizes_dynamic(name: str) -> None:
+    fn, _ = CASES[name]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        torch._dynamo.reset()
+        agrees(torch.compile(fn, backend="plait", fullgraph=True, dynamic=True), name)
+
+
+class Of(torch.nn.Module):
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.fn(*args)
+
+
+@pytest.mark.parametrize("name", ON_ALL_TARGETS)
+def test_packages(name: str, tmp_path: Path) -> None:
+    fn, calls = CASES[name]
+    plait.package(Of(fn), tmp_path / "p.plait", calls[0])
+    agrees(plait.load(tmp_path / "p.plait"), name)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_error_says_what_was_found_and_where(target: str) -> None:
+    here = Path(__file__).name
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch._dynamo.reset()
+        run = torch.compile(lambda x, y: x[x > 0] * y, backend="plait", fullgraph=True, options={"wrapper": target})
+        run(X, Y)
+        where = rf"made by .*{here}:\d+ aten.index.Tensor.*sizes \[1\].*expected \[3\]"
+        with pytest.raises(RuntimeError, match=where):
+            run(-X, Y)
+        bounded = torch.compile(two_or_three, backend="plait", fullgraph=True, options={"wrapper": target})
+        bounded(X - 1)
+        with pytest.raises(
+            RuntimeError, match=rf"found 4 where at most 3 was traced: size 0 of {here}:\d+ aten.nonzero"
+        ):
+            bounded(torch.ones(4))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_index_out_of_range_is_an_index_error(target: str) -> None:
+    run = plait.compile(lambda x, i: x.select(1, i.item()) + 1, (SQUARE, INDICES[0]), options={"wrapper": target})
+    for i in (4, -5):
+        with pytest.raises(IndexError, match=rf"index {i} is out of bounds for dimension 1 with size 4"):
+            run(SQUARE, torch.tensor(i))
+
+
+def test_few_where_many_were_traced() -> None:
+    x, y = torch.randn(100_000), torch.randn(100_000)
+    run = plait.compile(lambda x, y: x[x > -99] * y, (x, y))
+    assert torch.equal(run(x, y), x * y)
+    fewer = x.where(torch.arange(100_000) < 1000, -100.0)
+    with pytest.raises(RuntimeError, match=r"sizes \[1000\].*expected \[100000\]"):
+        run(fewer, y)
+
+
+def test_training_saves_what_was_found() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        kept = x[x > 0] * 3
+        return (kept.sin() * kept).sum() + (kept * w[0, 0]).exp().sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch._dynamo.reset()
+        run = torch.compile(fn, backend="plait", fullgraph=True)
+        for x in (X, -X, X.abs(), -X.abs()):
+            grads = []
+            for f in (run, fn):
+                a, w = x.clone().requires_grad_(), W[:1].clone().requires_grad_()
+                f(a, w).backward()
+                grads.append((a.grad, w.grad))
+            torch.testing.assert_close(*grads)
+
+
+def test_results_of_exported_programs(tmp_path: Path) -> None:
+    exported = torch.export.export(Of(lambda x, m: x[m] * 2 + 1), (X, M))
+    plait.package(exported, tmp_path / "p.plait")
+    for run in (plait.compile(exported), plait.load(tmp_path / "p.plait")):
+        for m in MASKS:
+            assert torch.equal(run(X, m), X[m] * 2 + 1)
+
+
+def test_branches_with_such_sizes() -> None:
+    def fn(x: Tensor, p: Tensor) -> Tensor:
+        return torch.cond(p, lambda x: x[x > 0].sum() * 2, lambda x: x.nonzero().sum() * 1.0, (x,))
+
+    for compiled in (plait.compile(fn, (X, torch.tensor(True))),):
+        for p in (True, False):
+            for x in (X, -X, X * 0):
+                assert compiled(x, torch.tensor(p)) == fn(x, torch.tensor(p))

@@ -38,13 +38,14 @@ def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: s
 
 @needs_triton
 @pytest.mark.parametrize(
-    "suite", ["graphs", "operators", *(pytest.param(s, marks=pytest.mark.slow) for s in ("models", "pools"))]
+    "suite", ["graphs", "operators", "float8", *(pytest.param(s, marks=pytest.mark.slow) for s in ("models", "pools"))]
 )
 def test_sample(suite: str, tmp_path: Path) -> None:
     forward = "softmax or scatter_add or cumsum or digamma or sigmoid or silu"
     some_ops = f"test_forward and ({forward}) or test_dynamic and pool"
     samples = {
         "graphs": (["tests/test_fuzz_graphs.py", "-k", "test_random_graphs"], 24),
+        "float8": (["tests/test_float8.py", "-k", "read_as_eager or rounded_as_eager"], 32),
         "models": (["tests/test_models.py", "-k", "step and bert or inference and resnet"], 2),
         "operators": (["tests/test_opinfo.py", "-k", some_ops], 18),
         "pools": (["tests/test_pool_training.py", "-k", "first_layers"], 2),
@@ -71,6 +72,12 @@ def builds(args: list[str], at_least: int, n_cubins: int, capability: str, folde
 @needs_triton
 def test_sample_builds(tmp_path: Path) -> None:
     builds(["tests/test_models.py", "-k", "step and bert"], 1, 12, "100", tmp_path)
+
+
+@needs_triton
+def test_casts_of_float8_build(tmp_path: Path) -> None:
+    casts = "(read_as_eager or rounded_as_eager) and float32"
+    builds(["tests/test_float8.py", "-k", casts], 8, 8, "90", tmp_path)
 
 
 @needs_triton

@@ -25,11 +25,13 @@ constexpr char kMagic[8] = {'P', 'L', 'A', 'I', 'T', 'N', 'P', 'L'};
 constexpr size_t kHeaderBytes = 24;
 constexpr int64_t kMaxRank = 64;
 constexpr int kMaxNesting = 8;
-constexpr std::array<int64_t, 17> kElementSize = {1, 1, 2, 4, 8, 1, 2,  4, 8,
-                                                  2, 2, 4, 8, 4, 8, 16, 1};
-constexpr std::array<const char*, 18> kDTypeName = {"b1",  "u8",  "u16", "u32",  "u64",    "i8",
+constexpr std::array<int64_t, 22> kElementSize = {1, 1, 2, 4, 8,  1, 2, 4, 8, 2, 2,
+                                                  4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1};
+constexpr std::array<const char*, 23> kDTypeName = {"b1",  "u8",  "u16", "u32",  "u64",    "i8",
                                                     "i16", "i32", "i64", "f16",  "bf16",   "f32",
-                                                    "f64", "c32", "c64", "c128", "opaque", "any"};
+                                                    "f64", "c32", "c64", "c128",
+                                                    "f8e4m3fn", "f8e5m2", "f8e4m3fnuz",
+                                                    "f8e5m2fnuz", "f8e8m0fnu", "opaque", "any"};
 
 uint32_t crc32(std::span<const std::byte> bytes) {
   static const std::array<uint32_t, 256> table = [] {

@@ -47,6 +47,11 @@ enum class DType : int32_t {
   c32,
   c64,
   c128,
+  f8e4m3fn,
+  f8e5m2,
+  f8e4m3fnuz,
+  f8e5m2fnuz,
+  f8e8m0fnu,
   opaque,
   kAny
 };

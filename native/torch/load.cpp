@@ -29,6 +29,11 @@ c10::ScalarType scalar_type(DType dtype) {
     case DType::c32: return S::ComplexHalf;
     case DType::c64: return S::ComplexFloat;
     case DType::c128: return S::ComplexDouble;
+    case DType::f8e4m3fn: return S::Float8_e4m3fn;
+    case DType::f8e5m2: return S::Float8_e5m2;
+    case DType::f8e4m3fnuz: return S::Float8_e4m3fnuz;
+    case DType::f8e5m2fnuz: return S::Float8_e5m2fnuz;
+    case DType::f8e8m0fnu: return S::Float8_e8m0fnu;
     default: throw LoadError("the element type 'opaque' cannot be allocated");
   }
 }
@@ -43,7 +48,8 @@ const char* torch_name(DType dtype) {
   static constexpr const char* names[] = {
       "bool",    "uint8",     "uint16",    "uint32",     "uint64",   "int8",
       "int16",   "int32",     "int64",     "float16",    "bfloat16", "float32",
-      "float64", "complex32", "complex64", "complex128", "opaque",   "any"};
+      "float64", "complex32", "complex64", "complex128", "float8_e4m3fn",
+      "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "opaque", "any"};
   return names[static_cast<size_t>(dtype)];
 }
 

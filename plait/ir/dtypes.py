@@ -12,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class DType:
     """An element type. nbytes: size of one element in memory. kind: 'b' bool, 'i' int, 'u' uint, 'f' float, 'c'
-    complex."""
+    complex, '8' float of 8 bits."""
 
     name: str
     nbytes: int
@@ -47,9 +47,19 @@ f64 = DType("f64", 8, "f")
 c32 = DType("c32", 4, "c")
 c64 = DType("c64", 8, "c")
 c128 = DType("c128", 16, "c")
+# Loops see these as bytes, which rules take apart and put together: plait/lower/float8.py.
+f8e4m3fn = DType("f8e4m3fn", 1, "8")
+f8e5m2 = DType("f8e5m2", 1, "8")
+f8e4m3fnuz = DType("f8e4m3fnuz", 1, "8")
+f8e5m2fnuz = DType("f8e5m2fnuz", 1, "8")
+f8e8m0fnu = DType("f8e8m0fnu", 1, "8")
 opaque = DType("opaque", 1, "o")
 
 DTYPES: dict[str, DType] = {
-    d.name: d for d in (b1, u8, u16, u32, u64, i8, i16, i32, i64, f16, bf16, f32, f64, c32, c64, c128, opaque)
-}
+    d.name: d
+    for d in (
+        b1, u8, u16, u32, u64, i8, i16, i32, i64, f16, bf16, f32, f64, c32, c64, c128,
+        f8e4m3fn, f8e5m2, f8e4m3fnuz, f8e5m2fnuz, f8e8m0fnu, opaque,
+    )
+}  # fmt: skip
 LOOP_DTYPES: frozenset[DType] = frozenset(d for d in DTYPES.values() if d.kind in "biuf")

@@ -24,6 +24,11 @@ FROM_TORCH: dict[torch.dtype, DType] = {
     torch.complex32: ir.c32,
     torch.complex64: ir.c64,
     torch.complex128: ir.c128,
+    torch.float8_e4m3fn: ir.f8e4m3fn,
+    torch.float8_e5m2: ir.f8e5m2,
+    torch.float8_e4m3fnuz: ir.f8e4m3fnuz,
+    torch.float8_e5m2fnuz: ir.f8e5m2fnuz,
+    torch.float8_e8m0fnu: ir.f8e8m0fnu,
 }
 TO_TORCH: dict[DType, torch.dtype] = {v: k for k, v in FROM_TORCH.items()}
 
@@ -34,7 +39,7 @@ def device_name(device: torch.device) -> str:
 
 
 def from_torch(dtype: torch.dtype) -> DType:
-    """The IR's name of a torch dtype; `opaque` for those that only extern calls understand (float8, quantised...)."""
+    """The IR's name of a torch dtype; `opaque` for those that only extern calls understand (quantised ones...)."""
     return FROM_TORCH.get(dtype, ir.opaque)
 
 

@@ -23,6 +23,7 @@ from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import TO_TORCH, compute_dtype, from_torch
 from plait.lower.extern import call_extern
+from plait.lower.float8 import convert_float8
 from plait.lower.symbols import to_scalar_node
 
 aten = torch.ops.aten
@@ -519,6 +520,8 @@ def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: A
         return call_extern(ctx, ctx.node, (x,), ctx.node.kwargs, fallback=False)
     if x.dtype == want:
         return x
+    if "8" in (x.dtype.kind, want.kind):
+        return convert_float8(ctx, x, want)
     if x.dtype.kind in "co" or want.kind in "co":
         raise NoRule(f"{x.dtype} to {want}")
     return convert(ctx, x, want)

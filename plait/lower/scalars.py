@@ -46,6 +46,6 @@ def _constrain(ctx: Lowering, size: Size, *, min: int | None = None, max: int | 
             ctx.assert_true(sz.compare("le", size, max), f"Invalid value range: a size is above {max}")
 
 
-@lower(aten._assert_tensor_metadata.default, no_loops=True)
+@lower(aten._assert_tensor_metadata.default, any_dtype=True, no_loops=True)
 def _assert_metadata(ctx: Lowering, *_args: object, **_kwargs: object) -> None:
     """Dtypes, sizes and strides were checked when the graph was captured."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -113,10 +111,9 @@ def test_compile_and_package(tmp_path: Path) -> None:
     def fn(x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return *program(x), q.to(torch.float32) * x, q
 
-    makers: list[Callable[[], Any]] = [lambda: plait.compile(fn, (x, q))]
     path = tmp_path / "float8.plait"
-    plait.package(fn, (x, q), path)
-    for made in (*(make() for make in makers), plait.load(path)):
+    plait.package(fn, path, (x, q))
+    for made in (plait.compile(fn, (x, q)), plait.load(path)):
         for g, w in zip(made(x, q), fn(x, q), strict=True):
             same(g, w)
         with pytest.raises((plait.InputError, RuntimeError)):

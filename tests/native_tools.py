@@ -64,6 +64,7 @@ N_ARGS = {
     "k_sleep": (0, 1),
     "k_has_math": (1, 0),
 }
+SOURCE += "".join(f'extern "C" const int32_t {name}_takes[2] = {{{a}, {s}}};\n' for name, (a, s) in N_ARGS.items())
 
 
 @functools.cache

@@ -111,7 +111,7 @@ class Maker:
 
     def grow(self) -> None:
         source, name = self.pick(False), self.fresh()
-        call = CallExtern("aten::repeat", (Ref(source), ListOf((BIG,))), (), (name,))
+        call = CallExtern("aten::repeat", (Ref(source), ListOf((BIG,))), (), (name,), may_keep=False)
         self.add(call, lambda m: m.__setitem__(name, m[source].repeat(BIG)))
         self.big[name], self.owner[name] = True, name
 

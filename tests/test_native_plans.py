@@ -6,6 +6,7 @@ import random
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,12 @@ from plait.wrapper.instructions import (
     CallPython,
     Constant,
     Copy,
+    DefineKernel,
     Fill,
     Free,
     Input,
     Instr,
+    Launch,
     ListOf,
     Literal,
     OpaqueInput,
@@ -45,7 +48,8 @@ from plait.wrapper.instructions import (
 )
 from plait.wrapper.native import encode
 from plait.wrapper.program import CompileRecord, observers
-from tests.native_tools import launch, library, program, tensor
+from tests import fuzz_plans, plan_damage
+from tests.native_tools import alloc, launch, library, program, ret, tensor
 
 HEADER = 24
 ROOT = Path(__file__).parent.parent
@@ -160,34 +164,20 @@ def test_damage_behind_a_right_checksum_never_crashes():
     assert refused > 2000 and refused + loaded == 5000
 
 
-def test_damaged_programs_without_kernels_never_crash_when_called():
-    """Without kernels nothing reads a bare pointer: whatever loads may also be called."""
-    s0 = symbol("s0")
-    p = program(
-        (tensor("x", s0, 4), SymbolInput("n")),
-        Symbol("s0", SizeOf("x", "size", 0)),
-        Arena("m", 1024),
-        Place("p", "m", 64, f32, (4, 4), (4, 1)),
-        Fill("p", 3),
-        Alloc("o", f32, (s0, 4), (4, 1)),
-        Copy("o", "x", bump=False),
-        CallExtern("aten::sum", (Ref("o"),), (), ("t",)),
-        View("v", "o", f32, (2,), (1,), 2),
-        Return((Ref("t"), Ref("v"), s0 + symbol("n"))),
-    )
-    x = torch.randn(3, 4)
-    called = 0
-    for damaged in corruptions(encode(p), 3000, seed=3):
-        try:
-            prog = load(damaged, {})
-        except (PlanError, LoadError):
-            continue
-        try:
-            prog(x, 1)
-            called += 1
-        except (RuntimeError, TypeError, MemoryError):
-            continue
-    assert called > 50
+def test_damaged_plans_run_without_a_crash():
+    """Programs of every instruction, damaged and called in a process of their own."""
+    tally = fuzz_plans.fuzz(3000, sanitized=False)
+    assert tally.findings == {}
+    assert tally.seed == 3000 and tally.counts["refused"] > 1000 and tally.counts["ran"] > 600
+    untouched = [p for p in plan_damage.INSTRUCTIONS if not any(k.startswith(f"{p} ") for k in tally.counts)]
+    assert untouched == []
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_damaged_plans_run_under_a_sanitizer():
+    """Goes on where it stopped, for these sources."""
+    tally = fuzz_plans.fuzz(100_000, sanitized=True, state=fuzz_plans.kept_at(sanitized=True))
+    assert tally.findings == {} and tally.seed >= 100_000
 
 
 def test_a_hundred_thousand_damaged_plans_under_a_sanitizer(tmp_path: Path):
@@ -220,6 +210,7 @@ def real_programs() -> list[WrapperProgram]:
 
 
 X = TensorInput("x", f32, (4,), (1,))
+ARENA = (Arena("m", 64), Place("p", "m", 0, f32, (4,), (1,)))
 
 
 @pytest.mark.parametrize(
@@ -248,12 +239,97 @@ X = TensorInput("x", f32, (4,), (1,))
         ((X,), (Alloc("a", f32, (1 << 40, 1 << 40), (1 << 40, 1)), Return(())), "too large"),
         ((X,), (Return((Ref("x"), ListOf(()))),), "a list is returned"),
         ((X,), (Return((ValueOf("x"),)),), "'x' is no float and no bool"),
+        ((X,), (*ARENA, Return((Ref("p"),))), "'p' lies in the arena and may be kept"),
+        ((X,), (*ARENA, View("v", "p", f32, (2,), (1,), 0), Return((Ref("v"),))), "'v' lies in the arena"),
+        ((X,), (*ARENA, CallExtern("aten::neg", (Ref("p"),), (), ("y",)), Return(())), "'p' lies in the arena"),
+        (
+            (X,),
+            (*ARENA, CallExtern("own::op", (ListOf((Ref("p"),)),), (), ("y",), may_keep=False), Return(())),
+            "'p' lies in the arena",
+        ),
+        ((X,), (View("v", "x", f32, (2,), (1,), 1 << 60), Return(())), "'v' has a wrong offset"),
+        ((X,), (Alloc("a", f32, (1 << 40, 1 << 40), (0, 0)), Return(())), "too large"),
         ((X,), (Fill("x", ValueOf("x")), Return(())), "a value is no operand of a call"),
     ],
 )
 def test_verifier(inputs: tuple[Input, ...], body: tuple[Instr, ...], text: str):
     with pytest.raises(PlanError, match=text):
         load(encode(program(inputs, *body)), {})
+
+
+S0 = symbol("s0")
+
+
+@pytest.mark.parametrize(
+    "inputs, body, args, text",
+    [
+        ((X,), (View("v", "x", f32, (3,), (2,), 0), ret("v")), [4], "'x' is smaller than what is read of it"),
+        (
+            (tensor("x", S0),),
+            (Symbol("s0", SizeOf("x", "size", 0)), View("v", "x", f32, (S0,), (1,), 1), ret("v")),
+            [4],
+            "'v' reaches beyond its memory",
+        ),
+        (
+            (SymbolInput("k"), X),
+            (View("v", "x", f32, (2,), (1,), symbol("k")), ret("v")),
+            [3, 4],
+            "'v' reaches beyond its memory",
+        ),
+        (
+            (tensor("x", S0),),
+            (
+                Symbol("s0", SizeOf("x", "size", 0)),
+                alloc("a", S0),
+                View("v", "a", f32, (S0 * 2,), (1,), 0),
+                alloc("o", S0),
+                launch("k_inc", "v", "o", n=0),
+                ret("o"),
+            ),
+            [4],
+            "'v' reaches beyond its memory",
+        ),
+        (
+            (X,),
+            (CallExtern("aten::neg", (Ref("x"),), (), ("r",)), View("v", "r", f32, (4,), (1,), 2), ret("v")),
+            [4],
+            "'r' is smaller than what is read of it",
+        ),
+        (
+            (X,),
+            (
+                alloc("o", 2),
+                CallExtern("aten::neg.out", (Ref("x"),), (("out", Ref("o")),), (), ("o",), may_keep=False),
+                ret("o"),
+            ),
+            [4],
+            "operator aten::neg.out gave 'o' other sizes",
+        ),
+        (
+            (tensor("x", 8, 8), tensor("y", 8, 8)),
+            (CallExtern("aten::mm", (Ref("x"), Ref("y")), (), ("r",)), ret("r")),
+            [(2, 8), (4, 8)],
+            "shapes cannot be multiplied",
+        ),
+    ],
+)
+def test_what_only_a_call_knows_is_checked_at_the_call(
+    inputs: tuple[Input, ...], body: tuple[Instr, ...], args: list[int | tuple[int, ...]], text: str
+):
+    prog = load(encode(program(inputs, *body)), {"cpu": library()})
+    given = [a if isinstance(i, SymbolInput) else torch.randn(a) for i, a in zip(inputs, args, strict=True)]
+    with pytest.raises(RuntimeError, match=text):
+        prog(*given)
+
+
+def test_a_kernel_that_takes_something_else_is_refused():
+    body = (alloc("o", 4), launch("k_inc", "x", "o", n=4), ret("o"))
+    p = program((X,), *body)
+    (kernel,) = (i for i in p.body if isinstance(i, DefineKernel))
+    fewer = replace(body[1], args=("o",)) if isinstance(body[1], Launch) else None
+    damaged = replace(p, body=(replace(kernel, n_args=1), body[0], fewer, body[2]))
+    with pytest.raises(LoadError, match="'k_inc' takes 2 tensors and 1 sizes, the program declares 1 and 1"):
+        load(encode(damaged), {"cpu": library()})
 
 
 def test_dtypes_that_plans_do_not_know_are_refused_by_the_writer():

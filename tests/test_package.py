@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import hashlib
 import inspect
+import json
 import os
 import subprocess
 import sys
+import threading
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +27,10 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 import plait
+from plait._native import Package as NativePackage
 from plait.errors import InputError, Unsupported, UserError
 from plait.runtime import signature as signatures
+from plait.runtime.package import Package
 from plait.runtime.signature import VALUE, Signature
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.package import Contents, Writer
@@ -156,6 +162,86 @@ def test_threads_share_a_package(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         for got, want in zip(threads.map(loaded, inputs * 8), wanted * 8, strict=True):
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "fn, args",
+    [
+        (lambda x: x.sort(), (X,)),
+        (lambda x: {"a": [x.max(0), (x.sort(), 2)], "b": torch.linalg.slogdet(x[:6, :6])}, (X,)),
+        (lambda s, m: s.values + s.indices * m["m"].values, (X.sort(), {"m": X.max(1, keepdim=True)})),
+    ],
+)
+def test_named_results_of_torch_go_in_and_out(tmp_path: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    plait.package(fn, tmp_path / "p.plait", args, machines=["portable"])
+    want = fn(*args)
+    for program in (plait.compile(fn, args), plait.load(tmp_path / "p.plait")):
+        got = program(*args)
+        assert pytree.tree_structure(got) == pytree.tree_structure(want)
+        torch.testing.assert_close(pytree.tree_leaves(got), pytree.tree_leaves(want))
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+def test_calls_that_change_state_come_one_after_another(tmp_path: Path, wrapper: str) -> None:
+    """As eager's: none is lost, and each sees the count that it made. x is large enough for calls to give the GIL up."""
+    module, x = made("state"), torch.ones(64, 4096)
+    if wrapper == "native":
+        programs = [packaged(tmp_path / "p.plait", module, x), plait.compile(made("state"), (x,))]
+    else:
+        programs = [plait.compile(made("state"), (x,), options={"wrapper": "python"})]
+    for program in programs:
+        start = threading.Barrier(8)
+
+        def count(_: int, program: Any = program, start: threading.Barrier = start) -> list[float]:
+            start.wait()
+            return [program(x)[0, 0].item() for _ in range(200)]
+
+        with ThreadPoolExecutor(8) as threads:
+            seen = [n for counted in threads.map(count, range(8)) for n in counted]
+        assert sorted(seen) == list(range(1, 1601))
+
+
+def damaged_json(text: str) -> Iterator[str]:
+    """The text with each of its values exchanged or left out, one at a time, and cut or changed bytes."""
+
+    def variants(value: Any) -> Iterator[Any]:
+        yield from (x for x in (None, 7, "x", [], {}, [["value"]], True) if x != value)
+        if isinstance(value, list):
+            for k, item in enumerate(value):
+                yield value[:k] + value[k + 1 :]
+                yield from (value[:k] + [v] + value[k + 1 :] for v in variants(item))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield {k: v for k, v in value.items() if k != key}
+                yield from ({**value, key: v} for v in variants(item))
+
+    yield from (json.dumps(v) for v in variants(json.loads(text)))
+    yield from (text[:k] for k in range(0, len(text), 17))
+    yield from (text[:k] + "\x00" + text[k + 1 :] for k in range(0, len(text), 13))
+
+
+def test_damage_to_how_arguments_are_nested_is_an_error_of_plait(tmp_path: Path) -> None:
+    def fn(x: Tensor, y: dict[str, Tensor], n: int, s: str) -> dict[str, Any]:
+        return {"sum": x + y["a"] * n, "same": (x * 2, 3.5, s)}
+
+    path = tmp_path / "p.plait"
+    args = (X[:4], {"a": X[:4]}, 3, "s")
+    plait.package(fn, path, args, machines=["portable"])
+    native = NativePackage(str(path))
+    refused = taken = 0
+    for text in damaged_json(native.python):
+        given = SimpleNamespace(call=native.call, python=text, names=native.names, outputs=native.outputs,
+                                weights={}, folded=(), machine="", versions={})  # fmt: skip
+        try:
+            loaded = Package(given, str(path))  # type: ignore[arg-type]
+        except plait.PackageError as error:
+            assert str(path) in str(error)
+            refused += 1
+            continue
+        taken += 1
+        with contextlib.suppress(plait.InputError):
+            loaded(*args)
+    assert refused > 200 and taken > 20, (refused, taken)
 
 
 def test_many_loads_at_once(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ KERNEL k_add(i64 tid, i64 nt, void* const* b, const i64* s) {  // z = x + y
 }
 KERNEL k_divide(i64 tid, i64 nt, void* const* b, const i64* s) { return *(const i64*)b[0] == 0; }
 KERNEL k_check(i64 tid, i64 nt, void* const* b, const i64* s) { return *(const i64*)b[0] < s[0] ? 0 : 3; }
+#define TAKES extern "C" const int
+TAKES k_double_takes[] = {2, 1}, k_add_takes[] = {3, 1}, k_divide_takes[] = {1, 0}, k_check_takes[] = {1, 1};
 """
 
 

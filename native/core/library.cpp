@@ -94,9 +94,15 @@ Library::~Library() {
 
 void* Library::find(const char* symbol) const { return dlsym(handle_, symbol); }
 
-KernelFn Library::kernel(const std::string& name) const {
+KernelFn Library::kernel(const std::string& name, int32_t n_args, int32_t n_sizes) const {
   void* symbol = find(name.c_str());
   if (!symbol) throw LoadError("kernel '" + name + "' is not in " + path_);
+  const auto* takes = static_cast<const int32_t*>(find((name + "_takes").c_str()));
+  if (!takes) throw LoadError("kernel '" + name + "' of " + path_ + " does not say what it takes");
+  if (takes[0] != n_args || takes[1] != n_sizes)
+    throw LoadError("kernel '" + name + "' takes " + std::to_string(takes[0]) + " tensors and " +
+                    std::to_string(takes[1]) + " sizes, the program declares " +
+                    std::to_string(n_args) + " and " + std::to_string(n_sizes));
   return reinterpret_cast<KernelFn>(symbol);
 }
 

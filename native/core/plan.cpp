@@ -96,6 +96,7 @@ class Reader {
         fail("a string lies outside the text");
       strings_.emplace_back(reinterpret_cast<const char*>(text_.data()) + offset,
                             static_cast<size_t>(length));
+      if (!is_utf8(strings_.back())) fail("a string is no UTF-8");
     }
   }
 
@@ -326,6 +327,26 @@ class Parser {
 };
 
 }  // namespace
+
+bool is_utf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto byte = [&](size_t k) -> uint32_t {
+      return i + k < text.size() ? static_cast<uint8_t>(text[i + k]) : 0;
+    };
+    const uint32_t first = byte(0);
+    const size_t n = first < 0x80 ? 1 : first >> 5 == 6 ? 2 : first >> 4 == 14 ? 3 : first >> 3 == 30 ? 4 : 0;
+    if (n == 0) return false;
+    uint32_t code = n == 1 ? first : first & (0x7Fu >> n);
+    for (size_t k = 1; k < n; ++k) {
+      if (byte(k) >> 6 != 2) return false;
+      code = code << 6 | (byte(k) & 0x3F);
+    }
+    constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
+    if (code < kLeast[n] || code > 0x10FFFF || (code >= 0xD800 && code < 0xE000)) return false;
+    i += n;
+  }
+  return true;
+}
 
 int64_t element_size(DType dtype) {
   return dtype == DType::kAny ? 0 : kElementSize[static_cast<size_t>(dtype)];

@@ -11,6 +11,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -261,6 +262,9 @@ Plan read_plan(std::span<const std::byte> bytes);
 // Checks the rules that need no bytes: defined before use, freed once, ranks, kernels' argument
 // counts. Throws PlanError.
 void verify(const Plan& plan);
+
+// Whether Python takes the bytes as a str.
+bool is_utf8(std::string_view text);
 
 // The value of a node over `values` of earlier nodes; false on overflow or a divisor that is not
 // positive.

@@ -1,10 +1,12 @@
 // native/core/verify.cpp: the rules of a Plan that hold beyond its bytes.
 //
 // Every slot and symbol is defined once and before its uses, nothing is used after it was freed,
-// ranks agree, kernels get as many arguments as they declare, constant sizes are not negative and
-// constant ranges stay inside their memory.
+// ranks agree, kernels get as many arguments as they declare, constant sizes are not negative,
+// constant ranges stay inside their memory, and nothing that lies in the arena, which is the
+// program's only during a call, is returned or handed to an operator that may keep it.
 #include <algorithm>
 #include <climits>
+#include <cstdlib>
 #include <optional>
 
 #include "plan.h"
@@ -13,6 +15,7 @@ namespace plait {
 namespace {
 
 constexpr int64_t kMaxBytes = int64_t{1} << 48;
+constexpr int64_t kMaxWorkNs = int64_t{1} << 48;
 
 class Verifier {
  public:
@@ -35,8 +38,9 @@ class Verifier {
     Kind kind = Kind::undefined;
     std::optional<int64_t>
         bytes;           // of the memory that the slot may reach, where that is a constant
-    int64_t start = 0;   // of the slot inside it
-    bool owned = false;  // may be reused: an Alloc or a Reuse
+    int64_t start = 0;      // of the slot inside it
+    bool owned = false;     // may be reused: an Alloc or a Reuse
+    bool in_arena = false;  // a Place, or a view of one
   };
 
   [[noreturn]] void fail(const std::string& what) const {
@@ -122,16 +126,21 @@ class Verifier {
   // Bytes from the first to past the last element where that is a constant (0 for an empty tensor).
   // Negative sizes fail.
   std::optional<int64_t> extent(const Shape& shape, int64_t element) {
-    int64_t span = 1;
+    for (const auto* ids : {&shape.sizes, &shape.strides})
+      for (ExprId e : *ids) use(e);
+    return constant_extent(shape, element);
+  }
+  std::optional<int64_t> constant_extent(const Shape& shape, int64_t element) const {
+    int64_t span = 1, numel = 1;
     bool known = true, empty = false;
     for (size_t d = 0; d < shape.sizes.size(); ++d) {
-      use(shape.sizes[d]);
-      use(shape.strides[d]);
       const auto& size = constant(shape.sizes[d]);
       const auto& stride = constant(shape.strides[d]);
       if (size && *size < 0) fail("a size is negative");
       if (stride && *stride < 0) fail("a stride is negative");
       if (size && *size == 0) empty = true;
+      if (size && *size > 0 && __builtin_mul_overflow(numel, *size, &numel))
+        fail("a tensor is too large");
       int64_t step = 0;
       if (!size || !stride)
         known = false;
@@ -150,19 +159,15 @@ class Verifier {
     if (i.kind != Input::Kind::tensor) return;
     if (i.dtype != plan_.slots[static_cast<size_t>(i.id)].dtype || i.dtype == DType::kAny)
       fail("input " + name(i.id) + " has two element types");
-    for (const auto* ids :
-         {&i.shape.sizes, &i.shape.strides})  // symbols of a signature are defined by the body:
-                                              // only constants are checked
-      for (ExprId e : *ids)
-        if (const auto& value = constant(e); value && *value < 0)
-          fail("input " + name(i.id) + " has a negative size or stride");
+    constant_extent(i.shape, 1);  // symbols of a signature are defined by the body
   }
 
   // A slot of known memory: [start, start + extent) has to lie in the memory.
   void inside(State& state, const Shape& shape, SlotId s) {
     const auto span = extent(shape, item(s));
+    if (!state.bytes) return;
     if (state.start < 0 ||
-        (state.bytes && span && (state.start > *state.bytes || *span > *state.bytes - state.start)))
+        (span && (state.start > *state.bytes || *span > *state.bytes - state.start)))
       fail(name(s) + " reaches beyond its memory");
   }
 
@@ -199,6 +204,7 @@ class Verifier {
     if (arena.kind != Kind::arena) fail(name(i.arena) + " is no arena");
     use(i.offset);
     State& state = define(i.slot, Kind::tensor);
+    state.in_arena = true;
     if (const auto& offset = constant(i.offset)) {
       if (*offset < 0 || *offset > kMaxBytes || *offset % item(i.slot) != 0)
         fail(name(i.slot) + " has a wrong offset");
@@ -229,12 +235,13 @@ class Verifier {
     const State base = tensor(i.base);
     use(i.offset);
     State& state = define(i.slot, Kind::tensor);
-    const auto& offset = constant(i.offset);
-    int64_t delta = 0;
-    if (offset && base.bytes) {
-      if (__builtin_mul_overflow(*offset, item(i.slot), &delta))
+    state.in_arena = base.in_arena;
+    if (const auto& offset = constant(i.offset)) {
+      int64_t delta = 0;
+      if (__builtin_mul_overflow(*offset, item(i.slot), &delta) || std::abs(delta) > kMaxBytes)
         fail(name(i.slot) + " has a wrong offset");
       state.start = i.relative ? base.start + delta : delta;
+      if (std::abs(state.start) > kMaxBytes) fail(name(i.slot) + " has a wrong offset");
       state.bytes = base.bytes;
     }
     inside(state, i.shape, i.slot);
@@ -250,17 +257,29 @@ class Verifier {
     for (ExprId e : i.sizes) use(e);
     use(i.work_ns);
     use(i.grid);
+    if (const auto& ns = constant(i.work_ns); ns && (*ns < 0 || *ns > kMaxWorkNs))
+      fail("a launch takes " + std::to_string(*ns) + " ns");
   }
   void check(const CallExtern& i) {
     for (const Operand& o : i.args) operand(o);
     for (const KeywordOperand& o : i.kwargs) operand(o.value);
     for (SlotId s : i.into) tensor(s);
+    const bool builtin = i.op.starts_with("aten::") || i.op.starts_with("prims::");
+    if (i.may_keep || !builtin) {
+      for (const Operand& o : i.args) refuse_arena(o);
+      for (const KeywordOperand& o : i.kwargs) refuse_arena(o.value);
+    }
     results(i.outs);
   }
   void check(const CallPython& i) {
     for (const Operand& o : i.args) operand(o);
     for (const KeywordOperand& o : i.kwargs) operand(o.value);
     results(i.outs);
+  }
+  void refuse_arena(const Operand& o) const {
+    if (o.kind == Operand::Kind::ref && slots_[static_cast<size_t>(o.id)].in_arena)
+      fail(name(o.id) + " lies in the arena and may be kept");
+    for (const Operand& item : o.items) refuse_arena(item);
   }
   void check(const Copy& i) {
     tensor(i.dst);
@@ -280,6 +299,7 @@ class Verifier {
         number(o.id);
       else
         operand(o);
+      refuse_arena(o);
     }
   }
 

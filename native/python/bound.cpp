@@ -154,6 +154,25 @@ PyObject* bound_results(const Bound& b, const ProgramState& s, Frame& f, const A
   return tuple.release();
 }
 
+// Waits for its turn without the GIL, which the thread whose turn it is may need.
+class Turn {
+ public:
+  explicit Turn(std::recursive_mutex* turn) : turn_(turn) {
+    if (!turn_ || turn_->try_lock()) return;
+    PyThreadState* state = PyEval_SaveThread();
+    turn_->lock();
+    PyEval_RestoreThread(state);
+  }
+  ~Turn() {
+    if (turn_) turn_->unlock();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  std::recursive_mutex* turn_;
+};
+
 PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   return guarded([&] {
     const BoundState& state = *reinterpret_cast<PyBound*>(self)->state;
@@ -167,6 +186,7 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
       args = sorted.data();
     }
     const Arguments given{args};
+    const Turn turn(b.turn());
     Call call(*s.program);
     b.bind(call.frame(), given);
     s.program->run(call.frame());

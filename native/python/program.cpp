@@ -137,7 +137,8 @@ class PythonOperands {
   Ref slot(SlotId s) {
     if (p_.slot(s).kind == SlotInfo::Kind::opaque)
       return Ref::borrow(static_cast<PyObject*>(f_.opaques[static_cast<size_t>(s)]));
-    return Ref::check(wrap(*f_.refs[static_cast<size_t>(s)]));
+    const at::Tensor& t = *f_.refs[static_cast<size_t>(s)];
+    return Ref::check(wrap(p_.in_arena(s) ? t.clone() : t));  // a hook's, which may keep it
   }
   static Ref torch(const char* name) {
     const Ref module = Ref::check(PyImport_ImportModule("torch"));

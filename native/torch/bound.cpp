@@ -69,6 +69,9 @@ Bound::Bound(const Program& program, Signature signature, const std::vector<at::
     if (inputs[i].kind == Input::Kind::tensor && program.slot(inputs[i].id).written)
       changed_.push_back(i);
   }
+  for (size_t i : changed_)
+    if (!turn_ && signature_.inputs[i].kind == InputSpec::Kind::bound)
+      turn_ = std::make_unique<std::recursive_mutex>();
   const std::vector<Produced>& results = signature_.results;
   if (!results.empty() && results.size() != n_outputs)
     throw LoadError("the program has " + std::to_string(n_outputs) + " results, " +

@@ -50,6 +50,11 @@ class Bound {
 
   const Signature& signature() const { return signature_; }
 
+  // Held during a call of a program that writes to what is bound to it, from reading it to handing
+  // out results: such calls come one after another, whatever thread they come from, and a callback
+  // may call the program again. Null: the program writes to nothing of its own.
+  std::recursive_mutex* turn() const { return turn_.get(); }
+
   // Checks the arguments and binds every input of the program; throws InputError.
   template <class Arguments>
   void bind(Frame& f, const Arguments& args) const;
@@ -96,7 +101,8 @@ class Bound {
   Signature signature_;
   std::vector<BoundTensor> bound_;
   std::vector<size_t> changed_;  // inputs that the program writes to
-  bool derives_ = false;         // some inputs are symbols
+  std::unique_ptr<std::recursive_mutex> turn_;
+  bool derives_ = false;  // some inputs are symbols
 };
 
 inline bool has_tensor(const InputSpec& s) {

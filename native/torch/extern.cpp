@@ -62,6 +62,9 @@ class Resolver {
       if (!operand && !args[pos].default_value())
         fail("misses argument '" + args[pos].name() + "'");
       argument_ = args[pos].name();
+      const c10::AliasInfo* alias = args[pos].alias_info();
+      if (operand && operand->kind == Operand::Kind::ref && alias && alias->isWrite())
+        out_.written.push_back(operand->id);
       out_.stack.push_back(operand ? convert(*operand, *args[pos].type(), args[pos].N().value_or(1))
                                    : *args[pos].default_value());
     }
@@ -360,7 +363,11 @@ void copy_rows(int64_t begin, int64_t end, void* context) {
 }  // namespace
 
 ExternCall resolve_extern(const CallExtern& call, const Constants& constants) {
-  return Resolver(call, constants).run();
+  try {
+    return Resolver(call, constants).run();
+  } catch (const c10::Error& e) {  // an operand that torch does not know, or cannot convert
+    throw LoadError("operator " + call.op + ": " + e.what_without_backtrace());
+  }
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -379,7 +386,9 @@ bool Program::plan_gemm(const Frame& f, const ExternCall& c, const Operands& o, 
   const bool add = c.road == ExternCall::Road::addmm;
   const size_t first = add ? 1 : 0;
   const auto extents = [&](size_t i) {
-    if (!o.is_given()) return Extents(slot(c.tensors[i]).meta, f.values);
+    // What the program made is as it says, of an input only the tensor knows.
+    if (!o.is_given() && slot(c.tensors[i]).kind != SlotInfo::Kind::input)
+      return Extents(slot(c.tensors[i]).meta, f.values);
     const at::Tensor& t = o.tensor(c.tensors[i]);
     return Extents(t.sizes(), t.strides());
   };
@@ -458,12 +467,20 @@ void Program::call_extern(Frame& f, const ExternCall& c, const Operands& o) cons
   using Road = ExternCall::Road;
   if (c.bufs != kNone && call_gemm(f, c, o)) return;
   if (gpu_ && c.by_blaslt && call_blaslt(f, c, o)) return;
-  if (c.road == Road::boxed || c.makes_result) return call_boxed(f, c, o);
-  const auto tensor = [&](size_t i) -> const at::Tensor& { return o.tensor(c.tensors[i]); };
-  at::Tensor& out = f.tensors[static_cast<size_t>(o.slot(c.tensors.back()))];
   // An output that is the caller's tensor (an input or constant) is not ours to hand out as a
   // mutable reference.
-  if (!out.defined()) return call_boxed(f, c, o);
+  if (c.road == Road::boxed || c.makes_result ||
+      !f.tensors[static_cast<size_t>(o.slot(c.tensors.back()))].defined())
+    call_boxed(f, c, o);
+  else
+    call_direct(f, c, o);
+  if (!c.written.empty() && !o.is_given()) require_sizes_kept(f, c);
+}
+
+void Program::call_direct(Frame& f, const ExternCall& c, const Operands& o) const {
+  using Road = ExternCall::Road;
+  const auto tensor = [&](size_t i) -> const at::Tensor& { return o.tensor(c.tensors[i]); };
+  at::Tensor& out = f.tensors[static_cast<size_t>(o.slot(c.tensors.back()))];
   try {
     switch (c.road) {
       case Road::mm: at::cpu::mm_out(out, tensor(0), tensor(1)); return;
@@ -479,6 +496,21 @@ void Program::call_extern(Frame& f, const ExternCall& c, const Operands& o) cons
   } catch (c10::Error& e) {
     e.add_context("in operator " + c.name + " of program " + plan_.name);
     throw;
+  }
+}
+
+// Operators give a tensor that they write other sizes, and other memory, where theirs do not fit.
+void Program::require_sizes_kept(const Frame& f, const ExternCall& c) const {
+  for (SlotId s : c.written) {
+    const SlotInfo& i = slots_[static_cast<size_t>(s)];
+    const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
+    const bool made = i.kind == SlotInfo::Kind::alloc || i.kind == SlotInfo::Kind::view ||
+                      i.kind == SlotInfo::Kind::place;
+    const bool kept = made ? t.sizes() == Extents(i.meta, f.values).sizes
+                           : !i.needs_pointer || t.unsafeGetTensorImpl()->data() ==
+                                                     f.pointers[static_cast<size_t>(s)];
+    if (!kept) [[unlikely]]
+      throw std::runtime_error("operator " + c.name + " gave '" + i.name + "' other sizes");
   }
 }
 

@@ -177,7 +177,7 @@ class Loader {
     }
     for (size_t d = m.sizes.size(); d-- > 0;) {
       m.contiguous = m.contiguous && m.strides[d] == want;
-      want *= std::max<int64_t>(m.sizes[d], 1);
+      if (__builtin_mul_overflow(want, std::max<int64_t>(m.sizes[d], 1), &want)) want = -1;
     }
     m.nbytes = empty ? 0 : span * element_size(dtype);
     return m;
@@ -193,6 +193,10 @@ class Loader {
   // The slot and everything whose memory it lives in are alive until now.
   void touch(SlotId s) {
     for (; s != kNone; s = info(s).base) last_use_[static_cast<size_t>(s)] = at_;
+  }
+  // The slot and what it is a view of.
+  void mark_written(SlotId s) {
+    for (; s != kNone; s = info(s).base) info(s).written = true;
   }
   void use_header(SlotId s, bool escapes = false) {
     touch(s);
@@ -251,6 +255,7 @@ class Loader {
     s.root = i.arena;
     s.delta = *constant(i.offset);
     s.folded = true;
+    learn_reach(s);
   }
   void learn(const Alloc& i) {
     SlotInfo& s = define(i.slot, Kind::alloc, i.shape);
@@ -263,6 +268,12 @@ class Loader {
     s.root = info(i.old).root;
     s.delta = info(i.old).delta;
     s.folded = true;
+    const SlotInfo& old = info(i.old);
+    const bool whole = s.meta.ids.sizes == old.meta.ids.sizes && s.meta.ids.strides == old.meta.ids.strides &&
+                       element_size(s.dtype) <= element_size(old.dtype);
+    s.inside = whole && (old.kind == Kind::alloc || old.inside);
+    if (!s.inside) learn_reach(s);
+    if (!s.inside) touch(i.old);
   }
   void learn(const Free&) {}  // liveness is computed here: it ends no later than Free says
   void learn(const View& i) {
@@ -275,10 +286,29 @@ class Loader {
     // The storage of an allocation starts where it points; elsewhere only the tensor knows.
     const bool from_storage = !i.relative && info(base.root).kind != Kind::alloc;
     s.relative = i.relative;
-    if (!constant(i.offset) || from_storage) return;
+    if (!constant(i.offset) || from_storage) return touch(i.base);  // its memory is asked for its end
     s.root = base.root;
     s.delta = (i.relative ? base.delta : 0) + *constant(i.offset) * element_size(s.dtype);
     s.folded = true;
+    learn_reach(s);
+    if (!s.inside) touch(i.base);
+  }
+  // Where it is known at load whether the slot lies in its memory: all is constant, and the verifier
+  // has compared it with what the program allocates; of another's tensor, that is asked when it comes.
+  // Elsewhere a step asks.
+  void learn_reach(SlotInfo& s) {
+    if (!s.meta.is_static || s.scalar == c10::ScalarType::Undefined) return;
+    SlotInfo& root = info(s.root);
+    if (root.kind == Kind::arena || root.kind == Kind::alloc) {
+      const int64_t room = root.kind == Kind::arena ? p_.arena_bytes_ : root.meta.is_static ? root.meta.nbytes : 0;
+      s.inside = s.meta.nbytes == 0 || (s.delta >= 0 && s.meta.nbytes <= room && s.delta <= room - s.meta.nbytes);
+      return;
+    }
+    s.inside = root.kind != Kind::opaque && root.kind != Kind::place && root.kind != Kind::view;
+    if (!s.inside || s.meta.nbytes == 0) return;
+    root.reaches = true;
+    root.lowest = std::min(root.lowest, s.delta);
+    root.highest = std::max(root.highest, s.delta + s.meta.nbytes);
   }
   void learn(const Constant& i) {
     SlotInfo& s = define(i.slot, Kind::constant);
@@ -294,8 +324,7 @@ class Loader {
     p_.kernel_devices_.resize(plan_.kernels.size(), c10::kCPU);
     p_.kernel_devices_[static_cast<size_t>(i.kernel)] =
         device(plan_.kernels[static_cast<size_t>(i.kernel)].device);
-    for (SlotId s : i.outs)
-      if (info(info(s).root).kind == Kind::input) info(info(s).root).written = true;
+    for (SlotId s : i.outs) mark_written(s);
     for (SlotId s : i.args) touch(s);
   }
   void learn(const CallExtern& i) {
@@ -304,7 +333,7 @@ class Loader {
     for (const KeywordOperand& o : i.kwargs) use_operand(o.value, escapes);
     for (SlotId s : i.into) {
       use_header(s);
-      if (info(info(s).root).kind == Kind::input) info(info(s).root).written = true;
+      mark_written(s);
     }
     use_results(i.outs);
     p_.needs_guard_ = true;
@@ -316,17 +345,18 @@ class Loader {
     p_.needs_guard_ = true;
   }
   void learn(const Copy& i) {
-    info(i.dst).written = true;
+    mark_written(i.dst);
     use_header(i.dst);
     use_header(i.src);
     p_.needs_guard_ = true;
   }
   void learn(const BumpVersion& i) {
-    info(i.tensor).written = true;
+    mark_written(i.tensor);
     use_header(i.tensor);
   }
   void learn(const Partition&) {}
   void learn(const Fill& i) {
+    mark_written(i.tensor);
     use_header(i.tensor);
     p_.needs_guard_ = true;
   }
@@ -393,10 +423,14 @@ class Loader {
   // needed.
   void emit_slot(SlotId s) {
     const SlotInfo& i = info(s);
+    if (!i.inside) need(i.meta.ids);
     if (!i.folded) {
       need(std::vector<ExprId>{i.offset});
-      if (i.kind == Kind::place) need(i.meta.ids);  // whether it fits is asked
       push(StepKind::pointer, s);
+    } else if (!i.inside && !i.header && !p_.gpu_) {
+      // Kernels alone read it. On a GPU recordings may have its memory elsewhere than this step.
+      push(StepKind::inside, s);
+      mark_pointer(s);
     }
     if (!i.header) return;
     need(i.meta.ids);
@@ -503,11 +537,14 @@ class Loader {
     loaded = p_.cubins_->share(kernel.name, static_cast<size_t>(kernel.n_args + kernel.n_sizes));
     return loaded;
   }
+  KernelFn load_kernel(const Kernel& k) const {
+    return p_.library_->kernel(k.name, k.n_args, k.n_sizes);
+  }
   KernelFn kernel(int32_t k) {
     p_.functions_.resize(plan_.kernels.size());
     KernelFn& fn = p_.functions_[static_cast<size_t>(k)];
     if (!p_.library_) throw LoadError("the program has kernels and no kernel library was given");
-    if (!fn) fn = p_.library_->kernel(plan_.kernels[static_cast<size_t>(k)].name);
+    if (!fn) fn = load_kernel(plan_.kernels[static_cast<size_t>(k)]);
     return fn;
   }
 

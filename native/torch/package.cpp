@@ -340,6 +340,8 @@ struct Package::State {
   }
   template <class Arguments>
   std::vector<at::Tensor> run(const Arguments& args) {
+    std::unique_lock<std::recursive_mutex> turn;
+    if (bound->turn()) turn = std::unique_lock(*bound->turn());
     Call call(*program, Locked{frames});
     Frame& f = call.frame();
     bound->bind(f, args);

@@ -93,6 +93,11 @@ struct SlotInfo {
   bool header = false;         // an at::Tensor of this slot is needed
   bool escapes = false;        // somebody may keep the at::Tensor
   bool needs_pointer = false;  // of a root: Frame::pointers is filled
+  // Bytes from the pointer of an input, constant or result that views of constant sizes reach: they
+  // lie in its storage, which is asked when it is defined.
+  int64_t lowest = 0, highest = 0;
+  bool reaches = false;
+  bool inside = false;  // of a view or place: it is known to lie in its memory
   bool written = false;        // an input that the program changes
   c10::Device device = c10::kCPU;  // of an input
   Meta meta;
@@ -136,6 +141,7 @@ struct ExternCall {
   bool forks = false;  // makes another stream the current one
   Road road = Road::boxed;
   std::vector<SlotId> tensors;  // fast roads: operands in order, output last
+  std::vector<SlotId> written;  // must keep their sizes, which the program goes by
   double beta = 1, alpha = 1;
   bool may_keep = true;
   bool makes_result = false;  // no `out` operand: the result is allocated at the call
@@ -191,6 +197,7 @@ enum class StepKind : int32_t {
   arena,
   alloc,
   pointer,
+  inside,
   header,
   region,
   launch,
@@ -320,6 +327,7 @@ class Program {
   const Plan& plan() const { return plan_; }
   const std::vector<Operand>& outputs() const { return *outputs_; }
   const SlotInfo& slot(SlotId s) const { return slots_[static_cast<size_t>(s)]; }
+  bool in_arena(SlotId s) const;  // its memory is the program's only during a call
   void set_symbol(Frame& f, int32_t symbol, int64_t value) const;
   // A tensor result of an extern or Python call.
   void define(Frame& f, SlotId s, at::Tensor value) const;
@@ -347,6 +355,9 @@ class Program {
   void allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes, bool contiguous) const;
   char* place(const Frame& f, SlotId s, int64_t offset, const Extents& e) const;
   void set_pointer(Frame& f, SlotId s) const;
+  void require_inside(Frame& f, SlotId s, const char* pointer, const Extents& e) const;
+  void require_reach(SlotId s, const c10::TensorImpl* root) const;
+  void require_sizes_kept(const Frame& f, const ExternCall& c) const;
   char* pointer_of(const Frame& f, SlotId s) const;
   void bind_header(Frame& f, SlotId s) const;
   void bind_header(Frame& f, SlotId s, const char* pointer, const Extents& e) const;
@@ -362,6 +373,7 @@ class Program {
   void copy(Frame& f, const Copy& c) const;
   void call_operator(Frame& f, const ExternCall& c, const Operands& o, bool profiled) const;
   void call_extern(Frame& f, const ExternCall& c, const Operands& o) const;
+  void call_direct(Frame& f, const ExternCall& c, const Operands& o) const;
   void call_boxed(Frame& f, const ExternCall& c, const Operands& o) const;
   void push_operands(Frame& f, const ExternCall& c, const Operands& o) const;
   c10::IValue opaque(Frame& f, SlotId s) const;

@@ -210,9 +210,9 @@ std::unique_ptr<Frame> Program::take_frame() {
     if (slots_[s].kind != SlotInfo::Kind::constant) continue;
     const at::Tensor& t = constants_[static_cast<size_t>(slots_[s].offset)];
     f->refs[s] = &t;
-    if (slots_[s].needs_pointer)
-      patch(*f, static_cast<SlotId>(s),
-            static_cast<char*>(t.unsafeGetTensorImpl()->mutable_data()));
+    if (!slots_[s].needs_pointer) continue;
+    require_reach(static_cast<SlotId>(s), t.unsafeGetTensorImpl());
+    patch(*f, static_cast<SlotId>(s), static_cast<char*>(t.unsafeGetTensorImpl()->mutable_data()));
   }
   return f;
 }
@@ -272,6 +272,7 @@ void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
     impl = f.tensors[s].unsafeGetTensorImpl();
   }
   if (!slot.needs_pointer) return;
+  if (slot.reaches) require_reach(input.id, impl);
   patch(f, input.id, static_cast<char*>(impl->mutable_data()));
 }
 
@@ -279,11 +280,29 @@ void Program::define(Frame& f, SlotId s, at::Tensor value) const {
   const size_t i = static_cast<size_t>(s);
   const bool copied =
       value.defined() && (is_lazy(value) || (slots_[i].needs_pointer && is_odd(value)));
+  if (f.arena_storage && value.defined() && value.has_storage() &&
+      value.unsafeGetTensorImpl()->unsafe_storage().is_alias_of(f.arena_storage)) [[unlikely]]
+    throw std::runtime_error("'" + slots_[i].name + "' would lie in the arena, which ends with the call");
   f.tensors[i] = copied ? materialised(value) : std::move(value);
   if (!slots_[i].needs_pointer) return;
   if (!f.tensors[i].defined())
     throw std::runtime_error("'" + slots_[i].name + "' is needed and was not returned");
+  if (slots_[i].reaches) require_reach(s, f.tensors[i].unsafeGetTensorImpl());
   patch(f, s, static_cast<char*>(f.tensors[i].unsafeGetTensorImpl()->mutable_data()));
+}
+
+// Views of constant sizes lie in the storage of what they are views of.
+void Program::require_reach(SlotId s, const c10::TensorImpl* root) const {
+  const SlotInfo& i = slots_[static_cast<size_t>(s)];
+  const int64_t at = root->storage_offset() * static_cast<int64_t>(root->itemsize());
+  const auto room = static_cast<int64_t>(root->unsafe_storage().unsafeGetStorageImpl()->nbytes());
+  if (at + i.lowest < 0 || at + i.highest > room) [[unlikely]]
+    throw std::runtime_error("'" + i.name + "' is smaller than what is read of it");
+}
+
+bool Program::in_arena(SlotId s) const {
+  while (slots_[static_cast<size_t>(s)].base != kNone) s = slots_[static_cast<size_t>(s)].base;
+  return slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::arena;
 }
 
 void Program::set_symbol(Frame& f, int32_t symbol, int64_t value) const {
@@ -424,7 +443,23 @@ void Program::set_pointer(Frame& f, SlotId s) const {
   char* from = i.relative
                    ? pointer_of(f, i.base)
                    : static_cast<char*>(storage_of(f, s).unsafeGetStorageImpl()->mutable_data());
-  patch(f, s, from + value(f, i.offset) * element_size(i.dtype));
+  int64_t delta = 0;
+  if (__builtin_mul_overflow(value(f, i.offset), element_size(i.dtype), &delta)) fail_size();
+  char* const pointer = from + delta;
+  if (!i.header) require_inside(f, s, pointer, Extents(i.meta, f.values));
+  patch(f, s, pointer);
+}
+
+// Nobody else stands for the sizes and the place of a view that are known only now.
+void Program::require_inside(Frame& f, SlotId s, const char* pointer, const Extents& e) const {
+  const SlotInfo& i = slots_[static_cast<size_t>(s)];
+  const int64_t nbytes = e.nbytes(static_cast<int64_t>(type_of(f, i).itemsize()));
+  if (nbytes == 0) return;
+  const c10::StorageImpl* storage = storage_of(f, s).unsafeGetStorageImpl();
+  const int64_t at = pointer - static_cast<const char*>(storage->data());
+  const auto room = static_cast<int64_t>(storage->nbytes());
+  if (at < 0 || nbytes > room || at > room - nbytes) [[unlikely]]
+    throw std::runtime_error("'" + i.name + "' reaches beyond its memory");
 }
 
 // A view of an element type that the plan does not know ('opaque') has its base's.
@@ -458,7 +493,10 @@ void Program::bind_header(Frame& f, SlotId s, const char* pointer, const Extents
 }
 
 void Program::bind_header(Frame& f, SlotId s) const {
-  bind_header(f, s, pointer_of(f, s), Extents(slot(s).meta, f.values));
+  const Extents e(slot(s).meta, f.values);
+  const char* pointer = pointer_of(f, s);
+  if (!slot(s).inside) require_inside(f, s, pointer, e);
+  bind_header(f, s, pointer, e);
 }
 
 // A view that leaves the program shares the version counter of what it views, as autograd expects
@@ -724,6 +762,9 @@ void Program::step(Frame& f, const Step& s, bool profiled) const {
     case StepKind::arena: return take_arena(f, s.a, value(f, s.b));
     case StepKind::alloc: return allocate(f, s.a);
     case StepKind::pointer: return set_pointer(f, s.a);
+    case StepKind::inside:
+      return require_inside(f, s.a, pointer_of(f, s.a),
+                            Extents(slots_[static_cast<size_t>(s.a)].meta, f.values));
     case StepKind::header: return bind_header(f, s.a);
     case StepKind::region: return run_region(f, regions_[static_cast<size_t>(s.a)], profiled);
     case StepKind::launch:

@@ -7,7 +7,9 @@ With a native program the result is the native `Bound` object itself. A program 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +96,8 @@ class PythonBound:
     changed: Sequence[int]
 
     def __post_init__(self) -> None:
+        changes_state = any(self.specs[k][0] == "bound" for k in self.changed)
+        self.turn: AbstractContextManager[Any] = threading.RLock() if changes_state else nullcontext()
         self.views = [(k, *r[1:]) for k, r in enumerate(self.results) if r[0] == "view"]
         self.bound = [
             (k, spec[2], _layout(spec[2]))
@@ -103,6 +107,10 @@ class PythonBound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._ordered(args, kwargs)
+        with self.turn:  # calls that change what is bound come one after another
+            return self._call(given)
+
+    def _call(self, given: list[Any]) -> Any:
         for position, tensor, layout in self.bound:
             if _layout(tensor) != layout:
                 raise InputError(

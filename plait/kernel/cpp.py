@@ -1,6 +1,7 @@
 """The C++ target: kernels -> one translation unit without headers, and the symbols of its functions.
 
-Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms)`.
+Each kernel becomes `extern "C" int64_t SYMBOL(int64_t tid, int64_t nthreads, void* const* bufs, const int64_t* syms)`,
+and `SYMBOL_takes` beside it: how many buffers and sizes it reads, which whoever loads it compares with the program.
 Kernels that differ only in names are written once. The text depends on the kernels and the instruction set alone.
 """
 
@@ -68,7 +69,8 @@ class _Library:
         if symbol is None:
             symbol = self.shared[key] = symbol_for(kernel.name, self.taken)
             text = emit_calls(kernel, symbol, parts) if parts else None
-            self.functions.append(text or emit_function(kernel, symbol, self.isa))
+            takes = f'extern "C" const int {symbol}_takes[2] = {{{len(kernel.args)}, {len(kernel.sizes)}}};\n'
+            self.functions.append((text or emit_function(kernel, symbol, self.isa)) + takes)
         return symbol
 
 

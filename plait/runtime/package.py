@@ -37,7 +37,24 @@ def load(
     without it the best that run here. Raises PackageError, which says what is wrong with the file, or what this machine
     or process lacks.
     """
-    return Package(NativePackage(os.fspath(path), None if device is None else str(device), verify_weights, machine))
+    name = os.fspath(path)
+    return Package(NativePackage(name, None if device is None else str(device), verify_weights, machine), name)
+
+
+def _signature(native: NativePackage, path: str) -> signatures.Signature:
+    """How arguments and results are nested. Raises PackageError where that is not to be had or fits nothing."""
+    try:
+        signature = signatures.read(json.loads(native.python))
+    except signatures.UnknownClass as error:
+        raise PackageError(
+            f"{path}: arguments or results are nested in a class unknown here ({error}): import it"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - what damaged text does to its readers is theirs
+        why = f"{type(error).__name__}: {error}"
+        raise PackageError(f"{path}: damaged section 'python': {why}") from None
+    if signature.tensors != list(native.names) or signatures.result_names(signature) != tuple(native.outputs):
+        raise PackageError(f"{path}: damaged section 'python': it names other arguments or results than the program")
+    return signature
 
 
 class Package:
@@ -48,13 +65,8 @@ class Package:
     for. versions: of plait, torch and Python where it was written.
     """
 
-    def __init__(self, native: NativePackage) -> None:
-        try:
-            signature = signatures.read(json.loads(native.python))
-        except LookupError as error:
-            raise PackageError(
-                f"arguments or results are nested in a class unknown here ({error}): import it"
-            ) from None
+    def __init__(self, native: NativePackage, path: str) -> None:
+        signature = _signature(native, path)
         self.call: Callable[..., Any] = signatures.as_called(native.call, signature)
         self.inputs, self.outputs = tuple(native.names), tuple(native.outputs)
         self.weights: Mapping[str, torch.Tensor] = MappingProxyType(dict(native.weights))

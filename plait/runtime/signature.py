@@ -76,6 +76,10 @@ class Signature:
         return all(x is VALUE for x in self.out_leaves) and spec == self.out_spec
 
 
+class UnknownClass(LookupError):
+    """A container that this process does not know."""
+
+
 class Layers:
     """Python around a program. A class, for a function would let itself be copied."""
 
@@ -179,8 +183,9 @@ def dump(signature: Signature) -> dict[str, Any]:
 
 
 def read(data: dict[str, Any]) -> Signature:
-    """What `dump` wrote. Raises LookupError for a container that this process does not know."""
-    return Signature(
+    """What `dump` wrote. Raises UnknownClass for a container that this process does not know, ValueError for parts that
+    do not fit each other, and whatever Python raises for what `dump` never writes."""
+    signature = Signature(
         _read_spec(data["inputs"]),
         tuple(map(_read_leaf, data["leaves"])),
         tuple(data["names"]),
@@ -189,12 +194,25 @@ def read(data: dict[str, Any]) -> Signature:
         _read_spec(data["outputs"]),
         tuple(map(_read_leaf, data["constants"])),
     )
+    n_leaves, n_results = len(signature.leaves), len(signature.out_leaves)
+    if not (signature.in_spec.num_leaves == n_leaves == len(signature.names) and _all_texts(signature.names)):
+        raise ValueError(f"{signature.in_spec.num_leaves} arguments, {n_leaves} values, names {signature.names}")
+    if signature.out_spec.num_leaves != n_results:
+        raise ValueError(f"{signature.out_spec.num_leaves} results, {n_results} values")
+    if not _all_texts(signature.keywords) or type(signature.n_args) is not int:
+        raise ValueError("wrong names of keywords or number of positional arguments")
+    return signature
+
+
+def _all_texts(items: Sequence[Any]) -> bool:
+    """Whether all are strings."""
+    return all(isinstance(x, str) for x in items)
 
 
 def _dump_spec(spec: pytree.TreeSpec, what: str) -> Any:
     try:
-        text = pytree.treespec_dumps(spec)
-        if pytree.treespec_loads(text) == spec:
+        text = pytree.treespec_dumps(_without_return_types(spec))
+        if _with_return_types(pytree.treespec_loads(text)) == spec:
             return json.loads(text)
         reason = "its keys are no strings or numbers"
     except (NotImplementedError, TypeError) as error:
@@ -207,9 +225,36 @@ def _dump_spec(spec: pytree.TreeSpec, what: str) -> Any:
 
 def _read_spec(data: Any) -> pytree.TreeSpec:
     try:
-        return pytree.treespec_loads(json.dumps(data))
+        return _with_return_types(pytree.treespec_loads(json.dumps(data)))
     except NotImplementedError as error:
-        raise LookupError(str(error)) from None
+        raise UnknownClass(str(error)) from None
+
+
+# What x.sort() returns has a class that torch does not write: it stands as a dict with one key, the name of the class.
+_RETURN_TYPES = "torch.return_types."
+
+
+def _without_return_types(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """spec with such dicts."""
+    children = [_without_return_types(child) for child in spec.children()]
+    name = getattr(spec.type, "__name__", "")
+    if spec.is_leaf() or getattr(torch.return_types, name, None) is not spec.type:
+        return pytree.TreeSpec(spec.type, spec.context, children)
+    return pytree.TreeSpec(dict, [_RETURN_TYPES + name], [pytree.TreeSpec(tuple, None, children)])
+
+
+def _with_return_types(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """spec with the classes that such dicts stand for. Raises UnknownClass for one that this torch lacks."""
+    if spec.is_leaf():
+        return spec
+    if spec.type is dict and len(spec.context) == 1 and str(spec.context[0]).startswith(_RETURN_TYPES):
+        name = spec.context[0].removeprefix(_RETURN_TYPES)
+        found = getattr(torch.return_types, name, None)
+        if not isinstance(found, type):
+            raise UnknownClass(spec.context[0])
+        (values,) = spec.children()
+        return pytree.TreeSpec(found, None, [_with_return_types(child) for child in values.children()])
+    return pytree.TreeSpec(spec.type, spec.context, [_with_return_types(child) for child in spec.children()])
 
 
 def _dump_leaf(x: Any, what: str) -> list[Any]:

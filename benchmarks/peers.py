@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+os.environ.setdefault("PLAIT_STRICT", "1")  # a program that eager would run is an error, and no time of plait's
+
 Call = Callable[..., Any]
 Prepare = Callable[[nn.Module, tuple[Tensor, ...]], Call]
 

@@ -90,7 +90,7 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         kernel_source="\n".join(s.text for s in sources.values()),
         cache_hit=all(b.hit for b in built.values()) if built else None,
         tuned=tuple(note for s in sources.values() for note in s.notes),
-        fallback_reasons=lowered.reasons,
+        ladder=(*captured.ladder, *lowered.steps),
         wrapper_reason=captured.wrapper_reason,
     )
     observe(record)

@@ -36,6 +36,10 @@ class Config:
         "", doc="folder for one debug folder a graph; '' writes none unless debug >= 4 (then plait_debug)", in_key=False
     )
     verify: bool = flag(False, doc="check the IR between passes (also on when debug >= 1)", in_key=False)
+    strict: bool = flag(
+        False, doc="raise an error where else an unknown operator runs as Python, a size is specialised, or eager runs",
+        in_key=False,
+    )  # fmt: skip
     # -- where and with what
     cache_dir: str = flag("~/.cache/plait", doc="built kernels live here", in_key=False)
     trust: str = flag(

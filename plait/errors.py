@@ -2,15 +2,17 @@
 
 `UserError` is a mistake of the caller, `Unsupported` is something that plait cannot do, `InternalError` is a bug of
 plait's own. A refusal in the middle of the compiler (a fusion that is not legal) is a value, never an exception.
-What the compiler gets round is a warning, by `warn_once`. This file imports nothing of plait; how errors pass through
-torch.compile unwrapped is known to `compat.py`.
+What the compiler gets round is a `Fallback`, or a warning by `warn_once`. This file imports nothing of plait; how
+errors pass through torch.compile unwrapped is known to `compat.py`.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass
 from functools import cache
+from typing import Literal, Self
 
 
 class PlaitError(Exception):
@@ -34,6 +36,10 @@ class PlaitError(Exception):
     def line(self) -> str:
         """The whole text in one line."""
         return "; ".join(line.strip() for line in str(self).splitlines() if line.strip())
+
+    def placed(self, what: str, where: str) -> Self:
+        """The same kind of error with another sentence and a place."""
+        return type(self)(what, where=where, hint=self.hint)
 
 
 class UserError(PlaitError):
@@ -81,6 +87,18 @@ class Unsupported(PlaitError):
     """A correct program that plait cannot compile."""
 
 
+class InexpressibleSize(Unsupported):
+    """A size that plait has no expression for. symbols: the sizes of the inputs that it is made of, by name: were they
+    numbers, it would be one."""
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "", symbols: tuple[str, ...] = ()) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.symbols = symbols
+
+    def placed(self, what: str, where: str) -> Self:
+        return type(self)(what, where=where, hint=self.hint, symbols=self.symbols)
+
+
 class GradientError(Unsupported, RuntimeError):
     """A gradient that plait cannot take. A RuntimeError too: code that asks autograd expects those."""
 
@@ -98,6 +116,29 @@ class InternalError(PlaitError):
             where=where,
             hint=hint or "report it with the folder that PLAIT_DEBUG_DIR=plait_debug writes",
         )
+
+
+Rung = Literal["aten", "python", "specialise", "eager"]
+"""The ladder below a kernel: PyTorch's own operator is called; an operator is called from Python; a size is taken for a
+number, with a guard; the whole graph is run by eager."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A step down the ladder that one graph took.
+
+    what: the operator, size or graph. reason: why it got no better. where: the user's "file:line", or "".
+    """
+
+    rung: Rung
+    what: str
+    reason: str
+    where: str = ""
+
+    @property
+    def line(self) -> str:
+        """It in one line."""
+        return f"{self.what}: {self.reason}" + (f" (at {self.where})" if self.where else "")
 
 
 _PASSED_OVER = ("plait", "torch", "contextlib", "functools")

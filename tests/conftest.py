@@ -1,4 +1,5 @@
-"""Every test: IR verified between passes, kernels cached below pytest's own cache, Dynamo forgotten, one seed."""
+"""Every test: IR verified between passes, errors raised where eager could run the graph, kernels cached below pytest's
+own cache, Dynamo forgotten, one seed."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PLAIT_VERIFY", "1")
+    os.environ.setdefault("PLAIT_STRICT", "1")  # what leaves the kernels for eager fails; tests of the ladder unset it
     assert config.cache is not None
     folder = str(config.cache.mkdir("plait"))
     os.environ.setdefault("PLAIT_CACHE_DIR", folder)

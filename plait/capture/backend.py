@@ -16,10 +16,12 @@ from typing import Any
 from torch.fx import GraphModule
 
 from plait import _native, compat
+from plait.capture import ladder
 from plait.capture.aliases import dynamo_views, input_views, view_like
 from plait.capture.direct import DirectGraph
+from plait.capture.dynamo import watch_limits
 from plait.capture.masks import simplify_masks
-from plait.capture.program import collector_paused, compile_captured
+from plait.capture.program import compile_captured
 from plait.capture.registration import allow_again
 from plait.capture.resampling import whole_resampling
 from plait.capture.training import TrainingGraph
@@ -34,6 +36,7 @@ from plait.wrapper.program import Target
 from plait.wrapper.watch import watcher
 
 allow_again()  # before any thread gets to register what it loads from here
+watch_limits()
 _serial = itertools.count()  # makes graph names unique within the process
 
 
@@ -48,7 +51,8 @@ def plait_backend(
     """Compiles one graph for torch.compile(backend="plait", mode=..., options=...).
 
     target: what makes programs run, in place of that of the option 'wrapper'.
-    Raises UserError for an unknown mode or option; every error of plait reaches the user unwrapped.
+    What cannot be compiled goes down the ladder (`ladder.py`). Raises UserError for an unknown mode or option; every
+    error of plait reaches the user unwrapped.
     """
     try:
         cfg = Config.from_env().with_options(options, mode)
@@ -64,8 +68,13 @@ def plait_backend(
 def _compile(
     cfg: Config, target: Target | None, gm: compat.DynamoGraph, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    with collector_paused():
-        return _OneGraph(cfg, target, len(example_inputs)).compile(gm, example_inputs)
+    one = _OneGraph(cfg, target, len(example_inputs))
+    return ladder.descend(
+        cfg,
+        lambda: one.name,
+        lambda taken: one.again(taken).compile(gm, example_inputs),
+        lambda taken: ladder.whole_graph(gm, one.name, one.kind, taken),
+    )
 
 
 class _OneGraph:
@@ -79,11 +88,23 @@ class _OneGraph:
         self.native = cfg.wrapper in ("native", "cpp") and not PassLog(cfg, "").shows(KERNELS)
         self.nested = False  # the callable takes one list of inputs
         self.serial = next(_serial)
+        self.kind: GraphKind = "inference"  # of what is compiled first
+        self.taken: ladder.Steps = ()  # down the ladder
         self.program: Program | None = None  # of the inference or forward graph
         self.direct = DirectGraph()
         self.training: TrainingGraph | None = None
         self.dynamo_views: dict[int, InputView] = {}
         self.watcher = watcher()  # of the backward graph too, which is compiled later
+
+    @property
+    def name(self) -> str:
+        """Of what is compiled first."""
+        return f"{self.kind}_{self.serial}"
+
+    def again(self, taken: ladder.Steps) -> _OneGraph:
+        """The compilation from its start, after these steps down the ladder."""
+        self.program, self.direct, self.training, self.taken = None, DirectGraph(), None, taken
+        return self
 
     def compile(self, gm: compat.DynamoGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.nested = not isinstance(gm, GraphModule)
@@ -125,6 +146,7 @@ class _OneGraph:
         self, gm: GraphModule, inputs: Sequence[Any], kind: GraphKind, made: DirectGraph | TrainingGraph
     ) -> Callable[..., Any]:
         """Compiles what a call runs first, the inference or the forward graph."""
+        self.kind = kind
         meta = compat.forward_metadata()
         same = len(inputs) == self.n_inputs
         reason = "" if same else "inputs were deduplicated or got a synthetic base"
@@ -139,8 +161,18 @@ class _OneGraph:
         return self.program.boxed
 
     def _backward(self, gm: GraphModule, donated: tuple[int, ...]) -> Program:
-        with collector_paused():  # called at the first backward pass, on its own
-            return self._program(gm, "backward", donated_inputs=donated)
+        """The backward program, also at the first backward pass, on its own. Changes gm."""
+        assert self.training is not None
+        came, native = ladder.AsItCame(gm), not self.training.reason
+        name = f"backward_{self.serial}"
+
+        def compiled(taken: ladder.Steps) -> Program:
+            return self._program(came.module() if taken else gm, "backward", donated_inputs=donated, taken=taken)
+
+        def by_eager(taken: ladder.Steps) -> Program:
+            return ladder.backward_graph(came.module(), name, taken, native, self.cfg)
+
+        return ladder.descend(self.cfg, lambda: name, compiled, by_eager)
 
     def _program(
         self,
@@ -151,6 +183,7 @@ class _OneGraph:
         n_results: int | None = None,
         wrapper_reason: str = "",
         input_views: Mapping[int, InputView] | None = None,
+        taken: ladder.Steps = (),
     ) -> Program:
         captured = Captured(
             gm,
@@ -162,5 +195,6 @@ class _OneGraph:
             wrapper_reason=wrapper_reason,
             input_views=input_views or {},
             watcher=self.watcher,
+            ladder=(*self.taken, *taken),
         )
         return compile_captured(captured, self.cfg, self.target)

@@ -17,6 +17,7 @@ from plait.compile import Program, compile_graph
 from plait.config import Config
 from plait.errors import InternalError, PlaitError, warn_once
 from plait.graph.captured import Captured
+from plait.log import PassLog
 from plait.runtime.toolchain import ToolchainMissing
 from plait.wrapper.program import Target
 
@@ -38,8 +39,12 @@ def collector_paused() -> Iterator[None]:
 
 
 def compile_captured(captured: Captured, cfg: Config, target: Target | None = None) -> Program:
-    """`compile_graph`, with what `guarded` adds."""
-    return guarded(lambda cfg: compile_graph(captured, cfg, target), captured, cfg)
+    """`compile_graph`, with what `guarded` adds. Warns, once each, of higher-order operators that run as Python."""
+    program = guarded(lambda cfg: compile_graph(captured, cfg, target), captured, cfg)
+    for step in program.record.ladder:
+        if step.rung == "python" and step.what.startswith("higher_order::"):
+            warn_once(f"plait calls {step.line}")
+    return program
 
 
 def guarded(compile_with: Callable[[Config], T], captured: Captured, cfg: Config) -> T:
@@ -56,7 +61,9 @@ def guarded(compile_with: Callable[[Config], T], captured: Captured, cfg: Config
     except Exception as error:
         # Dynamo drops the cause of what it passes on, so the place goes into the text.
         last = traceback.extract_tb(error.__traceback__)[-1]
+        folder = PassLog(cfg, captured.name).folder
         raise InternalError(
             f"compiling {captured.name} failed with {type(error).__name__}: {error} "
-            f"({Path(last.filename).name}:{last.lineno}, in {last.name})"
+            f"({Path(last.filename).name}:{last.lineno}, in {last.name})",
+            hint="" if folder is None else f"report it with the folder {folder}",
         ) from error

@@ -7,7 +7,6 @@ backward graph at the first backward pass and keeps AOTAutograd's callable for s
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from torch.fx import GraphModule
 
 from plait import _native, compat
 from plait.capture.direct import calls_custom_ops
+from plait.capture.ladder import AsItCame
 from plait.compile import Program
 from plait.graph.captured import InputView
 from plait.graph.edit import output_of
@@ -87,7 +87,7 @@ class TrainingGraph:
     def _at_first_use(self, may_overwrite: bool) -> _native.Program:
         """The backward program, in the thread of a backward pass."""
         with self._resume():
-            graph = copy.deepcopy(self._backward_graph)  # compiling changes it
+            graph = AsItCame(self._backward_graph).module()  # compiling changes it
             call = self.backward(graph, self._donated if may_overwrite else ()).call
         assert isinstance(call, _native.Program)
         return call

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch.fx
 
+from plait.errors import Fallback
+
 GraphKind = Literal["inference", "forward", "backward"]
 
 
@@ -42,6 +44,7 @@ class Captured:
     wrapper_reason: why calls go through AOTAutograd's runtime wrapper; "" where they do not.
     input_views: the outputs (by position) that are inputs or views of them, where they lie.
     watcher: what the program shows its intermediates to, see `wrapper/watch.py`.
+    ladder: steps down the ladder that were taken before, on the way here.
     """
 
     graph: torch.fx.GraphModule
@@ -53,3 +56,4 @@ class Captured:
     wrapper_reason: str = ""
     input_views: Mapping[int, InputView] = field(default_factory=dict)
     watcher: Callable[[str, str, torch.Tensor | None], None] | None = None
+    ladder: tuple[Fallback, ...] = ()

@@ -16,6 +16,7 @@ import torch
 import torch.fx
 
 from plait.config import Config
+from plait.errors import Fallback, Rung
 from plait.ir import sizes as sz
 from plait.ir.dtypes import LOOP_DTYPES, DType, i64
 from plait.ir.loops import (
@@ -121,7 +122,7 @@ class Lowering:
         self.constant_tensors: list[torch.Tensor] = []
         self.callables: list[object] = []
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
-        self.fallback_reasons: dict[str, str] = {}
+        self._steps: dict[str, Fallback] = {}
         self.input_buffers: set[str] = set()
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
         self.found: set[str] = set()  # symbols whose values are found at run time
@@ -132,6 +133,16 @@ class Lowering:
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
         self.origin: tuple[str, ...] = ()
+
+    # ---- steps down the ladder
+    def fell_back(self, rung: Rung, op: str, reason: str) -> None:
+        """The current node's operator is called, for want of a rule. The first time of each operator is kept."""
+        where = self.origin[0].rpartition(" ")[0] if self.origin else ""
+        self._steps.setdefault(op, Fallback(rung, op, reason, where))
+
+    def steps(self) -> tuple[Fallback, ...]:
+        """Every operator that was called for want of a rule, once, in the graph's order."""
+        return tuple(self._steps.values())
 
     # ---- facts about the node being lowered
     def out_meta(self, k: int | None = None) -> torch.Tensor:

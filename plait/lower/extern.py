@@ -139,7 +139,8 @@ def call_extern(
     op = node.target
     assert isinstance(op, OpOverload), f"{op} is no operator"
     if fallback:
-        ctx.fallback_reasons.setdefault(op_name(op), reason or "no lowering rule")
+        plain = is_plain((args, kwargs)) and not _is_number_for_tensor(op, args)
+        ctx.fell_back("aten" if plain else "python", op_name(op), reason or "no lowering rule")
     if not is_plain((args, kwargs)) or _is_number_for_tensor(op, args):
         effectful = op_facts(op).effectful
         return call_python(ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
 from plait.config import Config
-from plait.errors import PlaitError, Unsupported
+from plait.errors import Fallback, InexpressibleSize, PlaitError, Unsupported
 from plait.graph.captured import Captured, InputView
 from plait.graph.edit import base_of, begins_anywhere, last_frame
 from plait.graph.streams import is_fence
@@ -34,6 +34,8 @@ from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.extern import call_extern
 from plait.lower.found import Found
+from plait.lower.hop import call_higher_order
+from plait.lower.operands import is_object_input, object_input
 from plait.lower.symbols import is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
 from plait.lower.view import dense_order
 
@@ -55,15 +57,20 @@ class Lowered:
     """program, and what stands behind its numbers: constants (tensors, in the order of program.constants) and
     callables.
 
-    fallbacks: how often each op became an extern call for want of a rule; reasons: why, by op. nodes: buffer -> the FX
-    node whose value it is."""
+    fallbacks: how often each op became an extern call for want of a rule; steps: the first of each op, and why. nodes:
+    buffer -> the FX node whose value it is."""
 
     program: LoopProgram
     constants: tuple[torch.Tensor, ...]
     callables: tuple[object, ...]
     fallbacks: Mapping[str, int]
-    reasons: Mapping[str, str]
+    steps: tuple[Fallback, ...]
     nodes: Mapping[str, str]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """The reasons of steps, by op."""
+        return {step.what: step.reason for step in self.steps}
 
 
 @cache
@@ -135,9 +142,7 @@ class _Walk:
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
         values = reversed(self.env.items())  # of nodes with one value the first counts
         nodes = {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)}
-        return Lowered(
-            program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), dict(ctx.fallback_reasons), nodes
-        )
+        return Lowered(program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), ctx.steps(), nodes)
 
     # ---- inputs
     def _placeholder(self, node: torch.fx.Node) -> Value:
@@ -152,7 +157,9 @@ class _Walk:
         if is_symbolic(val) and not is_ragged(val):
             raise Unsupported(f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor")
         self.inputs.append(None)
-        return node if val is None and node.users else val
+        if val is None and not node.users or isinstance(val, (bool, int, float, str, torch.SymInt)):
+            return val
+        return object_input(len(self.inputs) - 1)
 
     def _tensor_input(self, val: torch.Tensor) -> View:
         name = f"arg{len(self.inputs)}"
@@ -260,6 +267,14 @@ class _Walk:
 
     # ---- calls
     def _call(self, node: torch.fx.Node) -> Value:
+        try:
+            return self._called(node)
+        except PlaitError as e:
+            if e.where or not (where := _where(node)):
+                raise
+            raise e.placed(f"{node.target}: {e.what}", where) from e
+
+    def _called(self, node: torch.fx.Node) -> Value:
         target, val = node.target, node.meta.get("val")
         if target is operator.getitem:
             return self._value(node.args[0])[node.args[1]]
@@ -277,12 +292,7 @@ class _Walk:
         ctx.node, ctx.origin = node, (_origin(node),)
         args = tuple(self._value(a) for a in node.args)
         kwargs = {k: self._value(v) for k, v in node.kwargs.items()}
-        try:
-            value = self._lower(node, args, kwargs)
-        except PlaitError as e:
-            if e.where or not (where := _where(node)):
-                raise
-            raise type(e)(f"{node.target}: {e.what}", where=where, hint=e.hint) from e
+        value = self._lower(node, args, kwargs)
         if bound:
             self.found.bind(node, value, _where(node))
         return value
@@ -294,6 +304,8 @@ class _Walk:
             return [self._value(x) for x in a]
         if isinstance(a, tuple):
             return tuple(self._value(x) for x in a)
+        if isinstance(a, dict):
+            return {name: self._value(x) for name, x in a.items()}
         if isinstance(a, (torch.SymInt, torch.SymBool)):
             return to_size(a)
         return a
@@ -303,6 +315,8 @@ class _Walk:
         rule = RULES.get(target)
         if not self.ctx.cfg.kernels and isinstance(target, OpOverload) and target not in NO_LOOPS:
             return self._extern(node, args, kwargs, "kernels are switched off")
+        if rule is None and isinstance(target, HigherOrderOperator) and not self.ctx.cfg.strict:
+            return call_higher_order(self.ctx, target, args, kwargs)
         if rule is None:
             return self._extern(node, args, kwargs, "no lowering rule")
         if target not in ANY_DTYPE:
@@ -424,6 +438,8 @@ class _Walk:
             return value
         if isinstance(value, float):
             return Scalar("float", value.hex())
+        if is_object_input(value):
+            return Scalar(value.kind, value.text)
         if is_ragged(value):
             return to_size(value)  # says why it cannot be
         raise Unsupported(f"a graph output of type {type(value).__name__}")
@@ -557,9 +573,10 @@ def _check_symbols(program: LoopProgram) -> None:
         for e in (*buf.shape, *buf.strides):
             for atom in () if isinstance(e, int) else sz.free_symbols(e):
                 if atom.name not in program.symbols:
-                    raise Unsupported(
+                    raise InexpressibleSize(
                         f"no input tells the value of the size symbol {atom.name} (in {e})",
                         hint="pass a tensor that has this size by itself, or mark it static",
+                        symbols=(atom.name,),
                     )
 
 

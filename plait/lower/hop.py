@@ -37,7 +37,7 @@ _NAMES = (
     "auto_functionalized", "run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state",
     "out_dtype", "wrap", "wrap_activation_checkpoint", "tag_activation_checkpoint", "wrap_with_autocast",
     "wrap_with_set_grad_enabled", "strict_mode", "hints_wrapper", "flex_attention", "flex_attention_backward",
-    "foreach_map", "local_map_hop",
+    "foreach_map", "local_map_hop", "triton_kernel_wrapper_functional",
     "invoke_quant", "invoke_quant_packed", "invoke_leaf_function", "call_torchbind", "print",
 )  # fmt: skip
 
@@ -66,6 +66,12 @@ for _op in filter(None, map(_known, _NAMES)):
 
 
 # ------------------------------------------------------------------------------------------- mutable operators
+@lower(hop.triton_kernel_wrapper_mutation, any_dtype=True)
+def triton_kernel_in_place(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    # AOTAutograd makes the functional operator of it. Our operands may be copies, which nobody would read.
+    raise Unsupported("a Triton kernel that writes to its arguments, in a graph that is not functional")
+
+
 @lower(hop.auto_functionalized_v2, any_dtype=True)
 def auto_functionalized(ctx: Lowering, op: Any, *, _all_bases: Sequence[View], **kwargs: Any) -> Any:
     try:

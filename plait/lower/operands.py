@@ -20,6 +20,16 @@ from plait.lower.symbols import bindings, to_size
 NO = Scalar("none")
 
 
+def object_input(k: int) -> Scalar:
+    """Input number k of the program, which is neither tensor nor number, as a value and an operand: it is handed on."""
+    return Scalar("object", str(k))
+
+
+def is_object_input(value: object) -> bool:
+    """Whether value came from `object_input`."""
+    return isinstance(value, Scalar) and value.kind == "object"
+
+
 def is_plain(values: Any) -> bool:
     """Whether instructions can carry every value in nested lists, tuples and dicts (a generator or an exotic dtype
     they cannot)."""
@@ -55,6 +65,8 @@ def operand(
 def _scalar_operand(value: Any, is_float: bool) -> ExternArg:
     if value is None:
         return NO
+    if isinstance(value, Scalar):
+        return value
     if isinstance(value, bool):
         return Scalar("bool", str(value))
     if isinstance(value, int):
@@ -106,13 +118,15 @@ def results(
     """Buffers and symbols for the results of a call with fake value `val`: (Extern.outs, Extern.symbols, what a rule
     returns).
 
-    Results are numbered from left to right with lists laid open."""
+    Results are numbered as `runtime.generated.flat` has them."""
     outs: list[str | None] = []
     symbols: list[tuple[int, str]] = []
 
     made = () if ctx.node is None else bindings(ctx.node)
 
     def one(v: Any, wanted: bool, path: tuple[tuple[str, int], ...] = ()) -> Any:
+        if isinstance(v, Mapping):
+            return {name: one(v[name], wanted) for name in sorted(v)}
         if isinstance(v, (tuple, list)):
             return tuple(one(x, wanted, (*path, ("item", k))) for k, x in enumerate(v))
         if isinstance(v, torch.Tensor):

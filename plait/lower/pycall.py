@@ -1,8 +1,9 @@
 """Calls of Python callables: what no instruction can spell (subgraphs, generators, exotic dtypes) is kept in a
 `PythonCall`.
 
-Tensors and symbolic integers among the arguments become operands, symbolic floats one-element tensors that are
-read when the call happens; everything else stays in the callable, which goes to the program's table of callables.
+Tensors, symbolic integers and objects that the graph is given become operands, symbolic floats one-element tensors
+that are read when the call happens; everything else stays in the callable, which goes to the program's table of
+callables.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from plait.ir.dtypes import f64
 from plait.ir.loops import Extern
 from plait.ir.sizes import Expr
 from plait.lower.core import Lowering, View
-from plait.lower.operands import operand, results
+from plait.lower.operands import is_object_input, operand, results
 from plait.lower.symbols import to_scalar_node
 from plait.runtime.generated import flat, settled
 
@@ -73,7 +74,7 @@ def call_python(
 ) -> Any:
     """Records a call of `op`, the current node's operator, from Python, and returns its results as a rule would.
 
-    Raises Unsupported for an argument that only exists at run time and is neither tensor nor number."""
+    Raises Unsupported for arguments that cannot be found and results that no program can hold."""
     assert ctx.node is not None
     node, val = ctx.node, ctx.node.meta["val"]
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -81,16 +82,16 @@ def call_python(
     items = [k for k, v in enumerate(leaves) if isinstance(v, torch.SymFloat)]
     for k in items:
         leaves[k] = _number(ctx, leaves[k])
-    holes = [k for k, v in enumerate(leaves) if isinstance(v, (View, Expr))]
     if any(isinstance(v, torch.fx.Node) for v in leaves):
-        raise Unsupported(f"an argument of {name} that is neither tensor nor number")
+        raise Unsupported(f"an argument of {name} in a container of an unknown kind")
+    holes = [k for k, v in enumerate(leaves) if isinstance(v, (View, Expr)) or is_object_input(v)]
     operands = tuple(operand(ctx, leaves[k], None if k in items else fakes[k]) for k in holes)
     kept = [None if k in holes else v for k, v in enumerate(leaves)]
     outs, symbols, result = results(ctx, val)
     ctx.callables.append(PythonCall(op, kept, holes, items, tree, [_static_strides(v) for v in flat(val)]))
     given = tuple(dict.fromkeys(leaves[k].buf for k in holes if isinstance(leaves[k], View)))
     if fallback:
-        ctx.fallback_reasons.setdefault(name, "runs as Python")
+        ctx.fell_back("python", name, "runs as Python")
     ctx.ops.append(
         Extern(
             outs, name, operands, symbols=symbols, aliases=given, effectful=effectful,

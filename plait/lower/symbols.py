@@ -23,7 +23,7 @@ from torch.utils._sympy import functions as sf
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from plait import compat
-from plait.errors import Unsupported
+from plait.errors import InexpressibleSize, Unsupported
 from plait.graph.edit import shape_env_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import f64
@@ -44,7 +44,8 @@ _FAR = 2**62  # ranges this wide say nothing
 def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
     """The Size of an int, a SymInt or a SymBool (0 or 1).
 
-    shape_env: needed only for a bare SymPy expression. Raises Unsupported for what sizes cannot express."""
+    shape_env: needed only for a bare SymPy expression. Raises InexpressibleSize for what sizes cannot express, and
+    Unsupported for what is no number."""
     if isinstance(value, int):
         return int(value)
     if isinstance(value, (torch.SymInt, torch.SymBool)):
@@ -61,7 +62,20 @@ def to_size(value: SymScalar | sympy.Basic, shape_env: Any = None) -> Size:
     memo = _memos.get(shape_env)
     if memo is None:
         memo = _memos[shape_env] = {}
-    return _size(expr, memo, shape_env)
+    try:
+        return _size(expr, memo, shape_env)
+    except Unsupported as error:
+        raise _of_symbols(error, expr) from None
+
+
+def _of_symbols(error: Unsupported, expr: sympy.Basic) -> InexpressibleSize:
+    names = tuple(sorted(s.name for s in expr.free_symbols))
+    return InexpressibleSize(error.what, where=error.where, hint=error.hint, symbols=names)
+
+
+def forget(shape_env: object) -> None:
+    """Drops what is remembered of a ShapeEnv, whose symbols have become numbers."""
+    _memos.pop(shape_env, None)
 
 
 def _is_one(size: torch.SymInt) -> bool:
@@ -371,13 +385,16 @@ _FLOAT_BINARY = {
 def to_scalar_node(ops: Recorder, value: SymScalar, floats: Floats | None = None) -> Node:
     """value as an f64 node. floats: how to read float symbols that are values of tensors (`x.item()`).
 
-    Raises Unsupported for what loop bodies cannot express."""
+    Raises InexpressibleSize for what loop bodies cannot express."""
     if isinstance(value, (bool, int, float)):
         return ops.const(float(value), f64)
     if isinstance(value, (torch.SymInt, torch.SymBool)):
         return ops.cast(ops.index(to_size(value)), f64)
     node = value.node
-    return _float_node(ops, node.expr, node.shape_env, floats or {})
+    try:
+        return _float_node(ops, node.expr, node.shape_env, floats or {})
+    except Unsupported as error:
+        raise _of_symbols(error, node.expr) from None
 
 
 def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -207,7 +207,9 @@ def python_call(outer: Keys, function: Callable[..., object], *args: object, **k
 
 
 def flat(result: object) -> list[object]:
-    """The results of a call from left to right, lists laid open."""
+    """The results of a call from left to right, lists laid open; those with names in the order of the names."""
+    if isinstance(result, Mapping):
+        return [x for name in sorted(result) for x in flat(result[name])]
     if isinstance(result, (tuple, list)):
         return [x for item in result for x in flat(item)]
     return [result]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from plait import compat
+from plait.capture import dynamo
 from plait.capture.backend import plait_backend
 from plait.capture.export import record_of
 from plait.capture.exported import check_callable
@@ -50,11 +50,11 @@ def explain(
     breaks: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if why := compat.graph_break(gm):
+        if why := dynamo.graph_break(gm):
             breaks.append(why)
         return plait_backend(gm, inputs, options=options, mode=mode)
 
-    refused = compat.dynamo_refusals()
+    refused = dynamo.refusals()
     original = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
     try:
         with _listening(records.append):
@@ -67,14 +67,14 @@ def explain(
             note = f"{type(error).__name__} after these graphs were compiled"
             _shown(records, breaks, note, details, quiet)
         raise
-    why = ", ".join(compat.dynamo_refusals() - refused) or "there are no operations on tensors"
+    why = ", ".join(dynamo.refusals() - refused) or "there are no operations on tensors"
     note = "" if records else f"Dynamo captured no graph: {why}"
     return _shown(records, breaks, note, details, quiet)
 
 
 def _shown(records: Sequence[CompileRecord], breaks: Sequence[str], note: str, details: bool, quiet: bool) -> Report:
     given_up = [f"{name}, part {k}: {why}" for name, parts in refusals.items() for k, why in sorted(parts.items())]
-    report = Report(tuple(records), tuple(breaks), note, tuple(given_up))
+    report = Report(tuple(records), tuple(breaks), note, tuple(given_up), tuple(dynamo.left_to_eager))
     if not quiet:
         print("\n".join([report.text, report.details] if details else [report.text]))
     return report

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from plait.errors import Fallback, Rung
 from plait.ir.loops import Extern
 from plait.ir.sizes import free_symbols
 from plait.schedule.cost import hint
@@ -30,12 +31,20 @@ class Report:
     """The graphs that one call compiled, in order. `print(report)` shows `text`.
 
     breaks: why Dynamo ended a graph before the function's end, one a break. note: what else there is to say, or "".
-    given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were none, and why."""
+    given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were none, and why.
+    left_to_eager: functions of this process that Dynamo compiles no more, since they were compiled too often."""
 
     graphs: tuple[CompileRecord, ...] = field(default=())
     breaks: tuple[str, ...] = field(default=())
     note: str = ""
     given_up: tuple[str, ...] = ()
+    left_to_eager: tuple[str, ...] = ()
+
+    @property
+    def ladder(self) -> tuple[Fallback, ...]:
+        """What has no kernel, by graph: operators that are called, sizes that became numbers, graphs that eager
+        runs; each with the reason. Every operator is there once a graph."""
+        return tuple(step for g in self.graphs for step in g.ladder)
 
     @property
     def kernels(self) -> int:
@@ -63,7 +72,10 @@ class Report:
         """The summary."""
         lines = [*filter(None, [self.note]), self._head(), ""]
         lines += [line for g in self.graphs for line in _graph_head(g)]
+        lines += _section("graphs that eager runs", self._steps("eager"))
+        lines += _section("sizes taken for numbers: others compile anew", self._steps("specialise"))
         lines += _section("graph breaks", self.breaks)
+        lines += _section("functions that Dynamo leaves to eager from now on", self.left_to_eager)
         lines += _section("CUDA graphs given up while programs of this process ran", self.given_up)
         lines += _section("kernels", _kernels(self.graphs))
         lines += _section("tuned", [line for g in self.graphs for line in g.tuned])
@@ -87,10 +99,13 @@ class Report:
             f"{_count(sum(self.refusals.values()), 'pair')} not fused"
         )
 
+    def _steps(self, rung: Rung) -> list[str]:
+        return [f"{g.name}: {s.line}" for g in self.graphs for s in g.ladder if s.rung == rung]
+
     def _fallbacks(self) -> list[str]:
         why = {op: r for g in self.graphs for op, r in g.fallback_reasons.items()}
         rows = sorted(self.fallbacks.items(), key=lambda row: (-row[1], row[0]))
-        return [f"{n} x {op}: {why.get(op, 'no lowering rule')}" for op, n in rows]
+        return [f"{n} x {op}: {why[op]}" for op, n in rows]
 
     def _refusals(self) -> list[str]:
         examples: dict[str, str] = {}
@@ -140,6 +155,8 @@ def _kind(reason: str) -> str:
 # ---------------------------------------------------------------------------------------------- the summary
 def _graph_head(g: CompileRecord) -> list[str]:
     """What became of a graph: counts, time to compile, how it is called, sizes that vary, memory."""
+    if g.target == "eager":
+        return [f"{g.name}: {_count(g.aten_ops, 'operator')}, run by eager"]
     launches = sum(isinstance(i, Launch) for i in g.wrapper.body)
     head = f"{g.name}: {_count(g.aten_ops, 'ATen op')} -> {_count(launches, 'kernel')}, "
     head += f"{_count(len(_externs(g)), 'extern call')}; {_total_ms(g):.0f} ms to compile"
@@ -218,14 +235,15 @@ def _ops(k: Kernel) -> str:
 
 # ---------------------------------------------------------------------------------------------- the details
 def _graph(g: CompileRecord) -> list[str]:
-    lines = [*_graph_head(g), *(f"  {line}" for s in g.plan.steps for line in _step(s, g))]
+    lines = [*_graph_head(g), *(f"  {s.rung}: {s.line}" for s in g.ladder if s.rung in ("eager", "specialise"))]
+    lines += [f"  {line}" for s in g.plan.steps for line in _step(s, g)]
     return lines + [f"  {line}" for line in refusal_lines(g.plan)]
 
 
 def _step(step: Step, g: CompileRecord) -> list[str]:
     line = step_summary(step)
     if isinstance(step, Extern) and step.fallback:
-        line += f": {g.fallback_reasons.get(step.op, 'no lowering rule')}"
+        line += f": {g.fallback_reasons[step.op]}"
     origin = step.origin if isinstance(step, (Kernel, Extern)) else ()
     return [line, *(f"    {o}" for o in origin)] if line else []
 

@@ -310,6 +310,10 @@ class _Builder:
         match a:
             case TensorArg():
                 return ins.Ref(self.tensor(a, exact=False))
+            case Scalar("object", number):
+                given = self.inputs[int(number)]
+                assert isinstance(given, ins.OpaqueInput), f"{given} is no object"
+                return ins.Ref(given.name)
             case Scalar(kind, text):
                 return ins.Literal(kind, text)
             case ListArg(items):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from plait.config import Config
+from plait.errors import Fallback
 from plait.kernel.target import Source
 from plait.lower.dtypes import TO_TORCH
 from plait.runtime.load import Libraries
@@ -30,8 +31,7 @@ class CompileRecord:
     kind: 'inference', 'forward' or 'backward'. target: the wrapper target ('native', 'python', 'fx').
     aten_ops: call_function nodes of the graph that came in. times_ms: step of the pipeline -> milliseconds.
     kernel_source: the text that the toolchain saw. cache_hit: the kernel library was found on disk (None: no kernels).
-    tuned: a line a kernel that was to be tuned. fallback_reasons: op without a lowering rule, or whose rule declined
-    -> why.
+    tuned: a line a kernel that was to be tuned. ladder: what has no kernel of ours, and why: each operator once.
     wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it got the program.
     """
 
@@ -45,8 +45,13 @@ class CompileRecord:
     kernel_source: str = ""
     cache_hit: bool | None = None
     tuned: tuple[str, ...] = ()
-    fallback_reasons: Mapping[str, str] = field(default_factory=dict)
+    ladder: tuple[Fallback, ...] = ()
     wrapper_reason: str = ""
+
+    @property
+    def fallback_reasons(self) -> dict[str, str]:
+        """Why operators are called: those without a lowering rule, or whose rule declined."""
+        return {step.what: step.reason for step in self.ladder if step.rung in ("aten", "python")}
 
 
 @dataclass(frozen=True)

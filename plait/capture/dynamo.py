@@ -1,0 +1,123 @@
+"""What Dynamo tells a back end and what it is told: why graphs end, which functions it left to eager, and guards on
+sizes that make it compile anew.
+
+A function that was compiled for too many sizes or values is left to eager by Dynamo, which says so in a warning of its
+log only; `watch_limits` reads it there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch._dynamo.config as dynamo_config
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+from torch._guards import CompileContext, TracingContext
+from torch.fx import GraphModule
+
+from plait import compat
+from plait.log import logger
+
+left_to_eager: list[str] = []
+"""Functions of this process that Dynamo compiles no more, why, and the limit."""
+
+
+class _Limits(logging.Filter):
+    """Reads Dynamo's warning that a function reached the limit of recompilations; lets all through."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("torch._dynamo hit config.") and len(args := record.args or ()) >= 4:
+            limit, number, function, reason = (str(a).strip() for a in tuple(args)[:4])
+            text = f"{function}: compiled {number} times, torch._dynamo.config.{limit}; last {reason.splitlines()[0]}"
+            if text not in left_to_eager:
+                left_to_eager.append(text)
+                logger.warning("Dynamo leaves to eager %s", text)
+        return True
+
+
+@cache
+def watch_limits() -> None:
+    """From now on `left_to_eager` is kept."""
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_Limits())
+
+
+@dataclass(frozen=True)
+class Specialised:
+    """Sizes of a graph that became numbers: by name, and the ShapeEnv that guards them."""
+
+    shape_env: Any
+    values: dict[str, int]
+
+
+def specialise(names: Sequence[str]) -> Specialised | None:
+    """Makes the sizes of these names the numbers that they are in the example inputs, each with a guard, so that
+    Dynamo compiles anew for others. None, with nothing done, where the guards are made by now, a size is known only
+    when the program runs, the user said that it varies, or Dynamo will not compile this code again."""
+    context = TracingContext.try_get()
+    env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if env is None or env.frozen or _is_last_compile():
+        return None
+    backed = compat.backed_values(env)
+    found = {s.name: s for s in backed if isinstance(backed[s], int | sympy.Integer)}
+    open_names = [n for n in names if n in found and not env.replace(found[n]).is_number]
+    fixed = _said_to_vary(context, env)
+    if not open_names or any(n not in found or fixed & _sources(env, found[n]) for n in names):
+        return None
+    values = {n: int(env.create_symintnode(found[n], hint=int(backed[found[n]]))) for n in open_names}
+    return Specialised(env, values)
+
+
+def _is_last_compile() -> bool:
+    """Whether Dynamo compiles this code for the last time: what it makes now should serve all sizes."""
+    compiling = CompileContext.current_compile_id()
+    count = None if compiling is None else compiling.frame_compile_id
+    limit: int = dynamo_config.recompile_limit
+    return count is not None and count + 1 >= limit
+
+
+def _sources(env: Any, symbol: Any) -> set[str]:
+    named = getattr(env, "var_to_sources", None) or env.source_to_var
+    return {s.name if isinstance(s.name, str) else s.name() for s in named.get(symbol, ())}
+
+
+def _said_to_vary(context: Any, env: Any) -> set[str]:
+    """The sizes, as Dynamo names them, that mark_dynamic says must not become numbers."""
+    found = set()
+    for symbolic in context.tensor_to_context.values():
+        for dim, constraint in enumerate(getattr(symbolic, "constraint_sizes", ()) or ()):
+            if constraint is not None and not getattr(constraint, "warn_only", False):
+                source = symbolic.tensor_source
+                name = source.name if isinstance(source.name, str) else source.name()
+                found.add(f"{name}.size()[{dim}]")
+    return found
+
+
+def graph_break(gm: GraphModule) -> str:
+    """Why Dynamo ended this graph before the function's end, with the user's line; "" where it did not."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if why is None or not why.graph_break:
+        return ""
+    frame = why.user_stack[-1] if why.user_stack else None
+    at = f"{Path(frame.filename).name}:{frame.lineno}: " if frame is not None else ""
+    return f"{at}{why.reason.strip().splitlines()[0]}"
+
+
+def refusals() -> Counter[str]:
+    """How often in this process Dynamo gave up on code, by reason."""
+    found: Counter[str] = Counter()
+    for kind in ("graph_break", "unimplemented"):
+        for why, n in counters[kind].items():
+            found[why.strip().splitlines()[0]] += n
+    return found
+
+
+def steers_dynamo(error: Exception) -> bool:
+    """Whether an exception is for Dynamo, which starts over or breaks the graph, and no failure."""
+    return isinstance(error, TorchDynamoException)

@@ -1,0 +1,116 @@
+"""Programs of several processes against eager, run by each: `python -m tests.distributed_programs RANK PROCESSES FILE`.
+
+They meet by a file, over gloo, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from plait.capture.backend import plait_backend
+
+WRAPPERS = ("native", "python", "cpp", "fx")
+
+
+def compiled(fn: Callable[..., object], wrapper: str = "native") -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=plait_backend, options={"wrapper": wrapper, "strict": True})
+
+
+def whole(x: object) -> object:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def same(got: object, want: object) -> None:
+    assert type(got) is type(want)
+    if isinstance(want, DTensor) and isinstance(got, DTensor):
+        assert got.placements == want.placements and got.device_mesh == want.device_mesh
+    torch.testing.assert_close(whole(got), whole(want))
+
+
+def train(eager: nn.Module, model: nn.Module, fn: Callable[..., Tensor], batches: Sequence[Tensor]) -> None:
+    """Steps of both have equal losses, gradients and weights."""
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (eager, model)]
+    for x in batches:
+        losses = [F.cross_entropy(f(x), x[:, 0].gt(0).long()) for f in (eager, fn)]
+        same(losses[1].detach(), losses[0].detach())
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+            same(q.grad, p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+        same(q.detach(), p.detach())
+
+
+def ddp(rank: int, processes: int) -> None:
+    """The model is large enough for several buckets, between which Dynamo splits its graph."""
+
+    def build() -> DistributedDataParallel:
+        torch.manual_seed(0)
+        blocks = [m for _ in range(5) for m in (nn.Linear(400, 400), nn.GELU())]
+        return DistributedDataParallel(nn.Sequential(*blocks, nn.Linear(400, 5)), bucket_cap_mb=1)
+
+    eager, model = build(), build()
+    torch.manual_seed(rank + 1)
+    train(eager, model, compiled(model), [torch.randn(6, 400) for _ in range(3)])
+
+
+def dtensor(rank: int, processes: int) -> None:
+    """Operators on distributed tensors, whose graphs are given, and give back, the mesh."""
+    mesh = init_device_mesh("cpu", (processes,))
+    torch.manual_seed(0)
+    d = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    w = distribute_tensor(torch.randn(6, 4), mesh, [Shard(1)])
+    programs: list[Callable[[DTensor], object]] = [
+        lambda d: d + 1,
+        lambda d: d.redistribute(mesh, [Replicate()]) * 2,
+        lambda d: d @ w,
+        lambda d: d.to_local().sin(),
+        lambda d: DTensor.from_local(d.to_local() * 2, mesh, [Shard(0)], run_check=False),
+        lambda d: (d * 2).full_tensor(),
+        lambda d: d.softmax(0),
+        lambda d: d.sum(),
+        lambda d: d.add_(1),
+    ]
+    for wrapper in WRAPPERS if processes == 1 else WRAPPERS[:1]:
+        for fn in programs:
+            run = compiled(fn, wrapper)
+            for _ in range(2):
+                mine, theirs = d.clone(), d.clone()
+                same(run(mine), fn(theirs))
+                same(mine, theirs)
+
+
+def tensor_parallel(rank: int, processes: int) -> None:
+    mesh = init_device_mesh("cpu", (processes,))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 6))
+        return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    eager, model = build(), build()
+    train(eager, model, compiled(model), [torch.randn(5, 8) for _ in range(3)])
+
+
+if __name__ == "__main__":
+    rank, processes, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=processes)
+    for case in (ddp, dtensor, tensor_parallel):
+        case(rank, processes)
+        dist.barrier()
+    dist.destroy_process_group()
+    print("passed")

@@ -1,0 +1,67 @@
+"""Data parallel training, distributed tensors and tensor parallel training against eager, in one process and in two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.distributed import DDPOptimizer
+
+from plait.capture.backend import plait_backend
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_optimizer_of_data_parallel_training_without_processes() -> None:
+    """It runs each of its graphs with fake tensors once, if it knows that AOTAutograd was called."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 4))
+
+    graphs: list[int] = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(len(inputs))
+        return plait_backend(gm, inputs)
+
+    split = DDPOptimizer(bucket_bytes_cap=8_000, backend_compile_fn=compiler, first_bucket_cap=3_000)
+    eager, model = build(), build()
+    fn = torch.compile(model, backend=split.compile_fn)
+    for _ in range(2):
+        x, y = torch.randn(6, 40), torch.randint(0, 4, (6,))
+        want, got = F.cross_entropy(eager(x), y), F.cross_entropy(fn(x), y)
+        torch.testing.assert_close(got, want)
+        for m, loss in ((eager, want), (model, got)):
+            m.zero_grad()
+            loss.backward()
+        for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+    assert len(graphs) >= 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_as_eager(processes: int, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed_programs", str(k), str(processes), str(tmp_path / "meet")],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for k in range(processes)
+    ]
+    try:
+        told = [rank.communicate(timeout=600)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks) and all(t.endswith("passed\n") for t in told), "\n".join(told)

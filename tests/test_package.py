@@ -183,7 +183,7 @@ def test_named_results_of_torch_go_in_and_out(tmp_path: Path, fn: Callable[..., 
 
 @pytest.mark.parametrize("wrapper", ["native", "python"])
 def test_calls_that_change_state_come_one_after_another(tmp_path: Path, wrapper: str) -> None:
-    """As eager's: none is lost, and each sees the count that it made. x is large enough for calls to give the GIL up."""
+    """As eager's: none is lost, and each sees the count it made. x is so large that calls give the GIL up."""
     module, x = made("state"), torch.ones(64, 4096)
     if wrapper == "native":
         programs = [packaged(tmp_path / "p.plait", module, x), plait.compile(made("state"), (x,))]

@@ -146,10 +146,16 @@ def test_sizes_that_vary_are_shown_with_their_ranges() -> None:
     assert re.search(r"  sizes that may vary: s\d+ >= 4 and <= 900\n", text)
 
 
+def switches_grad_mode(x: torch.Tensor) -> torch.Tensor:
+    torch.set_grad_enabled(False)
+    return x * 2
+
+
 def test_why_calls_go_through_the_wrapper_is_shown() -> None:
     plain = plait.explain(lambda x: x * 2, inputs(), quiet=True)
     assert plain.graphs[0].wrapper_reason == "" and "AOTAutograd" not in plain.text
-    wrapped = plait.explain(lambda x: (x.view(torch.int32), x * 2), inputs(), quiet=True)
+    with torch.enable_grad():  # leaves grad mode as it was
+        wrapped = plait.explain(switches_grad_mode, inputs(), quiet=True)
     why = wrapped.graphs[0].wrapper_reason
     assert why and f"  called through AOTAutograd's wrapper: {why}\n" in wrapped.text
 

@@ -18,7 +18,10 @@ from tests.fuzz.program import Program, Road
 ELSEWHERE = "PLAIT_WRAPPER" in os.environ  # in Triton's interpreter, or by another wrapper
 KNOWN = (0, 3, 19, 41, 44, 51, 58, 59)
 """Seeds that find a fault which is open."""
-SEEDS = [s for s in range(60) if s not in KNOWN]
+KNOWN_ELSEWHERE = (23, 24, 39, 42, 43, 49)
+"""The same where all sizes may vary: 24 and 39 since an interpreted check raises a RuntimeError, the
+others since a function of sizes is turned away."""
+SEEDS = [s for s in range(60) if s not in KNOWN and not (ELSEWHERE and s in KNOWN_ELSEWHERE)]
 
 
 def programs(seed: int) -> Program:

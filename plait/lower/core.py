@@ -458,7 +458,8 @@ class Lowering:
 def _is_dense(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
     """Whether strides place the elements side by side, in any order of dimensions."""
     end: Size = 1
-    for stride, n in sorted((t, n) for t, n in zip(strides, shape, strict=True) if isinstance(t, int) and n != 1):
+    dims = [(t, n) for t, n in zip(strides, shape, strict=True) if isinstance(t, int) and n != 1]
+    for stride, n in sorted(dims, key=lambda dim: dim[0]):
         if stride != end:
             return False
         end = sz.mul(end, n)

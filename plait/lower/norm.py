@@ -7,6 +7,7 @@ results have.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
+from plait.lower.extern import call_extern
 from plait.lower.pointwise import Maths, convert
 from plait.lower.reduce import Axes, moments
 from plait.lower.view import reshape
@@ -178,6 +180,16 @@ def _batch_norm_inference(
     assert ctx.node is not None
     out = _apply(ctx, x, *_given_stats(ctx, x, running_mean, running_var, eps), weight, bias)
     return (out, *(_nothing(ctx, k) for k in range(1, len(ctx.node.meta["val"]))))
+
+
+@lower(aten._batch_norm_with_update_functional.default)
+def _batch_norm_with_update(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """A call of ATen. The new running statistics have the dtypes of the old ones; tracing says another."""
+    assert ctx.node is not None
+    *others, mean, var = ctx.node.meta["val"]
+    old = [ctx.node.args[k].meta["val"].dtype for k in (3, 4)]  # type: ignore[union-attr]
+    ctx.node.meta["val"] = (*others, mean.to(old[0]), var.to(old[1]))
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
 
 
 # ---------------------------------------------------------------------------------------------- weight norm

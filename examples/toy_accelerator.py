@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from plait import FxCompiler
+from plait.runtime.generated import with_layout
 
 aten, ours = torch.ops.aten, torch.ops.plait
 
@@ -37,6 +38,7 @@ UNITS: dict[Any, str] = {
     ours.require_layout.default: "check",
     ours.require_aligned.default: "check",
     ours.require_finite.default: "check",
+    with_layout: "check",
     aten._assert_scalar.default: "check",
     ours.bump_version.default: "host",
     **dict.fromkeys((aten.sym_size.int, aten.sym_stride.int, aten.sym_storage_offset.default), "size"),

@@ -173,9 +173,12 @@ class _Reader:
                     self.word("expression")
             case "AssertScalar":
                 self.words("expression", "string")
+                self.list(lambda: self.word("expression"))
+                self.word("kind")
             case "AssertSizeStride":
                 self.words("slot", "dtype")
                 self.shape()
+                self.words("string", "flag")
             case "AssertAlignment":
                 self.words("slot", "number")
             case "CheckFinite":

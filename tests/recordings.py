@@ -279,7 +279,7 @@ p = place(arena, 0, f32[s0] @ (1,))
 launch('k', (x, p), (s0,), (p,), 1)
 q = place(arena, 512, f32[s0] @ (1,))
 launch('k', (p, q), (s0,), (q,), 1)
-d, = call('aten::neg')(q)
+d, = call('aten::neg', may_keep=False)(q)
 """
     programs = [make(CHAIN + "return (d, b)\n", 1), make(CHAIN + "return (d, c)\n", 1), make(arena + "return (d,)\n")]
     rng, held = random.Random(0), []

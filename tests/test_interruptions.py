@@ -32,10 +32,11 @@ exec {real} "$@"
 """
 
 INTERRUPTED = """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
     import torch, plait
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born with it ignored
     folder = Path(sys.argv[1])
     f = lambda x: (x * 2).sin() + 1
     x = torch.randn(100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import subprocess
 from array import array
@@ -17,7 +18,7 @@ import torch
 from plait.config import Config
 from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, ZERO_DIVISION
-from plait.ir.dtypes import b1, f32, i32, i64, opaque
+from plait.ir.dtypes import b1, c64, f32, f64, i32, i64, opaque
 from plait.ir.sizes import Size
 from plait.runtime.load import load
 from plait.wrapper import instructions as ins
@@ -116,7 +117,8 @@ KERNELS = (
     DefineKernel("k_check", 1, 1, (OUT_OF_RANGE, ZERO_DIVISION, OUT_OF_RANGE)),
 )
 s0 = sz.symbol("s0", lo=1)
-u0 = sz.symbol("u0", lo=float("-inf"))
+INF = float("inf")
+u0 = sz.symbol("u0", lo=-INF)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,12 @@ def add(a: str, b: str, dst: str, n: Size = 6, **more: Any) -> Launch:
 
 def alloc(name: str, n: Size = 6) -> Alloc:
     return Alloc(name, f32, (n,), (1,))
+
+
+def looked(name: str, shape: tuple[Size, ...] = (6,), dtype: Any = f32) -> AssertSizeStride:
+    """What stands behind the layout of a call's result."""
+    strides = tuple(math.prod(n for n in shape[k + 1 :] if isinstance(n, int)) for k in range(len(shape)))
+    return AssertSizeStride(name, dtype, shape, strides, "the call")
 
 
 def give(*names: str) -> Return:
@@ -250,7 +258,7 @@ CASES: dict[str, Case] = {
     ),
     "item": Case(
         (tensor("k", i64, (), ()), tensor("q", b1, (1,), (1,))),
-        (Symbol("u0", ItemOf("k")), Symbol("u1", ItemOf("q")), Return((u0 + 1, sz.symbol("u1")))),
+        (Symbol("u0", ItemOf("k")), Symbol("u1", ItemOf("q")), Return((u0 + 1, sz.symbol("u1", lo=-INF)))),
         lambda: [torch.tensor(-41), torch.tensor([True])],
     ),
     "item of a kernel's result": Case(
@@ -397,6 +405,7 @@ CASES: dict[str, Case] = {
             AT0,
             double("x", "a"),
             CallExtern("aten::neg", (Ref("a"),), (), ("y",), may_keep=False),
+            looked("y"),
             Free("a"),
             give("y"),
         ),
@@ -429,6 +438,7 @@ CASES: dict[str, Case] = {
             alloc("y"),
             double("x", "y"),
             CallExtern("aten::sum", (Ref("y"),), (), ("t",)),
+            looked("t", ()),
             Reuse("z", "y", i32, (2, 2), (2, 1)),
             Fill("z", 7),
             give("z", "t"),
@@ -476,7 +486,9 @@ CASES: dict[str, Case] = {
         x6,
         constants=[torch.zeros(1), torch.ones(6)],
     ),
-    "extern by position": Case(X, (CallExtern("aten::mul.Tensor", (Ref("x"), Ref("x")), (), ("y",)), give("y")), x6),
+    "extern by position": Case(
+        X, (CallExtern("aten::mul.Tensor", (Ref("x"), Ref("x")), (), ("y",)), looked("y"), give("y")), x6
+    ),
     "extern with every operand": Case(
         X,
         (
@@ -486,11 +498,15 @@ CASES: dict[str, Case] = {
                 (("dtype", Literal("dtype", "f64")),),
                 ("a",),
             ),
+            looked("a", (1,), f64),
             CallExtern("aten::clamp", (Ref("x"), Literal("float", (-1.5).hex()), Literal("none")), (), ("b",)),
+            looked("b", (6,)),
             CallExtern("aten::cat", (ListOf((Ref("x"), Ref("b"))),), (("dim", 0),), ("c",)),
+            looked("c", (12,)),
             CallExtern(
                 "aten::clone", (Ref("c"),), (("memory_format", Literal("memory_format", "contiguous_format")),), ("d",)
             ),
+            looked("d", (12,)),
             CallExtern(
                 "aten::zeros",
                 (ListOf((2, 3)),),
@@ -502,21 +518,37 @@ CASES: dict[str, Case] = {
                 ),
                 ("e",),
             ),
+            looked("e", (2, 3), c64),
             CallExtern("aten::add.Scalar", (Ref("e"), Literal("complex", f"{(1.5).hex()} {(-2.0).hex()}")), (), ("f",)),
+            looked("f", (2, 3), c64),
             CallExtern("aten::gelu", (Ref("x"),), (("approximate", Literal("str", "tanh")),), ("g",)),
+            looked("g", (6,)),
             CallExtern("aten::add.Tensor", (Ref("x"), Ref("b")), (("alpha", 3),), ("h",)),
+            looked("h", (6,)),
             CallExtern("aten::index.Tensor", (Ref("g"), ListOf((Ref("i"),))), (), ("j",)),
+            looked("j", (2,)),
             give("a", "b", "c", "d", "f", "g", "h", "j"),
         ),
         lambda: [*x6(), torch.tensor([3, 1])],
     ),
     "extern with several results": Case(
         X,
-        (CallExtern("aten::sort", (Ref("x"),), (("descending", Literal("bool", "True")),), (None, "i")), give("i")),
+        (
+            CallExtern("aten::sort", (Ref("x"),), (("descending", Literal("bool", "True")),), (None, "i")),
+            looked("i", dtype=i64),
+            give("i"),
+        ),
         x6,
     ),
     "extern with a list of results": Case(
-        X, (CallExtern("aten::split.Tensor", (Ref("x"), 4), (), ("a", "b")), give("b", "a")), x6
+        X,
+        (
+            CallExtern("aten::split.Tensor", (Ref("x"), 4), (), ("a", "b")),
+            looked("a", (4,)),
+            looked("b", (2,)),
+            give("b", "a"),
+        ),
+        x6,
     ),
     "extern with an int result": Case(
         X,
@@ -530,7 +562,7 @@ CASES: dict[str, Case] = {
     ),
     "extern for its effect": Case(X, (CallExtern("aten::mul_.Scalar", (Ref("x"), 3), (), ()), give("x")), x6),
     "extern that returns its argument": Case(
-        X, (CallExtern("aten::view", (Ref("x"), ListOf((2, 3))), (), ("y",)), give("y", "x")), x6
+        X, (CallExtern("aten::view", (Ref("x"), ListOf((2, 3))), (), ("y",)), looked("y", (2, 3)), give("y", "x")), x6
     ),
     "extern into memory": Case(
         X,
@@ -542,6 +574,7 @@ CASES: dict[str, Case] = {
         (
             View("t", "x", f32, (3, 2), (1, 3), 0),
             CallExtern("aten::mm", (Ref("x"), Ref("t")), (), ("y",), may_keep=False),
+            looked("y", (2, 2)),
             give("y"),
         ),
         lambda: [torch.randn(2, 3)],
@@ -550,7 +583,10 @@ CASES: dict[str, Case] = {
         (*X, OpaqueInput("o")),
         (
             CallPython(0, "f", (Ref("x"),), (("alpha", Literal("float", (0.5).hex())),), ("a", "b", None)),
+            looked("a"),
+            looked("b"),
             CallPython(1, "g", (Ref("o"), ListOf((Ref("a"),))), (), ("c",)),
+            looked("c"),
             give("a", "b", "c", "o"),
         ),
         lambda: [*x6(), "an object"],
@@ -598,13 +634,19 @@ CASES: dict[str, Case] = {
         (*X, *map(OpaqueInput, "abcdefg"), SymbolInput("s0"), SymbolInput("u0")),
         (
             CallExtern("aten::add.Scalar", (Ref("x"), Ref("a"), Ref("b")), (), ("p",)),
+            looked("p"),
             CallExtern("aten::clamp", (Ref("p"), Ref("c"), Ref("a")), (), ("q",)),
+            looked("q"),
             CallExtern("aten::sum.dim_IntList", (Ref("q"), ListOf((0,)), Ref("d")), (), ("r",)),
+            looked("r", (1,)),
             CallExtern(
                 "aten::bernoulli.p", (Ref("x"), Literal("float", (0.5).hex())), (("generator", Ref("e")),), ("s",)
             ),
+            looked("s"),
             CallExtern("aten::gelu", (Ref("q"),), (("approximate", Ref("f")),), ("t",)),
+            looked("t"),
             CallPython(0, "f", (Ref("g"), Ref("t"), s0), (("more", Ref("a")),), ("v",)),
+            looked("v"),
             Return((*map(Ref, "pqrstvabcdfg"), s0 * u0, u0, *KINDS)),
         ),
         lambda: [*x6(), 2.5, 2, None, True, torch.Generator().manual_seed(3), "tanh", {"k": 0.5}, 7, -(2**62) // 7],

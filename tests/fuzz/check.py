@@ -53,7 +53,7 @@ def check(p: Program) -> Outcome:
     grads = tuple(o.name for o in p.operands if o.grad)
     inexact = tuple(line.out for line in p.lines if not line.exact)
     records: list[CompileRecord] = []
-    token = observers.set((records.append,))
+    token = observers.set((*observers.get(), records.append))
     try:
         found = judge(p.source(), p.road, grads, inexact, p.device)
     finally:

@@ -32,6 +32,7 @@ from torch._functorch.aot_autograd import aot_export_module, aot_module_simplifi
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._subclasses import fake_tensor
+from torch.autograd import forward_ad
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule, graph_module
@@ -443,6 +444,16 @@ def _tangent_layout(want: Any) -> TangentLayout:
     return tuple(int(s) for s in want.size), tuple(int(s) for s in want.stride)
 
 
+def forward_mode_level() -> tuple[dict[str, Any], str]:
+    """The module variable (dict, name) that is 0 or more while tensors may have forward-mode tangents."""
+    return vars(forward_ad), "_current_level"
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether a tensor carries a tangent of forward-mode differentiation."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x)[1] is not None  # type: ignore[no-untyped-call]
+
+
 def autograd_switches() -> tuple[tuple[dict[str, Any], str], ...]:
     """Module variables (dict, name) that are true while a call has to go through AOTAutograd's autograd function."""
     scope = vars(compiled_autograd)
@@ -709,6 +720,8 @@ def special_kind(x: torch.Tensor) -> str:
         return f"one of layout {x.layout}"
     if x.is_nested:
         return "a nested one"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "one of a transform of torch.func, which belongs inside of what is compiled"
     wrapper: bool = is_traceable_wrapper_subclass(x)
     return f"one of class {type(x).__name__}" if wrapper else ""
 

@@ -173,9 +173,41 @@ class Turn {
   std::recursive_mutex* turn_;
 };
 
+// Binds what is now in the place of bound tensors. Another thread may do the same meanwhile.
+void rebind_replaced(BoundState& state) {
+  WatchedDicts::Versions seen = state.watched.versions();
+  const Ref found = Ref::check(PyObject_CallMethod(state.owners.get(), "tensors", nullptr));
+  const Items pairs(found.get(), "tensors() gives a sequence");
+  Bound::Numbered tensors;
+  for (Py_ssize_t i = 0; i < pairs.n; ++i) {
+    const Items pair(pairs.data[i], "tensors() gives (number, tensor)");
+    if (pair.n != 2 || !is_tensor(pair.data[1]))
+      throw LoadError("tensors() gives (number, tensor)");
+    tensors.emplace_back(static_cast<size_t>(integer(pair.data[0])), unpack(pair.data[1]));
+  }
+  if (auto old = state.bound->rebind(tensors)) state.retired.push_back(std::move(old));
+  const Ref moved = Ref::check(PyObject_GetAttrString(state.owners.get(), "moved"));
+  if (moved.get() != Py_True) state.watched.settle(std::move(seen));
+}
+
+// A call that is under way, which may let other threads run.
+class UnderWay {
+ public:
+  explicit UnderWay(BoundState& state) : state_(state) { ++state_.under_way; }
+  ~UnderWay() {
+    if (--state_.under_way > 0 || state_.retired.empty()) return;
+    const auto dropped = std::exchange(state_.retired, {});
+  }
+  UnderWay(const UnderWay&) = delete;
+  UnderWay& operator=(const UnderWay&) = delete;
+
+ private:
+  BoundState& state_;
+};
+
 PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   return guarded([&] {
-    const BoundState& state = *reinterpret_cast<PyBound*>(self)->state;
+    BoundState& state = *reinterpret_cast<PyBound*>(self)->state;
     const Bound& b = *state.bound;
     const std::vector<std::string>& names = b.signature().names;
     ProgramState& s = state_of(state.program.get());
@@ -186,7 +218,10 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
       args = sorted.data();
     }
     const Arguments given{args};
+    const UnderWay under_way(state);
     const Turn turn(b.turn());
+    if (state.watched.changed()) [[unlikely]]
+      rebind_replaced(state);
     Call call(*s.program);
     b.bind(call.frame(), given);
     s.program->run(call.frame());
@@ -196,12 +231,24 @@ PyObject* bound_call(PyObject* self, PyObject* const* args, size_t nargsf, PyObj
 
 // ----------------------------------------------------------------------------------------------------
 // type
+void watch(BoundState& state, PyObject* owners) {
+  state.owners = Ref::borrow(owners);
+  state.dicts = Ref::check(PyObject_GetAttrString(owners, "dicts"));
+  if (!PyTuple_Check(state.dicts.get())) throw LoadError("dicts must be a tuple");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(state.dicts.get()); ++i) {
+    PyObject* dict = PyTuple_GET_ITEM(state.dicts.get(), i);
+    if (!PyDict_Check(dict)) throw LoadError("what holds bound tensors is a dict");
+    state.watched.add(dict);
+  }
+}
+
 PyObject* bound_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *program = nullptr, *inputs = nullptr, *names = nullptr, *results = nullptr;
+    PyObject* owners = Py_None;
     int single = 0;
-    if (!PyArg_ParseTuple(args, "O!OOp|O", program_type, &program, &inputs, &names, &single,
-                          &results))
+    if (!PyArg_ParseTuple(args, "O!OOp|OO", program_type, &program, &inputs, &names, &single,
+                          &results, &owners))
       return nullptr;
     SignatureReader reader(names, single != 0);
     const Items given(inputs, "inputs must be a sequence");
@@ -211,17 +258,26 @@ PyObject* bound_new(PyTypeObject* type, PyObject* args, PyObject*) {
       for (Py_ssize_t k = 0; k < produced.n; ++k)
         reader.signature.results.push_back(read_produced(produced.data[k]));
     }
-    return make_bound(program, std::move(reader.signature), reader.bound);
+    Ref self = Ref::check(make_bound(program, std::move(reader.signature), reader.bound));
+    if (owners != Py_None) watch(*reinterpret_cast<PyBound*>(self.get())->state, owners);
+    return self.release();
   });
 }
 int bound_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  if (reinterpret_cast<PyBound*>(self)->state)
-    Py_VISIT(reinterpret_cast<PyBound*>(self)->state->program.get());
+  if (const BoundState* state = reinterpret_cast<PyBound*>(self)->state) {
+    Py_VISIT(state->program.get());
+    Py_VISIT(state->owners.get());
+    Py_VISIT(state->dicts.get());
+  }
   Py_VISIT(reinterpret_cast<PyBound*>(self)->dict);
   return 0;
 }
 int bound_clear(PyObject* self) {
+  if (BoundState* state = reinterpret_cast<PyBound*>(self)->state) {
+    state->watched.clear();
+    state->owners = state->dicts = Ref::borrow(Py_None);
+  }
   Py_CLEAR(reinterpret_cast<PyBound*>(self)->dict);
   return 0;
 }
@@ -249,7 +305,7 @@ PyMemberDef bound_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(PyBound, dict), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot bound_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Bound(program, inputs, names, single): a program with its "
+    {Py_tp_doc, const_cast<char*>("Bound(program, inputs, names, single, results, owners): a program with its "
                                   "parameters, which checks its inputs.")},
     {Py_tp_new, reinterpret_cast<void*>(bound_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(bound_dealloc)},

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "python/dicts.h"
 #include "python/object.h"
 #include "torch/bound.h"
 
@@ -24,6 +25,13 @@ struct PyProgram {
 struct BoundState {
   Ref program;
   std::unique_ptr<Bound> bound;
+  // Where the bound tensors come from: an object whose tensors() gives (number, tensor) as they are
+  // now for those that may be replaced, and the dicts that hold them. Its `moved` is whether other
+  // dicts hold them by now. None: nothing may be replaced.
+  Ref owners = Ref::borrow(Py_None), dicts = Ref::borrow(Py_None);
+  WatchedDicts watched;
+  int under_way = 0;  // calls
+  std::vector<std::shared_ptr<const void>> retired;  // what these may still read
 };
 
 struct PyLibrary {
@@ -44,11 +52,11 @@ PyObject* make_program(PyTypeObject* type, Plan plan, std::shared_ptr<Library> k
 PyObject* make_bound(PyObject* program, Signature signature, const std::vector<at::Tensor>& bound);
 
 inline PyTypeObject *library_type, *program_type, *boxed_type, *bound_type, *training_type,
-    *direct_type;
+    *direct_type, *tangents_type;
 PyObject* module_load_cubin(PyObject*, PyObject* args);
 PyObject* module_launch_cubin(PyObject*, PyObject* args);
 PyObject* module_inspect_package(PyObject*, PyObject* args);
 extern PyType_Spec library_spec, program_spec, boxed_spec, bound_spec, training_spec, direct_spec,
-    package_spec;
+    tangents_spec, package_spec;
 
 }  // namespace plait

@@ -140,7 +140,7 @@ bool serves(const TrainingState& t, const Program& p, PyObject* const* args, Py_
     if (inputs[i].kind != Input::Kind::tensor) continue;
     if (!is_tensor(args[i])) return false;
     const at::Tensor& t = unpack(args[i]);
-    if (p.misfit(inputs[i], t) != Program::Misfit::none || has_forward_gradient(t)) return false;
+    if (p.misfit(inputs[i], t) != Program::Misfit::none) return false;
   }
   return true;
 }

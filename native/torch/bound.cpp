@@ -22,7 +22,12 @@ const char* layout_name(c10::Layout layout) {
 // What is special about a tensor that the program cannot take though its device is right.
 std::string special_kind(const at::Tensor& t, const std::string& type_name) {
   if (t.layout() != c10::kStrided) return std::string("one of layout ") + layout_name(t.layout());
-  return t.is_nested() ? "a nested one" : "one of class " + type_name;
+  if (t.is_nested()) return "a nested one";
+  if (t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched,
+                                              c10::DispatchKey::FuncTorchGradWrapper,
+                                              c10::DispatchKey::Functionalize})))
+    return "one of a transform of torch.func, which belongs inside of what is compiled";
+  return "one of class " + type_name;
 }
 
 // The bytes of t's storage that its elements occupy.
@@ -58,11 +63,13 @@ Bound::Bound(const Program& program, Signature signature, const std::vector<at::
                     std::to_string(signature_.inputs.size()) + " were described");
   if (signature_.single && n_outputs != 1)
     throw LoadError("the program has more than a single output");
+  std::vector<BoundTensor> tensors;
   for (const at::Tensor& t : bound) {
     BoundTensor b{t, t.layout() == c10::kStrided};
     if (b.strided) b.sizes = t.sizes(), b.strides = t.strides();
-    bound_.push_back(std::move(b));
+    tensors.push_back(std::move(b));
   }
+  bound_ = std::make_shared<std::vector<BoundTensor>>(std::move(tensors));
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_spec(i, bound.size());
     derives_ = derives_ || signature_.inputs[i].kind == InputSpec::Kind::symbol;
@@ -84,6 +91,16 @@ Bound::Bound(const Program& program, Signature signature, const std::vector<at::
       throw LoadError("a result is a view of input " + std::to_string(of) + ", which is no tensor");
     if (program.outputs()[k].kind != Operand::Kind::ref) throw LoadError("a view is no tensor");
   }
+}
+
+std::shared_ptr<const void> Bound::rebind(const Numbered& tensors) {
+  std::shared_ptr<std::vector<BoundTensor>> next;
+  for (const auto& [number, t] : tensors) {
+    if (bound_->at(number).tensor.is_same(t)) continue;
+    if (!next) next = std::make_shared<std::vector<BoundTensor>>(*bound_);
+    (*next)[number].tensor = t;
+  }
+  return next ? std::exchange(bound_, std::move(next)) : nullptr;
 }
 
 void Bound::require(bool fits, size_t position, const char* what) const {
@@ -155,6 +172,13 @@ void Bound::fail_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbol
   for (size_t d = 0; d < strides.size(); ++d)
     if (sizes[d] > 1) compare("stride", s.strides[d], d, strides[d]);
   fail(s, "does not fit");
+}
+
+void Bound::fail_tangent(size_t input) const {
+  const bool given = signature_.inputs[input].kind == InputSpec::Kind::tensor;
+  throw InputError((given ? "input " : "") + name_of(input) +
+                   " carries a tangent of forward-mode differentiation, which a compiled program "
+                   "drops\n  try: the function itself, or torch.compile, which runs eager there");
 }
 
 void Bound::check_integer(const InputSpec& s, int64_t got, Symbols& symbols) const {

@@ -50,6 +50,12 @@ class Bound {
 
   const Signature& signature() const { return signature_; }
 
+  // Binds tensors in the place of those with these numbers in `bound`; they are checked as those
+  // were, at every call. Returns what a call that is under way still reads, null if all are bound
+  // already.
+  using Numbered = std::vector<std::pair<size_t, at::Tensor>>;
+  std::shared_ptr<const void> rebind(const Numbered& tensors);
+
   // Held during a call of a program that writes to what is bound to it, from reading it to handing
   // out results: such calls come one after another, whatever thread they come from, and a callback
   // may call the program again. Null: the program writes to nothing of its own.
@@ -80,6 +86,7 @@ class Bound {
   [[noreturn]] void fail_misfit(const Input& input, const InputSpec& s, const at::Tensor& t,
                                 const std::string& type_name) const;
   [[noreturn]] void fail_moved(const Input& input, const InputSpec& s, const BoundTensor& b) const;
+  [[noreturn]] void fail_tangent(size_t input) const;
   [[noreturn]] void fail_tensor(const InputSpec& s, const at::Tensor& t, Symbols& symbols) const;
   void check_integer(const InputSpec& s, int64_t got, Symbols& symbols) const;
   void bind_symbols(Frame& f, const Symbols& symbols) const;
@@ -93,13 +100,13 @@ class Bound {
   template <class Arguments>
   const at::Tensor& tensor_of(size_t input, const Arguments& args) const {
     const InputSpec& s = signature_.inputs[input];
-    return s.kind == InputSpec::Kind::bound ? bound_[static_cast<size_t>(s.arg)].tensor
+    return s.kind == InputSpec::Kind::bound ? (*bound_)[static_cast<size_t>(s.arg)].tensor
                                             : *args.tensor(s.arg);
   }
 
   const Program& program_;
   Signature signature_;
-  std::vector<BoundTensor> bound_;
+  std::shared_ptr<const std::vector<BoundTensor>> bound_;
   std::vector<size_t> changed_;  // inputs that the program writes to
   std::unique_ptr<std::recursive_mutex> turn_;
   bool derives_ = false;  // some inputs are symbols
@@ -142,16 +149,20 @@ inline bool fits(const InputSpec& s, const at::Tensor& t, Symbols& symbols) {
 template <class Arguments>
 void Bound::bind(Frame& f, const Arguments& args) const {
   const std::vector<Input>& inputs = program_.plan().inputs;
+  const std::vector<BoundTensor>& bound = *bound_;
   Symbols symbols(signature_.symbols.size());
+  ForwardMode forward_mode;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const InputSpec& spec = signature_.inputs[i];
     switch (spec.kind) {
       case InputSpec::Kind::bound: {
-        const BoundTensor& b = bound_[static_cast<size_t>(spec.arg)];
+        const BoundTensor& b = bound[static_cast<size_t>(spec.arg)];
         if (!b.strided) [[unlikely]]
           program_.require_fit(inputs[i], b.tensor);
         else if (program_.misfit(inputs[i], b.tensor) != Program::Misfit::none || b.moved())
           fail_moved(inputs[i], spec, b);
+        if (forward_mode.reaches(b.tensor)) [[unlikely]]
+          fail_tangent(i);
         program_.bind(f, inputs[i], b.tensor);
         break;
       }
@@ -163,6 +174,8 @@ void Bound::bind(Frame& f, const Arguments& args) const {
           fail_misfit(inputs[i], spec, *t, args.type_name(spec.arg));
         if (!fits(spec, *t, symbols)) [[unlikely]]
           fail_tensor(spec, *t, symbols);
+        if (forward_mode.reaches(*t)) [[unlikely]]
+          fail_tangent(i);
         program_.bind(f, inputs[i], *t);
         break;
       }

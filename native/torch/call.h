@@ -50,6 +50,23 @@ class Call {
   std::unique_ptr<Frame> frame_;
 };
 
+// Whether t carries a tangent of forward-mode differentiation, of which programs know nothing.
+bool has_forward_gradient(const at::Tensor& t);
+// The same for the tensors of one call: few of them are looked at while forward mode is off.
+class ForwardMode {
+ public:
+  bool reaches(const at::Tensor& t) {
+    if (state_ == State::off || !t.unsafeGetTensorImpl()->autograd_meta()) return false;
+    if (state_ == State::unknown) [[unlikely]]
+      state_ = is_on() ? State::on : State::off;
+    return state_ == State::on && has_forward_gradient(t);
+  }
+
+ private:
+  static bool is_on();
+  enum class State { unknown, off, on } state_ = State::unknown;
+};
+
 // The tensor that the program was given as input number `input`.
 const at::Tensor& input_at(const Program& p, const Frame& f, int64_t input);
 // The tensor of an output; an undefined one where it is none.

@@ -8,9 +8,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/input_metadata.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+
+#include "torch/call.h"
 
 namespace plait {
 namespace ag = torch::autograd;
@@ -160,11 +163,25 @@ ag::Edge gradient_edge(const at::Tensor& t) {
   return t.requires_grad() ? ag::impl::gradient_edge(t) : ag::Edge();
 }
 
-bool has_forward_gradient(const at::Tensor& t) {
-  const auto* meta =
-      static_cast<const ag::AutogradMeta*>(t.unsafeGetTensorImpl()->autograd_meta());
-  return meta && meta->fw_grad_;
+namespace {
+bool holds_forward_gradient(const at::TensorImpl* impl) {
+  const auto* meta = static_cast<const ag::AutogradMeta*>(impl->autograd_meta());
+  return meta && meta->fw_grad_ && !meta->fw_grad_->empty();
 }
+}  // namespace
+
+bool has_forward_gradient(const at::Tensor& t) {
+  const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
+  if (!impl->autograd_meta()) return false;
+  if (holds_forward_gradient(impl)) return true;
+  // A view of a tensor that has one gets its own when somebody asks.
+  if (!static_cast<const ag::AutogradMeta*>(impl->autograd_meta())->is_view_) return false;
+  const auto& view = *static_cast<const ag::DifferentiableViewMeta*>(impl->autograd_meta());
+  return view.has_fw_view() &&
+         holds_forward_gradient(view.get_forward_view().base_.unsafeGetTensorImpl());
+}
+
+bool ForwardMode::is_on() { return ag::ForwardADLevel::try_get_by_idx(0) != nullptr; }
 
 bool plain_autograd() {
   using c10::DispatchKey;

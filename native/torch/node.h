@@ -92,7 +92,6 @@ class PlaitBackward final : public torch::autograd::Node {
 // Makes `node` the history of t, a fresh result.
 void set_history(const at::Tensor& t, const NodePtr& node);
 torch::autograd::Edge gradient_edge(const at::Tensor& t);  // invalid if t wants no gradient
-bool has_forward_gradient(const at::Tensor& t);
 // Whether a call in this thread is seen by autograd alone: gradients on, no mode or transform of
 // functorch, no dispatch mode.
 bool plain_autograd();

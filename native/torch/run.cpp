@@ -229,6 +229,11 @@ void Program::patch(Frame& f, SlotId s, char* pointer) const {
     f.bufs[static_cast<size_t>(p->buf)] = pointer + p->delta;
 }
 
+// Tensors that stand for others: subclasses, and what torch.func and functionalisation wrap.
+static constexpr c10::DispatchKeySet kNotPlain(
+    {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+     c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+
 Program::Misfit Program::misfit(const Input& input, const at::Tensor& t) const {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   const c10::ScalarType want = slots_[static_cast<size_t>(input.id)].scalar;
@@ -243,7 +248,7 @@ Program::Misfit Program::misfit(const Input& input, const at::Tensor& t) const {
   if (!there && !device.is_cpu() && impl->dim() == 0 &&
       !slots_[static_cast<size_t>(input.id)].needs_pointer)
     return Misfit::none;
-  return there && !keys.has(c10::DispatchKey::Python) ? Misfit::none : Misfit::device;
+  return there && !keys.has_any(kNotPlain) ? Misfit::none : Misfit::device;
 }
 
 void Program::require_fit(const Input& input, const at::Tensor& t) const {

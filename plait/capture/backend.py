@@ -123,7 +123,10 @@ class _OneGraph:
                 partition=self.partition,
             )
         made = self.training or self.direct
-        return wrapped if self.program is None else made.around(self.program, wrapped)
+        call = wrapped if self.program is None else made.around(self.program, wrapped)
+        if not isinstance(gm, GraphModule):
+            return call
+        return ladder.with_tangents(call, gm, self.name, self.kind, self.cfg)
 
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = partition(self.cfg, joint, joint_inputs, **kwargs)

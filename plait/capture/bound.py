@@ -17,6 +17,7 @@ import torch
 
 from plait import _native, compat
 from plait.capture.aliases import Result, view_like
+from plait.capture.owners import Owners
 from plait.capture.trace import Traced
 from plait.errors import InputError
 from plait.graph.captured import Captured
@@ -72,16 +73,17 @@ def bind(
     single: bool,
     results: Sequence[Result],
     changed: Sequence[int],
+    owners: Owners,
 ) -> Callable[..., Any]:
     """A callable of the user's tensors and ints, by position or by name.
 
     single: return the only result, not a tuple. results: which of them are views of inputs. changed: the inputs that
-    the program writes to.
+    the program writes to. owners: of the bound tensors, numbered in the order of specs.
     """
     if isinstance(program, _native.Program):
-        bound: Callable[..., Any] = _native.Bound(program, list(specs), list(names), single, list(results))
+        bound: Callable[..., Any] = _native.Bound(program, list(specs), list(names), single, list(results), owners)
         return bound
-    return PythonBound(program, specs, names, single, results, changed)
+    return PythonBound(program, specs, names, single, results, changed, owners)
 
 
 @dataclass
@@ -94,16 +96,14 @@ class PythonBound:
     single: bool
     results: Sequence[Result]
     changed: Sequence[int]
+    owners: Owners
 
     def __post_init__(self) -> None:
         changes_state = any(self.specs[k][0] == "bound" for k in self.changed)
         self.turn: AbstractContextManager[Any] = threading.RLock() if changes_state else nullcontext()
         self.views = [(k, *r[1:]) for k, r in enumerate(self.results) if r[0] == "view"]
-        self.bound = [
-            (k, spec[2], _layout(spec[2]))
-            for k, spec in enumerate(self.specs)
-            if spec[0] == "bound" and spec[2].layout == torch.strided
-        ]
+        self.bound = [(k, spec[2]) for k, spec in enumerate(self.specs) if spec[0] == "bound"]
+        self.layouts = {k: _layout(x) for k, x in self.bound if x.layout == torch.strided}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._ordered(args, kwargs)
@@ -111,17 +111,22 @@ class PythonBound:
             return self._call(given)
 
     def _call(self, given: list[Any]) -> Any:
-        for position, tensor, layout in self.bound:
-            if _layout(tensor) != layout:
+        state = dict(self.bound)
+        for number, tensor in self.owners.tensors():
+            state[self.bound[number][0]] = tensor
+        for position, layout in self.layouts.items():
+            now = _layout(state[position])
+            if now != layout:
                 raise InputError(
-                    f"{self._name(position)}: its data is now {_spelled(_layout(tensor))}, "
+                    f"{self._name(position)}: its data is now {_spelled(now)}, "
                     f"the program was compiled for {_spelled(layout)}"
                 )
+            _check_tangent(self._name(position), state[position])
         symbols: dict[str, int] = {}
         inputs = []
-        for spec in self.specs:
+        for k, spec in enumerate(self.specs):
             if spec[0] == "bound":
-                inputs.append(spec[2])
+                inputs.append(state[k])
             else:
                 value, what = given[spec[1]], f"input '{self.names[spec[1]]}'"
                 if spec[0] == "int":
@@ -230,6 +235,15 @@ def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: 
             misfit = "" if value.shape[dim] <= 1 else _misfit(want, stride, symbols)
             if misfit:
                 raise InputError(f"{what}: expected stride {misfit} in dimension {dim}, got {stride}")
+    _check_tangent(what, value)
+
+
+def _check_tangent(what: str, value: torch.Tensor) -> None:
+    if compat.has_tangent(value):
+        raise InputError(
+            f"{what} carries a tangent of forward-mode differentiation, which a compiled program drops",
+            hint="the function itself, or torch.compile, which runs eager there",
+        )
 
 
 def _check_int(what: str, value: Any, want: Any, symbols: dict[str, int]) -> None:

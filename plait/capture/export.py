@@ -1,10 +1,12 @@
 """`plait.compile`: a function or module and example inputs in, a callable with no Dynamo on its path out.
 
-The program is traced once; parameters, buffers and constants are bound to it for good (their memory is read at every
-call, so in-place updates count). Calls run without autograd. Where arguments are plain tensors and the result is a
-tensor or a tuple of tensors, what is returned is the native callable itself, which checks dtype, device, sizes and
-strides; other signatures get a thin layer of Python on top. `__wrapped__` of what is returned is the function,
-`record` the record of its compilation.
+The program is traced once; parameters, buffers and other tensors that it takes from its
+surroundings are bound to it (their memory is read at every call, so in-place updates count). There
+are no guards of Dynamo's: that a module holds other tensors by now, or other sub-modules, is seen
+by its dicts (`owners.py`). Calls run without autograd. Where arguments are plain tensors and the
+result is a tensor or a tuple of tensors, what is returned is the native callable itself, which
+checks dtype, device, sizes and strides; other signatures get a thin layer of Python on top.
+`__wrapped__` of what is returned is the function, `record` the record of its compilation.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch.export import ExportedProgram
+
 from plait.capture.aliases import results_of
 from plait.capture.bound import argument_specs, bind, captured_from
 from plait.capture.exported import Examples, Program, source_of
+from plait.capture.outside import bind_outside
+from plait.capture.owners import Owners, reachable
 from plait.capture.program import collector_paused, compile_captured
 from plait.capture.trace import Traced, trace
 from plait.config import Config
@@ -37,8 +43,11 @@ def compile(
 
     fn is called twice, on tensors without values; what else it does (printing, keeping a tensor in a list) happens
     then, not at calls of the result. Training or evaluation mode, autocast and arguments that are no tensors are built
-    in as they are now; at a call autocast makes no difference, and gradients are never taken. Parameters and buffers
-    are used where they are: changes of their values count, other tensors in their place do not.
+    in as they are now; at a call autocast makes no difference, and gradients are never taken.
+
+    Parameters and buffers count as they are at a call: changes of their values, and other tensors of the same dtype,
+    device, sizes and strides in their place. InputError where one does not fit, is gone, or a sub-module was replaced.
+    A tensor that fn takes from a closure or a global is the one of now; changes of its values count.
 
     dynamic_shapes: as for torch.export.export; without it every size is fixed. The result raises InputError for inputs
     that differ from what was compiled. Raises UserError for wrong arguments, Unsupported if fn cannot be traced, and
@@ -49,16 +58,18 @@ def compile(
     if record_of(fn) is not None:
         raise UserError("plait.compile of what plait.compile returned", hint="the function itself: its __wrapped__")
     with collector_paused():
-        call, record = _bound(trace(*source, "plait.compile"), cfg)
+        roots = reachable(source[0] if isinstance(fn, ExportedProgram) else fn)
+        call, record = _bound(trace(*source, "plait.compile"), roots, cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record
     return call  # type: ignore[no-any-return]
 
 
 _DOC = """A function or module (`__wrapped__`) as plait.compile compiled it, for arguments like the example's.
 
-Built in as they were at that time: training or evaluation mode, autocast, sizes that are not dynamic, arguments that
-are no tensors. Parameters and buffers are used where they are: changes of their values count, other tensors in their
-place do not. No gradients are taken. `record` tells how it was compiled, and plait.explain prints it.
+Built in as they were at that time: training or evaluation mode, autocast, sizes that are not
+dynamic, arguments that are no tensors. Parameters and buffers count as they are at a call, also
+others in their place, which have to fit. No gradients are taken: an argument with a forward-mode
+tangent is an InputError. `record` tells how it was compiled, and plait.explain prints it.
 """
 
 
@@ -75,12 +86,16 @@ def record_of(fn: Any) -> CompileRecord | None:
     return record if isinstance(record, CompileRecord) else None
 
 
-def _bound(traced: Traced, cfg: Config) -> tuple[Any, CompileRecord]:
-    """Compiles and binds; adds Python only for what the native callable does not do."""
+def _bound(traced: Traced, roots: Mapping[str, Any], cfg: Config) -> tuple[Any, CompileRecord]:
+    """Compiles and binds; adds Python only for what the native callable does not do. roots: the modules and tensors
+    among which the program's are found."""
+    outside = bind_outside(traced.graph)
+    owners = Owners(roots, [*traced.state.values(), *outside])
     results = results_of(traced.graph, traced.views)  # before the graph is cleaned
     program = compile_captured(replace(captured_from(traced), watcher=watcher()), cfg)
     signature = traced.signature
     specs = [("bound", name, x) for name, x in traced.state.items()] + argument_specs(traced)
-    call = bind(program.call, specs, signature.tensors, signature.single, results, traced.mutated)
+    specs += [("bound", owners.name_of(len(traced.state) + k), x) for k, x in enumerate(outside)]
+    call = bind(program.call, specs, signature.tensors, signature.single, results, traced.mutated, owners)
     checks = [(named_in(check.text, signature.tensors), check.holds) for check in traced.sizes.checks]
     return as_called(call, signature, checks), program.record

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from plait import compat
+from plait import _native, compat
 from plait.capture import dynamo
 from plait.capture.program import collector_paused
 from plait.config import Config
@@ -106,6 +106,29 @@ def whole_graph(gm: compat.DynamoGraph, name: str, kind: GraphKind, taken: Steps
     observe(_record(name, kind, gm, taken))
     forward: Callable[..., Any] = gm.forward
     return forward
+
+
+def with_tangents(
+    call: Callable[..., Any], gm: GraphModule, name: str, kind: GraphKind, cfg: Config
+) -> Callable[..., Any]:
+    """call, which is what Dynamo's graph gm was compiled to, for arguments without forward-mode
+    tangents. Eager takes those that carry one: AOTAutograd traces no tangents and Dynamo guards on
+    none. Under the option 'strict' they are Unsupported."""
+    reason = "an argument carries a tangent of forward-mode differentiation"
+    step = Fallback("eager", "the graph", reason)
+    told = False
+
+    def eager(*args: Any) -> Any:
+        nonlocal told
+        if cfg.strict:
+            raise Unsupported(reason, hint="torch.func.jvp inside the compiled function")
+        if not told:
+            told = True
+            observe(_record(name, kind, gm, (step,)))
+            _tell(PassLog(cfg, name), step)
+        return gm.forward(*args)
+
+    return _native.Tangents(call, eager, *compat.forward_mode_level())
 
 
 class AsItCame:

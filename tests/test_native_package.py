@@ -294,7 +294,10 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
     )  # fmt: skip
     write_package(tmp_path / "p", rich)
     core, binary = ROOT / "native" / "core", tmp_path / "native_package"
-    sources = [ROOT / "tests" / "native_package.cpp", *(core / f"{n}.cpp" for n in ("package", "plan", "verify"))]
+    sources = [
+        ROOT / "tests" / "native_package.cpp",
+        *(core / f"{n}.cpp" for n in ("functions", "package", "plan", "verify")),
+    ]
     command = ["g++", "-std=c++20", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     folders = ["-I", str(ROOT / "native"), "-I", str(ROOT / "plait" / "include")]
     subprocess.run([*command, *folders, "-o", str(binary), *map(str, sources)], check=True)

@@ -183,7 +183,7 @@ def test_a_hundred_thousand_damaged_plans_run_under_a_sanitizer():
 def test_a_hundred_thousand_damaged_plans_under_a_sanitizer(tmp_path: Path):
     """The reader and the verifier as a program of their own, on plans of every instruction and of real graphs."""
     core, program = ROOT / "native" / "core", tmp_path / "native_plans"
-    sources = [ROOT / "tests" / "native_plans.cpp", core / "plan.cpp", core / "verify.cpp"]
+    sources = [ROOT / "tests" / "native_plans.cpp", *(core / f"{n}.cpp" for n in ("functions", "plan", "verify"))]
     command = ["g++", "-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     subprocess.run([*command, "-I", str(ROOT / "native"), "-o", str(program), *map(str, sources)], check=True)
     files = []

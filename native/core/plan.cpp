@@ -15,6 +15,8 @@
 // bounds.
 #include "plan.h"
 
+#include "functions.h"
+
 #include <array>
 #include <cstring>
 
@@ -149,7 +151,7 @@ class Parser {
     plan_.exprs.reserve(n);
     std::vector<int64_t> symbol_uses;
     for (size_t i = 0; i < n; ++i) {
-      ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12, "expression operator"))};
+      ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12 + kSizeFunctions, "expression operator"))};
       e.a = in_.word();
       e.b = in_.word();
       const int64_t limit = static_cast<int64_t>(i);
@@ -396,7 +398,7 @@ bool evaluate(const ExprNode& node, const int64_t* values, int64_t& out) {
     case Op::ne: return out = a != b, true;
     case Op::lt: return out = a < b, true;
     case Op::le: return out = a <= b, true;
-    default: return false;
+    default: return size_function(static_cast<int64_t>(node.op) - static_cast<int64_t>(Op::function), a, b, out);
   }
 }
 

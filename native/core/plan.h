@@ -27,7 +27,7 @@ struct LoadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr uint32_t kPlanVersion = 6;
+inline constexpr uint32_t kPlanVersion = 7;
 
 // Element types in the order of plait/ir/dtypes.py; kAny is an extern result whose type the plan
 // does not know.
@@ -65,7 +65,10 @@ inline constexpr int32_t kNone = -1;
 
 // One node of the integer programs; operands of a node stand before it.
 struct ExprNode {
-  enum class Op : int32_t { constant, symbol, add, mul, floordiv, mod, min, max, eq, ne, lt, le };
+  // From `function` on, the functions of functions.h by number.
+  enum class Op : int32_t {
+    constant, symbol, add, mul, floordiv, mod, min, max, eq, ne, lt, le, function
+  };
   Op op;
   int64_t a = 0,
           b = 0;  // constant: a is the value; symbol: a is the symbol's number; else node ids

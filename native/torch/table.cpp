@@ -4,6 +4,7 @@
 #include <bit>
 #include <exception>
 
+#include "core/functions.h"
 #include "program.h"
 
 namespace plait {
@@ -205,9 +206,14 @@ struct Table {
     });
   }
 
+  static bool function(int64_t number, int64_t a, int64_t b, int64_t* out) {
+    return size_function(number, a, b, *out);
+  }
+
   static constexpr plait_table functions{symbol, read, arena,  place, alloc,   view, storage,
                                          drop,   run,  failed, launch, op,    python,  copy, bump,
-                                         fill,   layout, aligned, finite, fail, overflow, give};
+                                         fill,   layout, aligned, finite, fail, overflow, give,
+                                         function};
 };
 
 Generated::Generated(const std::string& path, const std::string& entry)

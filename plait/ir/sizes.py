@@ -11,8 +11,11 @@ Nothing here knows SymPy or torch: the border to ShapeEnv is `plait/lower/symbol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import gcd
 from typing import TypeAlias, Union
+
+from plait.runtime.functions import FUNCTIONS
 
 Size: TypeAlias = Union[int, "Expr"]
 
@@ -22,7 +25,7 @@ Bound: TypeAlias = float  # an int, or +-inf
 
 
 class Atom:
-    """A factor of a monomial. kind: 'sym', 'div', 'mod', 'min', 'max', 'eq', 'ne', 'lt', 'le'.
+    """A factor of a monomial. kind: 'sym', 'div', 'mod', 'min', 'max', 'eq', 'ne', 'lt', 'le', a name of FUNCTIONS.
 
     For 'sym', name/lo/hi/extent hold: lo <= value <= hi, and value < extent where extent is known (loop variables).
     For the others, a and b are the operands. key orders atoms and names them in text.
@@ -63,8 +66,7 @@ Terms: TypeAlias = tuple[tuple[Mono, int], ...]
 
 
 class Expr:
-    """An integer expression that is not a constant: const + sum(coefficient * product of atoms). Use operators and
-    the functions below."""
+    """An integer expression that is no constant: const + sum(coefficient * product of atoms)."""
 
     __slots__ = ("const", "terms", "_hash", "_key", "_bounds", "_free")
 
@@ -163,8 +165,7 @@ def interned() -> int:
 
 
 def forget() -> None:
-    """Drops the intern tables. Expressions made before stay valid and compare equal to later ones; only sharing is
-    lost."""
+    """Drops the intern tables. Expressions made before stay valid and compare equal to later ones."""
     _atoms.clear()
     _exprs.clear()
     _memo.clear()
@@ -196,7 +197,8 @@ def symbol(name: str, lo: Bound = 0, hi: Bound = _INF, extent: Size | None = Non
 
 
 _TEXT = {"div": "({} // {})", "mod": "({} % {})", "min": "min({}, {})", "max": "max({}, {})",
-         "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})"}  # fmt: skip
+         "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})",
+         **{name: f"{name}({{}}, {{}})" for name in FUNCTIONS}}  # fmt: skip
 
 
 def _paren(e: Size) -> str:
@@ -237,8 +239,7 @@ def _from_terms(const: int, acc: Mapping[Mono, int]) -> Size:
 
 
 def _join_div_mod(const: int, terms: Terms) -> Size | None:
-    """c*(x % b) + c*b*(x // b) -> c*x, and c*(x % b) + c*b*((x // b) % a) -> c*(x % (a*b)). None where nothing
-    joins."""
+    """c*(x % b) + c*b*(x // b) -> c*x, and c*(x % b) + c*b*((x // b) % a) -> c*(x % (a*b)); or None."""
     for i, (mono, c) in enumerate(terms):
         for k, atom in enumerate(mono):
             if atom.kind != "mod":
@@ -506,24 +507,21 @@ def _drop_inner_mod(r: Expr, b: Size) -> Size | None:
 
 def smin(a: Size, b: Size) -> Size:
     """min(a, b)."""
-    if isinstance(a, int) and isinstance(b, int):
-        return min(a, b)
     if known_le(a, b):
         return a
-    if known_le(b, a):
-        return b
-    return _atom("min", *sorted((a, b), key=str))
+    return b if known_le(b, a) else _atom("min", *sorted((a, b), key=str))
 
 
 def smax(a: Size, b: Size) -> Size:
     """max(a, b)."""
-    if isinstance(a, int) and isinstance(b, int):
-        return max(a, b)
     if known_le(a, b):
         return b
-    if known_le(b, a):
-        return a
-    return _atom("max", *sorted((a, b), key=str))
+    return a if known_le(b, a) else _atom("max", *sorted((a, b), key=str))
+
+
+def call(name: str, a: Size, b: Size = 0) -> Size:
+    """A function of FUNCTIONS. Raises as it does, for constants."""
+    return FUNCTIONS[name](a, b) if isinstance(a, int) and isinstance(b, int) else _atom(name, a, b)
 
 
 def ceildiv(a: Size, b: Size) -> Size:
@@ -562,6 +560,8 @@ def _atom_bounds(a: Atom) -> tuple[Bound, Bound]:
 def _compute_atom_bounds(a: Atom) -> tuple[Bound, Bound]:
     if a.kind == "sym":
         return a.lo, a.hi
+    if a.kind in FUNCTIONS:
+        return -_INF, _INF
     if a.kind in ("eq", "ne", "lt", "le"):
         return 0, 1
     (alo, ahi), (blo, bhi) = bounds(a.a), bounds(a.b)
@@ -578,7 +578,7 @@ def _compute_atom_bounds(a: Atom) -> tuple[Bound, Bound]:
 
 
 def bounds(e: Size) -> tuple[Bound, Bound]:
-    """(lo, hi) with lo <= e <= hi, from the ranges of symbols; infinities where nothing is known."""
+    """(lo, hi) with lo <= e <= hi, from the ranges of symbols."""
     if isinstance(e, int):
         return e, e
     if e._bounds is None:
@@ -610,7 +610,7 @@ def _extent(a: Atom) -> Size | None:
 
 
 def _lower(e: Expr) -> Size | None:
-    """A lower bound of e in which each bounded index was replaced by its least or greatest value."""
+    """A lower bound of e: each bounded index at its least or greatest value."""
     out: Size = e.const
     changed = False
     for mono, c in e.terms:
@@ -672,10 +672,8 @@ def exact_div(a: Size, b: Size) -> Size | None:
     """q with a == b*q, where that is certain; else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
-    if a == 0:
-        return 0
     if isinstance(a, int):
-        return None
+        return 0 if a == 0 else None
     q, r = _split(a, b) if b != 0 else (0, 1)
     return q if r == 0 else None
 
@@ -701,6 +699,7 @@ _BUILD: dict[str, Callable[[Size, Size], Size]] = {
     "div": floordiv, "mod": mod, "min": smin, "max": smax,
     "eq": lambda a, b: compare("eq", a, b), "ne": lambda a, b: compare("ne", a, b),
     "lt": lambda a, b: compare("lt", a, b), "le": lambda a, b: compare("le", a, b),
+    **{name: partial(call, name) for name in FUNCTIONS},
 }  # fmt: skip
 
 
@@ -727,7 +726,7 @@ def _substitute_atom(a: Atom, env: Mapping[Atom, Size]) -> Size:
 _EVAL: dict[str, Callable[[int, int], int]] = {
     "div": lambda a, b: a // b, "mod": lambda a, b: a % b, "min": min, "max": max,
     "eq": lambda a, b: int(a == b), "ne": lambda a, b: int(a != b), "lt": lambda a, b: int(a < b),
-    "le": lambda a, b: int(a <= b),
+    "le": lambda a, b: int(a <= b), **FUNCTIONS,
 }  # fmt: skip
 
 
@@ -744,8 +743,7 @@ def evaluate(e: Size, env: Mapping[str, int]) -> int:
 
 
 def coefficient(e: Size, var: Atom) -> Size | None:
-    """k where e == k*var + rest and rest does not hold var; None if var occurs in another way (inside a division,
-    squared)."""
+    """k where e == k*var + rest and rest does not hold var; None if var occurs in another way."""
     if isinstance(e, int):
         return 0
     out: Size = 0
@@ -774,8 +772,7 @@ def divisors(e: Size) -> list[int]:
 
 
 def is_contiguous(e: Size, var: Atom) -> bool:
-    """Whether e grows by 1 with var: everywhere, or else where var is small and every other loop variable is 0, as an
-    address does that walks blocks of RUN elements or more."""
+    """Whether e grows by 1 with var, everywhere or within blocks of RUN elements or more."""
     step = coefficient(e, var)
     if step is not None:
         return step == 1

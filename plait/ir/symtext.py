@@ -12,11 +12,13 @@ import ast
 import keyword
 import re
 from collections.abc import Callable
+from functools import partial
 
 from plait.ir import sizes as sz
 from plait.ir.checks import Check
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size
+from plait.runtime.functions import FUNCTIONS
 
 _INFIX = {"div": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 INF = float("inf")
@@ -97,7 +99,7 @@ class Scope:
         if a.kind == "sym":
             return self.declare(a)
         left, right = self.size(a.a), self.size(a.b)
-        if a.kind in ("min", "max"):
+        if a.kind not in _INFIX:
             return f"{a.kind}({left}, {right})"
         return f"({_paren(left)} {_INFIX[a.kind]} {_paren(right)})"
 
@@ -170,6 +172,9 @@ _BINARY: dict[type[ast.operator], Callable[[Size, Size], Size]] = {
     ast.FloorDiv: sz.floordiv,
     ast.Mod: sz.mod,
 }
+_CALLS: dict[str, Callable[[Size, Size], Size]] = {
+    "min": sz.smin, "max": sz.smax, **{name: partial(sz.call, name) for name in FUNCTIONS}
+}  # fmt: skip
 
 
 class Reader:
@@ -231,8 +236,8 @@ class Reader:
                 return self.is_size(operand)
             case ast.BinOp() | ast.Compare():
                 return True
-            case ast.Call(func=ast.Name(id="min" | "max")):
-                return True
+            case ast.Call(func=ast.Name(id=name)):
+                return name in _CALLS
             case _:
                 return False
 
@@ -250,8 +255,8 @@ class Reader:
                     return _BINARY[type(op)](self.size(left), self.size(right))
                 except (ZeroDivisionError, AssertionError):
                     raise wrong(e, "a division by a positive number") from None
-            case ast.Call(func=ast.Name(id="min" | "max" as name), args=[left, right]):
-                return (sz.smin if name == "min" else sz.smax)(self.size(left), self.size(right))
+            case ast.Call(func=ast.Name(id=name), args=[left, right]) if name in _CALLS:
+                return _CALLS[name](self.size(left), self.size(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
                 return sz.compare(_COMPARE[type(op)], self.size(left), self.size(right))
             case _:
@@ -321,7 +326,7 @@ def read_literal(e: ast.expr) -> tuple[str, str] | None:
             return "float", (-value).hex()
         case ast.Constant(value=str(value)):
             return "str", value
-        case ast.Call(func=ast.Name(id=kind), args=[value]) if kind not in ("min", "max"):
+        case ast.Call(func=ast.Name(id=kind), args=[value]) if kind not in _CALLS:
             return kind, text_of(value)
         case _:
             return None

@@ -7,7 +7,7 @@ nothing. A rule that raises, and an op without a rule, becomes a counted extern 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -125,6 +125,7 @@ class Lowering:
         self._steps: dict[str, Fallback] = {}
         self.input_buffers: set[str] = set()
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
+        self.functions: Mapping[str, Size] = {}  # symbols that stand for functions of sizes
         self.found: set[str] = set()  # symbols whose values are found at run time
         self.computed: dict[str, Size] = {}  # such numbers, by name, that a rule computes
         self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
@@ -400,6 +401,14 @@ class Lowering:
         self.ops.append(Item(atom.name, whole.buf))
         self.symbols[atom.name] = None
         return value
+
+    def define_functions(self) -> None:
+        """Gives the symbols that stand for functions of known sizes their values."""
+        for name, value in self.functions.items():
+            if name not in self.symbols and all(a.name in self.symbols for a in sz.free_symbols(value)):
+                self.symbols[name] = value
+                if self.is_found(value):
+                    self.found.add(name)
 
     def assert_true(self, expr: Size, message: str, values: tuple[Size, ...] = (), error: str = "RuntimeError") -> None:
         """A run-time assertion. values: what the first marks {} of message stand for."""

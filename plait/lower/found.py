@@ -40,6 +40,7 @@ class Found:
 
         Raises Unsupported for one that cannot be read from its value."""
         made = bindings(node)
+        self.ctx.define_functions()
         origin = f"{where} {node.target}".strip()
         for b in made:
             if _atom(b.found).name in self.ctx.floats:
@@ -53,6 +54,7 @@ class Found:
     def check_shape(self, made: Sequence[Size], traced: Sequence[Size]) -> None:
         """Asserts that a rule's result has the sizes that were traced, where these depend on numbers found at run
         time; guards look at all others."""
+        self.ctx.define_functions()
         for a, b in zip(made, traced, strict=True):
             if a != b and self.ctx.is_found(a, b):
                 origin = "; ".join(self.ctx.origin)
@@ -149,6 +151,7 @@ class Found:
                     found = sz.symbol(s.name, lo=-_INF)
             else:
                 found = to_size(env.replace(s), env)
+                self.ctx.define_functions()
             if found is None or any(a.name not in self.ctx.symbols for a in sz.free_symbols(found)):
                 return None
             known[s] = found

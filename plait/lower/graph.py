@@ -12,6 +12,7 @@ import operator
 import pkgutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,7 +37,7 @@ from plait.lower.extern import call_extern
 from plait.lower.found import Found
 from plait.lower.hop import call_higher_order
 from plait.lower.operands import is_object_input, object_input
-from plait.lower.symbols import is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
+from plait.lower.symbols import definitions, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
 from plait.lower.view import dense_order
 
 aten = torch.ops.aten
@@ -119,6 +120,7 @@ class _Walk:
                 continue
             if not defined:
                 self._define_symbols()
+                ctx.functions = definitions(n.meta.get("val") for n in self.placeholders)
                 defined = True
             if node.op == "call_function":
                 self.env[node] = self._call(node)
@@ -129,20 +131,26 @@ class _Walk:
             else:
                 raise Unsupported(f"a graph node of kind {node.op}", where=_where(node))
         donated = tuple(name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str))
-        given = (n.meta.get("val") for n in self.module.graph.nodes if n.op == "placeholder")
-        hints = size_hints(given, ctx.symbols)
-        for e, source in self.facts:
-            if isinstance(source, str) and all(a.name in hints for a in sz.free_symbols(e)):
-                hints[source] = sz.evaluate(e, hints)
+        ctx.define_functions()
         program = LoopProgram(
             tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated,
-            hints,
+            self._hints(),
         )  # fmt: skip
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
         values = reversed(self.env.items())  # of nodes with one value the first counts
         nodes = {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)}
         return Lowered(program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), ctx.steps(), nodes)
+
+    def _hints(self) -> dict[str, int]:
+        """What symbols are in the example, as far as that is known."""
+        hints = size_hints((n.meta.get("val") for n in self.placeholders), self.ctx.symbols)
+        given = [(e, source) for e, source in self.facts if isinstance(source, str)]
+        for e, name in (*given, *((e, name) for name, e in self.ctx.functions.items())):
+            if name in self.ctx.symbols and all(a.name in hints for a in sz.free_symbols(e)):
+                with suppress(ArithmeticError, ValueError):  # a function that has no value there
+                    hints[name] = sz.evaluate(e, hints)
+        return hints
 
     # ---- inputs
     def _placeholder(self, node: torch.fx.Node) -> Value:

@@ -2,12 +2,13 @@
 
 Comes in: ints, SymInts, SymBools and SymFloats from `meta["val"]`. Goes out: our own integer expressions (`to_size`),
 with the ranges that the ShapeEnv knows, or a float64 node of a loop body (`to_scalar_node`). An expression that has no
-counterpart raises `Unsupported`.
+counterpart raises `Unsupported`. What functions other than sums, products, quotients and bounds make (`int(n ** 0.5)`,
+`n & 3`) is a symbol of its own, whose value is a call of `runtime/functions.py`: see `definitions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -21,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, DivideByKey, st
 from torch.utils._pytree import SequenceKey
 from torch.utils._sympy import functions as sf
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils._sympy.value_ranges import bound_sympy
 
 from plait import compat
 from plait.errors import InexpressibleSize, Unsupported
@@ -30,6 +32,7 @@ from plait.ir.dtypes import f64
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
+from plait.runtime.functions import FUNCTIONS, bits
 
 SymScalar = bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat
 _Memo = dict[sympy.Basic, Size]
@@ -37,6 +40,8 @@ _Memo = dict[sympy.Basic, Size]
 # One table a ShapeEnv: a symbol keeps the range that it had when it was first met, so that two graphs of one
 # ShapeEnv (forward and backward) and two expressions of one graph name the same atom.
 _memos: WeakKeyDictionary[object, _Memo] = WeakKeyDictionary()
+
+_made: WeakKeyDictionary[object, dict[str, Size]] = WeakKeyDictionary()  # the values of symbols of our own
 
 _FAR = 2**62  # ranges this wide say nothing
 
@@ -76,6 +81,7 @@ def _of_symbols(error: Unsupported, expr: sympy.Basic) -> InexpressibleSize:
 def forget(shape_env: object) -> None:
     """Drops what is remembered of a ShapeEnv, whose symbols have become numbers."""
     _memos.pop(shape_env, None)
+    _made.pop(shape_env, None)
 
 
 def _is_one(size: torch.SymInt) -> bool:
@@ -114,9 +120,38 @@ def _convert(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
     if e is sympy.true or e is sympy.false:
         return int(bool(e))
     rule = _RULES.get(type(e))
-    if rule is not None:
-        return rule(e, lambda a: _size(a, memo, env))
-    raise Unsupported(f"a size that is {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
+    if rule is None:
+        raise Unsupported(
+            f"a size that is {e} ({type(e).__name__})", hint="compute it outside of the compiled function"
+        )
+    found = rule(e, lambda a: _size(a, memo, env))
+    if env is None or not isinstance(found, Expr) or not (set(_kinds(found)) & FUNCTIONS.keys()):
+        return found
+    made = _made.setdefault(env, {})
+    symbol = sz.symbol(f"fn{len(made)}", *_range(e, env))
+    made[str(symbol)] = found
+    return symbol
+
+
+def _kinds(e: Expr) -> Iterator[str]:
+    return (a.kind for mono, _ in e.terms for a in mono)
+
+
+def _range(e: sympy.Basic, env: Any) -> tuple[float, float]:
+    """What the ShapeEnv knows of the value of an expression."""
+    try:
+        found = bound_sympy(e, env.var_to_range)
+    except (ArithmeticError, AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
+        return -sz._INF, sz._INF
+    return _bound(found.lower, -1), _bound(found.upper, 1)
+
+
+def definitions(vals: Iterable[Any]) -> Mapping[str, Size]:
+    """The symbols that stand for functions of sizes, by name, and those to come: `to_size` adds to it.
+
+    vals: fake inputs."""
+    env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
+    return {} if env is None else _made.setdefault(env, {})
 
 
 def _symbol(s: sympy.Symbol, env: Any) -> Size:
@@ -153,9 +188,11 @@ def _mul(e: Any, sub: Sub) -> Size:
 
 def _pow(e: Any, sub: Sub) -> Size:
     base, exponent = e.args
-    if not isinstance(exponent, sympy.Integer) or int(exponent) < 0:
+    if isinstance(exponent, sympy.Integer) and int(exponent) < 0:
         raise Unsupported(f"a size that is {e}")
-    return sz.product([sub(base)] * int(exponent))
+    if isinstance(exponent, sympy.Integer) and int(exponent) <= 16:
+        return sz.product([sub(base)] * int(exponent))
+    return sz.call("power", sub(base), sub(exponent))
 
 
 def _floordiv(e: Any, sub: Sub) -> Size:
@@ -195,24 +232,66 @@ def _piecewise(e: Any, sub: Sub) -> Size:
 
 def _compare(op: str, swap: bool) -> Callable[[Any, Sub], Size]:
     def rule(e: Any, sub: Sub) -> Size:
+        if any(map(_is_float, e.args)):
+            left, right = (_real(a, sub) for a in e.args)
+            return sz.call(f"real_{op}", *((right, left) if swap else (left, right)))
         a, b = sub(e.args[0]), sub(e.args[1])
         return sz.compare(op, b, a) if swap else sz.compare(op, a, b)
 
     return rule
 
 
-def _from_float(mode: str) -> Callable[[Any, Sub], Size]:
-    """Integers out of a float expression that is exactly p/q of integer sizes."""
-
+def _shift(name: str) -> Callable[[Any, Sub], Size]:
     def rule(e: Any, sub: Sub) -> Size:
-        p, q = _fraction(e.args[0], sub)
-        if mode == "ceil":
-            return sz.ceildiv(p, q)
-        if mode == "trunc" and sz.bounds(p)[0] < 0:
-            raise Unsupported(f"a size that is {e}")
-        return sz.floordiv(p, q)
+        a, n = sub(e.args[0]), sub(e.args[1])
+        if not isinstance(n, int) or not 0 <= n < 63:
+            return sz.call(name, a, n)
+        return sz.mul(a, 1 << n) if name == "shift_left" else sz.floordiv(a, 1 << n)
 
     return rule
+
+
+def _from_float(mode: str) -> Callable[[Any, Sub], Size]:
+    """Integers out of a float expression: by integers alone where it is exactly p/q of integer sizes."""
+
+    def rule(e: Any, sub: Sub) -> Size:
+        try:
+            p, q = _fraction(e.args[0], sub)
+        except Unsupported:
+            return sz.call(mode, _real(e.args[0], sub))
+        if mode == "round" or (mode == "trunc" and sz.bounds(p)[0] < 0):
+            return sz.call(mode, _real(e.args[0], sub))
+        return sz.ceildiv(p, q) if mode == "ceil" else sz.floordiv(p, q)
+
+    return rule
+
+
+def _real(e: Any, sub: Sub) -> Size:
+    """The word of a float expression, see `runtime/functions.py`."""
+    if isinstance(e, sympy.Number):
+        return bits(float(e))
+    if isinstance(e, sf.IntTrueDiv):
+        return sz.call("true_div", sub(e.args[0]), sub(e.args[1]))
+    if isinstance(e, sf.RoundDecimal):
+        return sz.call("real_round", _real(e.args[0], sub), sub(e.args[1]))
+    if isinstance(e, sf.ToFloat):
+        return sz.call("real", sub(e.args[0]))
+    if type(e) in _REAL_UNARY:
+        return sz.call(_REAL_UNARY[type(e)], _real(e.args[0], sub))
+    if type(e) in _REAL_BINARY and _is_float(e):
+        name = _REAL_BINARY[type(e)]
+        return reduce(lambda a, b: sz.call(name, a, b), (_real(a, sub) for a in e.args))
+    if e.is_integer:
+        return sz.call("real", sub(e))
+    raise Unsupported(f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
+
+
+def _is_float(e: Any) -> bool:
+    """Whether Python computes an expression as a float."""
+    if isinstance(e, _INTEGRAL):
+        return False
+    number = isinstance(e, sympy.Symbol) and not e.is_integer
+    return number or isinstance(e, _FLOATS) or any(map(_is_float, e.args))
 
 
 def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
@@ -251,6 +330,20 @@ def _bool_not(e: Any, sub: Sub) -> Size:
     return sz.add(1, sz.mul(sub(e.args[0]), -1))
 
 
+_REAL_UNARY = {
+    **{getattr(sf, f"OpaqueUnaryFn_{name}"): name for name in FUNCTIONS if hasattr(sf, f"OpaqueUnaryFn_{name}")},
+    sympy.Abs: "real_abs", sf.TruncToFloat: "real_trunc",
+}  # fmt: skip
+_REAL_BINARY = {
+    sympy.Add: "real_add", sympy.Mul: "real_mul", sf.FloatTrueDiv: "real_div", sf.FloatPow: "real_power",
+    sympy.Pow: "real_power", sf.Max: "real_max", sf.Min: "real_min", sympy.Max: "real_max", sympy.Min: "real_min",
+}  # fmt: skip
+_FLOATS = (
+    sympy.Float, sf.ToFloat, sf.IntTrueDiv, sf.RoundDecimal, sf.FloatTrueDiv, sf.FloatPow,
+    *(kind for kind in _REAL_UNARY if kind is not sympy.Abs),
+)  # fmt: skip
+_INTEGRAL = (sf.RoundToInt, sf.CeilToInt, sf.FloorToInt, sf.TruncToInt, sympy.floor, sympy.ceiling)
+
 _RULES: dict[type, Callable[[Any, Sub], Size]] = {
     sympy.Add: lambda e, sub: sz.total(sub(a) for a in e.args),
     sympy.Mul: _mul,
@@ -271,8 +364,12 @@ _RULES: dict[type, Callable[[Any, Sub], Size]] = {
     sf.Where: _where,
     sympy.Piecewise: _piecewise,
     sf.Identity: lambda e, sub: sub(e.args[0]),
-    sf.LShift: lambda e, sub: sz.mul(sub(e.args[0]), 2 ** int(e.args[1])),
-    sf.RShift: lambda e, sub: sz.floordiv(sub(e.args[0]), 2 ** int(e.args[1])),
+    sf.LShift: _shift("shift_left"),
+    sf.RShift: _shift("shift_right"),
+    sf.BitwiseFn_bitwise_and: lambda e, sub: sz.call("bit_and", sub(e.args[0]), sub(e.args[1])),
+    sf.BitwiseFn_bitwise_or: lambda e, sub: sz.call("bit_or", sub(e.args[0]), sub(e.args[1])),
+    sf.BitwiseFn_bitwise_xor: lambda e, sub: sz.call("bit_xor", sub(e.args[0]), sub(e.args[1])),
+    sf.RoundToInt: _from_float("round"),
     sf.CeilToInt: _from_float("ceil"),
     sf.FloorToInt: _from_float("floor"),
     sf.TruncToInt: _from_float("trunc"),
@@ -366,6 +463,19 @@ def _steps(path: Any) -> tuple[tuple[str, int], ...]:
 
 
 # ---------------------------------------------------------------------------------------------- floats
+def to_word(e: Any, env: Any) -> Size:
+    """The word of a float that sizes make, as a symbol."""
+    return _size(_Word(e), _memos.setdefault(env, {}), env)
+
+
+class _Word(sympy.Function):  # type: ignore[misc]  # SymPy has no types
+    """The word of a float, as an integer."""
+
+    is_integer = True
+
+
+_RULES[_Word] = lambda e, sub: _real(e.args[0], sub)
+
 Floats = Mapping[str, Callable[[Recorder], Node]]
 
 _FLOAT_UNARY = {
@@ -406,6 +516,8 @@ def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
         return _float_node(ops, e.args[0], env, floats)
     if e.is_integer and all(s.name not in floats for s in e.free_symbols):
         return ops.cast(ops.index(to_size(e, env)), f64)
+    if not any(s.name in floats for s in e.free_symbols) and e.has(sf.RoundDecimal):
+        return ops.bitcast(ops.index(to_word(e, env)), f64)
     if type(e) in _FLOAT_UNARY:
         return ops.op(_FLOAT_UNARY[type(e)], _float_node(ops, e.args[0], env, floats))
     if type(e) in _FLOAT_BINARY:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import plait.runtime.philox  # noqa: F401  (defines operators that programs call)
 from plait._native import launch_cubin, load_cubin
+from plait.runtime.functions import FUNCTIONS as FUNCTIONS
 from plait.runtime.mathtable import NAMES
 from plait.runtime.timing import Boxed as Boxed
 from plait.runtime.timing import Watch

@@ -7,6 +7,7 @@ order and memory are the scheduler's. Symbols are defined as soon as what they c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from plait.config import Config
@@ -17,6 +18,7 @@ from plait.ir.sizes import Expr, Size, free_symbols
 from plait.schedule.deps import tensor_args
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins
+from plait.wrapper.walk import symbols
 
 ARENA = "arena"
 
@@ -50,11 +52,23 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Confi
     return ins.WrapperProgram(
         name=name,
         inputs=tuple(b.inputs),
-        body=tuple(b.body),
+        body=_without_unread(b.body),
         n_constants=len(plan.program.constants),
         n_callables=max([0, *callables]),
         origins=tuple(origins),
     )
+
+
+def _without_unread(body: Sequence[ins.Instr]) -> tuple[ins.Instr, ...]:
+    """A body without the symbols that nobody reads and that need no more than other symbols: a function of sizes may
+    have no value where eager never asks for one."""
+    read: set[str] = set()
+    kept: list[ins.Instr] = []
+    for i in reversed(body):
+        if not isinstance(i, ins.Symbol) or i.name in read or not isinstance(i.value, (int, Expr)):
+            read |= symbols(i)
+            kept.append(i)
+    return tuple(reversed(kept))
 
 
 def _definition(k: Kernel) -> ins.DefineKernel:

@@ -20,6 +20,7 @@ from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, opaque
 from plait.ir.sizes import Atom, Expr, Size
 from plait.runtime.cache import get_or_build
+from plait.runtime.functions import FUNCTIONS
 from plait.runtime.load import ENTRY, Program, load
 from plait.runtime.toolchain import ToolchainMissing, find_toolchain
 from plait.runtime.trust import Library
@@ -29,6 +30,7 @@ from plait.wrapper.program import Parts
 from plait.wrapper.text import line
 from plait.wrapper.walk import operands, symbols, used
 
+_FUNCTIONS = {name: number for number, name in enumerate(FUNCTIONS)}
 _INCLUDE = '#include "plait/wrapper.h"\n'
 _RESERVED = frozenset(
     """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
@@ -248,7 +250,10 @@ class _Source:
     def _atom(self, a: Atom) -> str:
         if a.kind == "sym":
             return f"Int({self.names[a.name]})"
-        return f"{a.kind}({self._expression(a.a)}, {self._expression(a.b)})"
+        left, right = self._expression(a.a), self._expression(a.b)
+        if a.kind in _FUNCTIONS:
+            return f"function(call, {_FUNCTIONS[a.kind]} /* {a.kind} */, {left}, {right})"
+        return f"{a.kind}({left}, {right})"
 
     def _shape(self, i: ins.Place | ins.Alloc | ins.Reuse | ins.View | ins.AssertSizeStride) -> list[str]:
         return [self._list(i.shape), self._list(i.strides)] if i.shape else []

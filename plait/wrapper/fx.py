@@ -31,6 +31,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.dtypes import TO_TORCH
 from plait.lower.pycall import PythonCall
 from plait.runtime import generated
+from plait.runtime.functions import FUNCTIONS
 from plait.runtime.fxops import PythonFunction, python_below_autograd, triton_function
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
@@ -42,7 +43,7 @@ GraphCompiler = Callable[[GraphModule], Callable[..., Any]]
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "div": operator.floordiv, "mod": operator.mod, "min": torch.sym_min, "max": torch.sym_max,
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, **FUNCTIONS,
 }  # fmt: skip
 _COMPARISONS = ("eq", "ne", "lt", "le")
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph")

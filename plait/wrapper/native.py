@@ -17,15 +17,17 @@ from plait.errors import Unsupported
 from plait.ir.checks import ERRORS
 from plait.ir.dtypes import DTYPES, DType
 from plait.ir.sizes import Atom, Expr, Size
+from plait.runtime.functions import FUNCTIONS
 from plait.wrapper import instructions as ins
 from plait.wrapper import walk
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 _MAGIC = b"PLAITNPL"
 _DTYPE = {name: code for code, name in enumerate(DTYPES)}
 _ANY_DTYPE = len(DTYPES)  # an extern result: the plan does not know its element type
 _EXPR_OP = {"const": 0, "sym": 1, "add": 2, "mul": 3, "div": 4, "mod": 5, "min": 6, "max": 7,
-            "eq": 8, "ne": 9, "lt": 10, "le": 11}  # fmt: skip
+            "eq": 8, "ne": 9, "lt": 10, "le": 11,
+            **{name: code for code, name in enumerate(FUNCTIONS, 12)}}  # fmt: skip
 _SOURCE = {"size": 1, "stride": 2, "offset": 3}
 _ITEM_SOURCE = 4
 _LITERAL = {"none": 2, "bool": 3, "float": 4, "str": 5, "complex": 6, "dtype": 7, "device": 8,

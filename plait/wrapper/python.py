@@ -22,6 +22,7 @@ from plait.ir.dtypes import DTYPES, DType, opaque
 from plait.ir.sizes import Atom, Expr, Size, free_symbols
 from plait.ir.symtext import Scope, tuple_text
 from plait.lower.dtypes import TO_TORCH
+from plait.runtime.functions import FUNCTIONS
 from plait.runtime.load import Libraries
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
@@ -102,6 +103,11 @@ class _Names(Scope):
         if name not in self.variables:
             self.variables[name] = self.fresh(name)
         return self.variables[name]
+
+    def _atom(self, a: Atom) -> str:
+        if a.kind in FUNCTIONS:
+            return f"rt.FUNCTIONS[{a.kind!r}]({self.size(a.a)}, {self.size(a.b)})"
+        return super()._atom(a)
 
     def fresh(self, name: str) -> str:
         """A variable that nothing else has, like this name."""

@@ -311,6 +311,8 @@ _SAMPLES = (0, 1, 2, 3, 5, 8, 17, 64, 127, 1000)
 def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
     """Values of all symbols: one set for a program without symbols, else a handful, within the symbols' ranges.
 
+    Those at which a function of sizes has no value are left out.
+
     A symbol that is an expression takes its value from the others."""
     atoms = {a.name: a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
     given = {i.name: i.value for i in p.body if isinstance(i, ins.Symbol) and isinstance(i.value, (int, Expr))}
@@ -326,8 +328,12 @@ def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
             value = lo + (step if j == 0 else _SAMPLES[(k + j) % len(_SAMPLES)])
             env[name] = int(min(value, atom.hi))
         for name, source in given.items():
-            env[name] = sz.evaluate(source, env)
-        out.append(env)
+            try:
+                env[name] = sz.evaluate(source, env)
+            except (ArithmeticError, ValueError):  # a call at these sizes fails there
+                break
+        else:
+            out.append(env)
     return out
 
 

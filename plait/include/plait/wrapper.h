@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define PLAIT_TABLE_VERSION 3
+#define PLAIT_TABLE_VERSION 4
 
 extern "C" {
 
@@ -57,6 +57,7 @@ struct plait_table {
   int (*fail)(plait_call*, int error, const char* message, int64_t n_bytes, const int64_t* values, int n_values);
   int (*overflow)(plait_call*);  // fails for a size that does not fit
   int (*give)(plait_call*, const plait_operand* results, int n);
+  bool (*function)(int64_t number, int64_t a, int64_t b, int64_t* out);  // of sizes; false where it has no value
 };
 
 // Which table a program was made for.
@@ -121,6 +122,12 @@ inline Int lt(Int a, Int b) { return {a.value < b.value, a.bad || b.bad}; }
 inline Int le(Int a, Int b) { return {a.value <= b.value, a.bad || b.bad}; }
 
 using Call = plait_call*;
+
+inline Int function(Call call, int64_t number, Int a, Int b) {
+  Int r(0, a.bad || b.bad);
+  if (!r.bad) r.bad = !call->table->function(number, a.value, b.value, &r.value);
+  return r;
+}
 
 // A tensor in its slot. Sizes and strides are left out where there are no dimensions.
 class Slot {

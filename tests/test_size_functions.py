@@ -1,0 +1,162 @@
+"""Functions of sizes are computed at run time: every one in every target as Python computes it, and in programs whose
+sizes change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+import plait
+from plait.ir import sizes as sz
+from plait.runtime.functions import FUNCTIONS, bits
+from plait.wrapper.instructions import Return, SymbolInput, WrapperProgram
+from plait.wrapper.program import Parts
+from plait.wrapper.targets import TARGETS
+from plait.wrapper.text import read, text
+from plait.wrapper.verify import verify
+
+INTEGERS = (0, 1, -1, 2, 3, 6, 7, 63, -7, 100, 2**31, 2**53, 2**53 + 1, 2**62 + 1, 2**63 - 1, -(2**63))
+FLOATS = (
+    0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -2.5, 1.0, -1.0, 0.1, 2.675, 3.14, 0.125, 700.0, 710.0, 1e18, 1e300, -1e300,
+    2.0**63, -(2.0**63), 1e-320, math.inf, -math.inf,
+)  # fmt: skip
+OF_INTEGERS = ("bit_and", "bit_or", "bit_xor", "shift_left", "shift_right", "power", "real", "true_div")
+
+
+def operands(name: str) -> Iterator[tuple[int, int]]:
+    words = INTEGERS if name in OF_INTEGERS else tuple(map(bits, FLOATS))
+    for a in words:
+        for b in range(9) if name == "real_round" else words:
+            if name not in ("power", "shift_left") or abs(b) < 200:
+                yield a, b
+
+
+def program(*names: str) -> WrapperProgram:
+    a, b = (sz.symbol(n, -math.inf) for n in "ab")
+    calls = tuple(sz.call(name, a, b) for name in names)
+    made = WrapperProgram("p", (SymbolInput("a"), SymbolInput("b")), (Return(calls),))
+    verify(made, after="the test")
+    assert read(text(made)) == made
+    return made
+
+
+def value(name: str, a: int, b: int) -> int | None:
+    try:
+        return FUNCTIONS[name](a, b)
+    except (ArithmeticError, ValueError):
+        return None
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_pythons(name: str, target: str) -> None:
+    if target == "cpp" and name not in ("real_round", "true_div", "shift_left"):
+        pytest.skip("C++ calls what native calls: one program has all, see below")
+    run = TARGETS[target](program(name), Parts({}))
+    for a, b in operands(name):
+        want = value(name, a, b)
+        if want is None:
+            with pytest.raises((RuntimeError, ArithmeticError, ValueError)):
+                run(a, b)
+        else:
+            assert list(run(a, b)) == [want], (name, a, b)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_one_program_of_all(target: str) -> None:
+    """Words that are floats between 0 and 1, which every function takes as they are or as integers shifted by few."""
+    names = [n for n in FUNCTIONS if n not in ("power", "shift_left", "shift_right", "real_round")]
+    run = TARGETS[target](program(*names), Parts({}))
+    for x, y in ((0.5, 0.25), (0.75, 1.0), (1.0, 0.1)):
+        a, b = bits(x), bits(y)
+        assert list(run(a, b)) == [FUNCTIONS[n](a, b) for n in names]
+
+
+def zeros(x: Tensor, n: Any) -> Tensor:
+    return torch.zeros(int(n)) + x.sum()
+
+
+SIZES: dict[str, Callable[[Tensor, int], Any]] = {
+    "int of sqrt": lambda x, n: zeros(x, math.sqrt(n)),
+    "power of a half": lambda x, n: zeros(x, n**0.5),
+    "scale": lambda x, n: x * n**0.5,
+    "power of one and a half": lambda x, n: zeros(x, n**1.5),
+    "log2": lambda x, n: zeros(x, math.log2(n) + 1),
+    "sin": lambda x, n: zeros(x, 5 + 3 * math.sin(n)),
+    "rounded half": lambda x, n: zeros(x, round(n / 2)),
+    "rounded scalar": lambda x, n: x * round(n / 7, 2),
+    "rounded size": lambda x, n: zeros(x, round(n / 7, 2) * 10),
+    "power of a size": lambda x, n: zeros(x, 2 ** (n // 4)),
+    "bits": lambda x, n: (zeros(x, n & 6), zeros(x, n | 6), zeros(x, n ^ 6)),
+    "shifts": lambda x, n: (zeros(x, (n << 2) >> 1), zeros(x, 1 << (n // 8))),
+    "quotient": lambda x, n: (x * (n / 7), zeros(x, math.ceil(n / 7)), zeros(x, math.trunc(n / 7))),
+    "part": lambda x, n: zeros(x, math.floor(n * 0.3)),
+    "compared": lambda x, n: x + 1 if n / 7 > 2.5 else x - 1,
+    "at least": lambda x, n: zeros(x, max(2.5, n / 3)),
+    "returned": lambda x, n: (x + 1, math.sqrt(n), int(n**0.5), n & 3),
+    "window": lambda x, n: x[: int(n**0.5)] + 1,
+    "patches": lambda x, n: x[: int(math.sqrt(n)) ** 2].view(int(math.sqrt(n)), int(math.sqrt(n))).t() * 2,
+    "exp of log": lambda x, n: zeros(x, math.exp(math.log(n) / 2)),
+}
+
+
+def agree(fn: Callable[..., Any], compiled: Callable[..., Any], sizes: tuple[int, ...]) -> None:
+    for n in sizes:
+        x = torch.linspace(0, 1, n)
+        for g, w in zip(pytree.tree_leaves(compiled(x)), pytree.tree_leaves(fn(x)), strict=True):
+            if isinstance(w, Tensor):
+                torch.testing.assert_close(g, w)
+            else:
+                assert g == w and type(g) is type(w)
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python"])
+@pytest.mark.parametrize("name", SIZES)
+def test_in_functions_whose_sizes_change(name: str, wrapper: str) -> None:
+    def fn(x: Tensor) -> Any:
+        return SIZES[name](x, x.shape[0])
+
+    compiled = torch.compile(fn, backend="plait", options={"wrapper": wrapper}, fullgraph=True)
+    agree(fn, compiled, (9, 16, 25, 37, 50, 64))
+
+
+@pytest.mark.parametrize("wrapper", ["cpp", "fx"])
+def test_in_other_targets(wrapper: str) -> None:
+    def fn(x: Tensor) -> Any:
+        return [SIZES[k](x, x.shape[0]) for k in ("int of sqrt", "bits", "shifts", "rounded size", "returned")]
+
+    agree(fn, torch.compile(fn, backend="plait", options={"wrapper": wrapper}), (9, 16, 25, 37, 50))
+
+
+def test_in_training() -> None:
+    def fn(x: Tensor) -> Tensor:
+        n = x.shape[0]
+        return (x[: int(n**0.5) ** 2].view(int(n**0.5), -1).cumsum(0) * (n / 7)).sum()
+
+    compiled = torch.compile(fn, backend="plait")
+    for n in (9, 16, 25, 37, 50):
+        x, y = (torch.linspace(0, 1, n).requires_grad_() for _ in range(2))
+        compiled(x).backward()
+        fn(y).backward()
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_without_dynamo_and_in_packages(tmp_path: Any) -> None:
+    """Without Dynamo `int` and functions of `math` but rounding make numbers of sizes; where a function makes a size,
+    torch.export guards that it is no 0 or 1, cannot solve that, and says that the size may not vary."""
+
+    def fn(x: Tensor) -> Tensor:
+        n = x.shape[0]
+        return x * n**1.5 + (n & 6) - (n ^ 5) + round(n / 7, 2) + math.floor(n**0.5) * (n / 7)
+
+    x = torch.linspace(0, 1, 30)
+    shapes = ({0: torch.export.Dim("n", min=5, max=1000)},)
+    agree(fn, plait.compile(fn, (x,), dynamic_shapes=shapes), (9, 16, 25, 37, 50))
+    plait.package(fn, tmp_path / "a.plait", (x,), dynamic_shapes=shapes, machines=["portable"])
+    agree(fn, plait.load(tmp_path / "a.plait"), (9, 16, 25, 37, 50))

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import plait
 from plait.ir import sizes as sz
-from plait.runtime.functions import FUNCTIONS, bits
+from plait.lower.symbols import definitions, to_size, to_word
+from plait.runtime.functions import FUNCTIONS, bits, number
 from plait.wrapper.instructions import Return, SymbolInput, WrapperProgram
 from plait.wrapper.program import Parts
 from plait.wrapper.targets import TARGETS
@@ -160,3 +166,48 @@ def test_without_dynamo_and_in_packages(tmp_path: Any) -> None:
     agree(fn, plait.compile(fn, (x,), dynamic_shapes=shapes), (9, 16, 25, 37, 50))
     plait.package(fn, tmp_path / "a.plait", (x,), dynamic_shapes=shapes, machines=["portable"])
     agree(fn, plait.load(tmp_path / "a.plait"), (9, 16, 25, 37, 50))
+
+
+PYTHON: dict[str, Callable[[Any, Any], Any]] = {
+    "n ** 0.5": lambda n, m: n**0.5,
+    "n ** 1.5": lambda n, m: n**1.5,
+    "n ** (m % 4)": lambda n, m: n ** (m % 4),
+    "2 ** (m % 40)": lambda n, m: 2 ** (m % 40),
+    "sqrt": lambda n, m: torch.sym_sqrt(n),
+    "n / m": lambda n, m: n / m,
+    "int(n / m)": lambda n, m: math.trunc(n / m),
+    "ceil": lambda n, m: math.ceil(n / m * 0.7),
+    "floor": lambda n, m: math.floor(n * 0.3 + m / 7),
+    "round": lambda n, m: round(n / m),
+    "round to digits": lambda n, m: round(n / m, 2) * 3,
+    "bits": lambda n, m: ((n & m) + (n | 6)) - (m ^ 5),
+    "shifts": lambda n, m: (n << (m % 8)) + (n >> (m % 8)),
+    "compared": lambda n, m: (n / m) < 1.5,
+    "bounds": lambda n, m: torch.sym_max(n / m, 2.5),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+@settings(max_examples=40, derandomize=True, deadline=None, database=None)
+@given(st.integers(2, 10**6), st.integers(2, 10**6))
+def test_expressions_of_symbols_are_pythons(name: str, n: int, m: int) -> None:
+    """What tracing makes of Python's operators, as an expression of sizes, has Python's value."""
+    want = PYTHON[name](n, m)
+    made = traced(name)
+    symbols = {"n": n, "m": m}
+    for symbol, value in made[1]:
+        symbols[symbol] = sz.evaluate(value, symbols)
+    got = sz.evaluate(made[0], symbols)
+    assert (number(got) if isinstance(want, float) else got) == want
+
+
+@cache
+def traced(name: str) -> tuple[sz.Size, tuple[tuple[str, sz.Size], ...]]:
+    """The expression of symbols n and m, and what stands behind its own symbols. A float's is its word."""
+    env = ShapeEnv()
+    given = [env.create_symbol(30 + k, ConstantSource(s), DimDynamic.DYNAMIC, None) for k, s in enumerate("nm")]
+    n, m = (env.create_symintnode(s, hint=30 + k) for k, s in enumerate(given))
+    made = PYTHON[name](n, m)
+    size = to_word(made.node.expr, env) if isinstance(made, torch.SymFloat) else to_size(made)
+    behind = {**dict(zip((s.name for s in given), map(sz.symbol, "nm"), strict=True)), **definitions((n,))}
+    return size, tuple(behind.items())

@@ -31,15 +31,15 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_export_module, aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._library import custom_ops
 from torch._subclasses import fake_tensor
-from torch.autograd import forward_ad
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule, graph_module
 from torch.fx import proxy as fx_proxy
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.torch_version import TorchVersion
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
@@ -444,16 +444,6 @@ def _tangent_layout(want: Any) -> TangentLayout:
     return tuple(int(s) for s in want.size), tuple(int(s) for s in want.stride)
 
 
-def forward_mode_level() -> tuple[dict[str, Any], str]:
-    """The module variable (dict, name) that is 0 or more while tensors may have forward-mode tangents."""
-    return vars(forward_ad), "_current_level"
-
-
-def has_tangent(x: torch.Tensor) -> bool:
-    """Whether a tensor carries a tangent of forward-mode differentiation."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x)[1] is not None  # type: ignore[no-untyped-call]
-
-
 def autograd_switches() -> tuple[tuple[dict[str, Any], str], ...]:
     """Module variables (dict, name) that are true while a call has to go through AOTAutograd's autograd function."""
     scope = vars(compiled_autograd)
@@ -552,12 +542,13 @@ class ExportEnv:
                     self.mode, graph, self.dynamic_shapes, self._equalities, self._python_signature
                 )
             except (ConstraintViolationError, TorchUserError) as error:
-                raise UserError(f"dynamic_shapes contradicts the program: {error}") from error
+                what = _one_size_only(str(error)) or str(error)
+                raise UserError(f"dynamic_shapes contradicts the program: {what}", hint=_FIXED) from error
         where: dict[Any, Place] = {}
         for arg, dim, expr in _symbolic_sizes(fakes):
             if expr.is_symbol:
                 where.setdefault(expr, (arg, dim))
-            if expr.is_number:
+            if expr.is_number and dim is None:
                 raise UserError(
                     f"dynamic_shapes contradicts the program: it needs {expr} for an int that may vary",
                     hint="leave the int out of dynamic_shapes",
@@ -572,6 +563,17 @@ class ExportEnv:
         conditions = [_condition(e, where) for e in _open_guards(shape_env, bounds)]
         checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions)
         return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
+
+
+_FIXED = "leave such sizes out of dynamic_shapes, and compile once for each; torch.compile does that by itself"
+
+
+def _one_size_only(text: str) -> str:
+    """What torch says of dimensions that turned out to be fixed, in one line; "" if it says something else."""
+    found = re.findall(r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)", text)
+    sizes = " and ".join(f"{name} = {size}" for name, size in dict(found).items())
+    steps = "a loop over it, such as the steps of nn.GRU, was traced step by step"
+    return sizes and f"it is traced for {sizes} alone, maybe since {steps}"
 
 
 def _apart(tree: Any) -> Any:
@@ -714,18 +716,6 @@ def _joined(args: Sequence[Any], kind: str, names: dict[Any, str]) -> tuple[str,
     return tuple(found)
 
 
-def special_kind(x: torch.Tensor) -> str:
-    """What is special about x, "" if it is a plain strided tensor."""
-    if x.layout != torch.strided:
-        return f"one of layout {x.layout}"
-    if x.is_nested:
-        return "a nested one"
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return "one of a transform of torch.func, which belongs inside of what is compiled"
-    wrapper: bool = is_traceable_wrapper_subclass(x)
-    return f"one of class {type(x).__name__}" if wrapper else ""
-
-
 _NO_VALUES = (
     GuardOnDataDependentSymNode,
     NotImplementedError,
@@ -798,3 +788,9 @@ def untraced(fn: Callable[P, T]) -> Callable[P, T]:
     while Dynamo looks at every frame."""
     hidden: Callable[P, T] = torch._dynamo.disable(fn)  # type: ignore[no-untyped-call]
     return hidden
+
+
+def operator_home(name: str) -> str:
+    """The file that defines a custom operator, as far as torch tells."""
+    made = custom_ops.OPDEFS.get(name)
+    return "" if made is None else str(made._init_fn.__code__.co_filename)

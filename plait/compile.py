@@ -73,7 +73,7 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
         wrapper = _wrap(captured, lowered, plan, cfg, log)
         built = log("build kernels", building.result)
     libraries = {kind: b.library for kind, b in built.items()}
-    show.show_wrapper(log, wrapper, libraries, lowered.constants)
+    show.show_wrapper(log, wrapper, libraries, lowered.constants, lowered.callables)
     callables = lowered.callables if captured.watcher is None else (*lowered.callables, captured.watcher)
     parts = Parts(libraries, lowered.constants, callables, sources, lowered.program.hints, cfg)
     loaded = log("load", target or WRAPPERS[cfg.wrapper], wrapper, parts)
@@ -148,7 +148,8 @@ def compile_portable(captured: Captured, cfg: Config, isas: Sequence[str], archs
             wrappers.append((named, known or _wrap(captured, lowered, named, cfg, log)))
         built = log("build kernels", lambda: [b.result() for b in building])
     show.show_plan(log, wrappers[0][0])
-    show.show_wrapper(log, wrappers[0][1], {kind: b.library for kind, b in built[0].items()}, lowered.constants)
+    first = {kind: b.library for kind, b in built[0].items()}
+    show.show_wrapper(log, wrappers[0][1], first, lowered.constants, lowered.callables)
     devices = _constant_devices(lowered)
     return [
         Portable("+".join(machine), wrapper, kernels, lowered.constants, devices, lowered.callables)

@@ -88,6 +88,11 @@ class PassLog:
         warn_once(f"plait cannot write debug files to {self._root} ({reason}): it writes none")
         self._root = ""
 
+    @property
+    def writes(self) -> bool:
+        """Whether `dump` has somebody to write for."""
+        return bool(self._root) or _tracing() or self.shows(SOURCE)
+
     def dump(self, filename: str, text: str | Callable[[], str]) -> None:
         """Writes a file into the debug folder, if there is one. A callable is called only if somebody reads."""
         tracing = _tracing()

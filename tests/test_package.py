@@ -455,12 +455,56 @@ def test_what_needs_python_is_refused(tmp_path: Path, name: str) -> None:
         ({"options": {"wrapper": "cpp"}}, "knows no option wrapper='cpp'"),
         ({"mode": "reduce-overhead"}, "knows no option cuda_graphs=True"),
         ({"machines": ["sse"]}, "knows no machine 'sse'\n.*avx512"),
+        ({"machines": ["sm_999"]}, "knows no machine 'sm_999'\n.*numbers are 70, .* 90, 100"),
+        ({"machines": ["avx2", "sm_91"]}, "knows no machine 'sm_91'"),
+        ({"machines": ["ptx_81"]}, "knows no machine 'ptx_81'"),
+        ({"options": {"gpu_arch": "sm_1"}}, "knows no machine 'sm_1'"),
+        ({"device": "gpu"}, "there is no device 'gpu'\n.*cuda:1"),
+        ({"device": "xpu"}, "a package for the device xpu: plait has kernels for cpu and cuda only"),
         ({"machines": ["ptx_90"]}, "PTX for 90 runs on no newer GPU\n.*ptx_89"),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         plait.package(made("mlp"), tmp_path / "p.plait", (X[:4],), **options)
+
+
+ABSENT: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "encoder": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), (torch.randn(2, 5, 8),)),
+    "contiguous": (lambda x: x.t().contiguous(memory_format=torch.contiguous_format) + 1, (X[:4],)),
+    "nonzero": (lambda x: (x.nonzero(), x.nonzero(as_tuple=True)[0], ~(x > 0)), (X[:4],)),
+    "gru": (nn.GRU(8, 4).eval(), (torch.randn(2, 5, 8),)),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_package_for_a_device_that_is_not_here(tmp_path: Path, name: str) -> None:
+    fn, args = ABSENT[name]
+    plait.package(fn, tmp_path / "p.plait", args, device="cuda", options={"kernels": False})
+    assert (tmp_path / "p.plait").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_model_that_asks_the_device_that_is_not_here(tmp_path: Path) -> None:
+    with pytest.raises(
+        Unsupported, match=r"for cuda:0 of a model that asks the device(.|\n)*test_package.py(.|\n)*x\.device"
+    ):
+        plait.package(lambda x: x.cuda() + 1, tmp_path / "p.plait", (X[:4],), device="cuda")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, nn.RNN])
+def test_a_recurrent_layer_of_varying_length(tmp_path: Path, cell: type[nn.RNNBase]) -> None:
+    model, x, t = cell(4, 5).eval(), torch.randn(7, 2, 4), torch.export.Dim("t", max=64)
+    text = "it is traced for t = 7 alone, .* nn.GRU(.|\n)*compile once for each"
+    for make in (plait.compile, lambda *args: plait.package(args[0], tmp_path / "p.plait", *args[1:])):
+        with pytest.raises(UserError, match=text):
+            make(model, (x,), ({0: t},))
+    fixed = plait.compile(model, (x,), ({0: torch.export.Dim.AUTO},))  # as it likes
+    torch.testing.assert_close(fixed(x), model(x))
+    with pytest.raises(InputError, match=r"input.shape\[0\] == 7"):
+        fixed(x[1:])
 
 
 def test_weights_need_values(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
 // native/python/gpu.cpp: single GPU kernels for Python, as the Python target and the tuner run them.
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
 #include "python/program_object.h"
 
 namespace plait {
@@ -56,6 +58,17 @@ PyObject* module_launch_cubin(PyObject*, PyObject* args) {
     if (params.size() != k.n_parameters()) throw InputError("wrong number of arguments");
     k.launch(stream, static_cast<uint64_t>(grid), params.data());
     return Ref::borrow(Py_None).release();
+  });
+}
+
+PyObject* module_guard_for_cuda(PyObject*, PyObject* on) {
+  return guarded([&]() -> PyObject* {
+    static c10::impl::NoOpDeviceGuardImpl<c10::kCUDA> nothing;
+    auto& slot = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kCUDA)];
+    const c10::impl::DeviceGuardImplInterface* from = &nothing;
+    const c10::impl::DeviceGuardImplInterface* to = nullptr;
+    if (on == Py_True) std::swap(from, to);
+    return PyBool_FromLong(slot.compare_exchange_strong(from, to));
   });
 }
 

@@ -153,6 +153,9 @@ PyMethodDef module_methods[] = {
      "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,
      "launch_cubin(kernel, pointers, sizes, grid): puts a GPU kernel on its device's current stream."},
+    {"guard_for_cuda", module_guard_for_cuda, METH_O,
+     "guard_for_cuda(on): gives a torch without CUDA a guard for such devices that does nothing, or takes it "
+     "away; whether it did. Tensors without values can be there then."},
     {"inspect_package", module_inspect_package, METH_VARARGS,
      "inspect_package(path, verify_weights): what is in a package, by topic: texts by name."},
     {nullptr, nullptr, 0, nullptr}};

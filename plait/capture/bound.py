@@ -18,6 +18,7 @@ import torch
 from plait import _native, compat
 from plait.capture.aliases import Result, view_like
 from plait.capture.owners import Owners
+from plait.capture.plain import has_tangent, special_kind
 from plait.capture.trace import Traced
 from plait.errors import InputError
 from plait.graph.captured import Captured
@@ -219,7 +220,7 @@ def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: 
         raise InputError(f"{what}: expected dtype {_short(wanted)}, got {_short(value.dtype)}")
     if str(value.device) != device:
         raise InputError(f"{what}: expected a plain tensor on device {device}, got one on {value.device}")
-    if kind := compat.special_kind(value):
+    if kind := special_kind(value):
         raise InputError(f"{what}: expected a plain tensor, got {kind}")
     if value.dim() != len(shape):
         raise InputError(f"{what}: expected {len(shape)} dimensions, got {value.dim()}")
@@ -239,7 +240,7 @@ def _check(what: str, value: Any, dtype: str, shape: Any, strides: Any, device: 
 
 
 def _check_tangent(what: str, value: torch.Tensor) -> None:
-    if compat.has_tangent(value):
+    if has_tangent(value):
         raise InputError(
             f"{what} carries a tangent of forward-mode differentiation, which a compiled program drops",
             hint="the function itself, or torch.compile, which runs eager there",

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from plait import _native, compat
 from plait.capture import dynamo
+from plait.capture.plain import forward_mode_level
 from plait.capture.program import collector_paused
 from plait.config import Config
 from plait.errors import Fallback, InexpressibleSize, InternalError, PlaitError, Unsupported, warn_once
@@ -128,7 +129,7 @@ def with_tangents(
             _tell(PassLog(cfg, name), step)
         return gm.forward(*args)
 
-    return _native.Tangents(call, eager, *compat.forward_mode_level())
+    return _native.Tangents(call, eager, *forward_mode_level())
 
 
 class AsItCame:

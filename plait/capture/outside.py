@@ -11,7 +11,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
-from plait import compat
+from plait.capture.plain import special_kind
 from plait.graph.edit import aten, replace
 
 _FRESH = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})  # of tensors made while tracing
@@ -43,5 +43,5 @@ def _outside(graph_module: GraphModule, node: Node) -> torch.Tensor | None:
     if node.op != "get_attr" or all(user.target in _FRESH for user in node.users):
         return None
     value = getattr(graph_module, str(node.target), None)
-    plain = isinstance(value, torch.Tensor) and not compat.special_kind(value)
+    plain = isinstance(value, torch.Tensor) and not special_kind(value)
     return value if plain else None

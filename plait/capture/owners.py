@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
-from plait import compat
+from plait.capture.plain import special_kind
 from plait.errors import InputError
 
 _AGAIN = "plait.compile once more"
@@ -188,5 +188,5 @@ def _check_tensor(name: str, x: Any) -> None:
         raise InputError(f"parameter or buffer {name!r} was removed since it was compiled", hint=_AGAIN)
     if not isinstance(x, torch.Tensor):
         raise InputError(f"parameter or buffer {name!r}: expected a tensor, got {type(x).__name__}", hint=_AGAIN)
-    if kind := compat.special_kind(x):
+    if kind := special_kind(x):
         raise InputError(f"parameter or buffer {name!r}: expected a plain tensor, got {kind}", hint=_AGAIN)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from plait.capture.absent import on_device
 from plait.capture.aliases import Result, results_of
 from plait.capture.bound import argument_specs, captured_from
 from plait.capture.control import controls_of
@@ -26,6 +27,8 @@ from plait.compile import Portable, compile_portable
 from plait.config import Config
 from plait.errors import Unsupported, UserError
 from plait.graph.fold import fold_weights
+from plait.kernel.targets import TARGETS
+from plait.kernel.triton import CAPABILITIES, KNOWN_GPUS, machine_capability
 from plait.runtime import signature as signatures
 from plait.runtime.toolchain import ISAS
 from plait.wrapper.native import encode
@@ -69,8 +72,9 @@ def package(
     for weight, x in state.items():
         if x.is_meta:
             raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")
-    with Writer(path, None if fold else state) as out, collector_paused():
-        traced = trace(*source, "plait.package", None if device is None else _numbered(torch.device(device)))
+    target = _device(device)
+    with Writer(path, None if fold else state) as out, collector_paused(), on_device(target):
+        traced = trace(*source, "plait.package", target)
         folded: Sequence[str] = ()
         if fold:
             traced, folded = _folded(traced)
@@ -82,28 +86,34 @@ def package(
 
 def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
     """Vector instructions and GPUs, the best first: those asked for, or the usual ones."""
-    gpus = [m for m in dict.fromkeys(asked) if re.fullmatch(r"(sm|ptx)_\d{2,3}", m)]
+    named = [m for m in dict.fromkeys(asked) if re.fullmatch(r"(sm|ptx)_\d+", m)]
+    gpus = [m for m in named if machine_capability(m) in CAPABILITIES]
     wrong = [m for m in asked if m not in (*ISAS, *gpus)]
     if wrong:
-        raise UserError(f"plait.package knows no machine {wrong[0]!r}", hint=f"{', '.join(ISAS)}, sm_90, ptx_80")
+        hint = f"{', '.join(ISAS)}, sm_90, ptx_80; {KNOWN_GPUS}"
+        raise UserError(f"plait.package knows no machine {wrong[0]!r}", hint=hint)
     if not gpus:
         gpus = [*GPUS, f"ptx_{_LAST_PORTABLE}"]
-    late = [m for m in gpus if m.startswith("ptx") and _capability(m) > _LAST_PORTABLE]
+    late = [m for m in gpus if m.startswith("ptx") and machine_capability(m) > _LAST_PORTABLE]
     if late:
         raise UserError(f"PTX for {late[0][4:]} runs on no newer GPU", hint=f"ptx_{_LAST_PORTABLE}")
-    gpus.sort(key=lambda m: (m.startswith("sm"), _capability(m)), reverse=True)
+    gpus.sort(key=lambda m: (m.startswith("sm"), machine_capability(m)), reverse=True)
     return [m for m in ISAS if m in asked] or list(ISAS), gpus
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """The device with its number, as arguments have it."""
+def _device(name: str | torch.device | None) -> torch.device | None:
+    """The device of that name with its number, as arguments have it."""
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"there is no device {name!r}", hint="cpu, cuda or cuda:1") from None
+    if device.type not in TARGETS:
+        raise UserError(f"a package for the device {name}: plait has kernels for {' and '.join(TARGETS)} only")
     if str(device) != "cuda":
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-
-
-def _capability(machine: str) -> int:
-    return int(machine.partition("_")[2])
 
 
 def _folded(traced: Traced) -> tuple[Traced, list[str]]:

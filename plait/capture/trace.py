@@ -23,6 +23,7 @@ from torch.nn.utils import stateless
 from plait import compat
 from plait.capture.aliases import views_of_inputs
 from plait.capture.found import IndexByFound, numbers_kept
+from plait.capture.plain import special_kind
 from plait.capture.resampling import whole_resampling
 from plait.capture.writes import CheckWrites
 from plait.errors import InputError, PlaitError, Unsupported, UserError
@@ -133,11 +134,11 @@ def trace(
             graph, mutated = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
-        raise Unsupported(what, where=_users_line(error), hint="call the function itself: its __wrapped__") from error
+        raise Unsupported(what, where=users_line(error), hint="call the function itself: its __wrapped__") from error
     except PlaitError:
         raise
     except Exception as error:
-        line = _users_line(error)
+        line = users_line(error)
         if compat.wants_values(error):
             raise Unsupported(
                 f"{who} cannot trace {_name_of(module)}: {_first_line(error)}",
@@ -167,7 +168,7 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _check_argument(name: str, x: Any, who: str) -> None:
     if isinstance(x, torch.Tensor):
-        if kind := compat.special_kind(x):
+        if kind := special_kind(x):
             hint = 'torch.compile(fn, backend="plait")'
             raise Unsupported(f"{who} of argument {name!r}: it takes plain tensors, this is {kind}", hint=hint)
     elif not isinstance(x, CONSTANTS):
@@ -183,7 +184,7 @@ def _at(path: pytree.KeyPath) -> str:
     return f" (at {pytree.keystr(path)})" if path else ""
 
 
-def _users_line(error: Exception) -> str:
+def users_line(error: Exception) -> str:
     """file:line of the innermost frame that is neither torch's nor plait's, "" if there is none."""
     ours = tuple(f"{Path(p).parent}/" for p in (torch.__file__, compat.__file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]

@@ -156,14 +156,25 @@ def _job(unit: TritonKernel, capability: int) -> Job:
     )
 
 
+CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
+"""What Triton's assembler has code for; it ends the process at a number that it does not know."""
+KNOWN_GPUS = f"numbers are {', '.join(map(str, CAPABILITIES))}"
+
+
 def compute_capability(device: str, cfg: Config) -> int:
     """What kernels for a device are compiled for: 90 for sm_90. Raises UserError for an option that is no such name."""
     if cfg.gpu_arch == "auto":
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
-    if not re.fullmatch(r"(sm|ptx)_\d+", cfg.gpu_arch):
-        raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint="auto, or a name such as sm_90 or ptx_80")
-    return int(cfg.gpu_arch.partition("_")[2])
+    if not re.fullmatch(r"(sm|ptx)_\d+", cfg.gpu_arch) or machine_capability(cfg.gpu_arch) not in CAPABILITIES:
+        hint = f"auto, or a name such as sm_90 or ptx_80; {KNOWN_GPUS}"
+        raise UserError(f"option 'gpu_arch' is {cfg.gpu_arch!r}", hint=hint)
+    return machine_capability(cfg.gpu_arch)
+
+
+def machine_capability(machine: str) -> int:
+    """90 for sm_90 or ptx_90."""
+    return int(machine.partition("_")[2])
 
 
 def emit_kernel(kernel: Kernel, symbol: str, tile: Tile | None = None, early: bool = False) -> TritonKernel:

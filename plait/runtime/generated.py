@@ -168,6 +168,17 @@ def kernel(library: Library, name: str, checks: Checks = ()) -> Kernel:
 
 
 # ---------------------------------------------------------------------------------------------- the call
+def require_operators(names: Sequence[str]) -> None:
+    """Raises RuntimeError for operators 'namespace::name' or 'namespace::name.overload' that this process does not
+    know."""
+    unknown = [n for n in names if not torch._C._dispatch_has_kernel(n)]
+    if unknown:
+        raise RuntimeError(
+            f"there is no operator {', '.join(unknown)}: import the module, or load the library, that defines it "
+            "before the program is called"
+        )
+
+
 def callers_stream() -> torch.cuda.StreamContext:
     """What is inside may leave another stream behind, should it fail."""
     return torch.cuda.stream(torch.cuda.current_stream())

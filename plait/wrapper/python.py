@@ -26,6 +26,7 @@ from plait.runtime.functions import FUNCTIONS
 from plait.runtime.load import Libraries
 from plait.runtime.source import executed
 from plait.wrapper import instructions as ins
+from plait.wrapper.calltext import TORCHS_OWN, CallTexts, header
 from plait.wrapper.program import Promise, promises
 from plait.wrapper.walk import forks, input_sizes, is_fence, sizes
 
@@ -42,21 +43,24 @@ _RESERVED = frozenset(
         "nan",
         "inf",
         "example_inputs",
+        "python_calls",
     }
 )
 
 
-def make_python(program: ins.WrapperProgram, libraries: Libraries, constants: str = "") -> str:
+def make_python(
+    program: ins.WrapperProgram, libraries: Libraries, constants: str = "", calls: CallTexts | None = None
+) -> str:
     """The module's source.
 
-    libraries: paths of the kernel libraries, constants: file of the saved constants beside the module; only its main
-    part uses them."""
-    return _Module(program, libraries, constants).text()
+    libraries: paths of the kernel libraries, constants: file of the saved constants beside the module, calls: the
+    callables as text; only its main part uses them."""
+    return _Module(program, libraries, constants, calls or CallTexts((), [])).text()
 
 
 def python_lines(program: ins.WrapperProgram) -> list[tuple[ins.Instr, list[str]]]:
     """Every instruction with the lines that it becomes."""
-    module = _Module(program, {}, "")
+    module = _Module(program, {}, "", CallTexts((), []))
     out = []
     for i in program.body:
         before = len(module.setup), len(module.body)
@@ -126,8 +130,11 @@ class _Names(Scope):
 class _Module:
     """The text of one module. setup: lines of `bind` before the call, body: lines of the call."""
 
-    def __init__(self, p: ins.WrapperProgram, libraries: Libraries, constants: str) -> None:
-        self.p, self.libraries, self.constants = p, libraries, constants
+    def __init__(self, p: ins.WrapperProgram, libraries: Libraries, constants: str, calls: CallTexts) -> None:
+        self.p, self.libraries, self.constants, self.calls = p, libraries, constants, calls
+        called = [i.op for i in p.body if isinstance(i, ins.CallExtern)]
+        foreign = [op for op in called if op.partition("::")[0] not in TORCHS_OWN]
+        self.operators = tuple(dict.fromkeys([*foreign, *calls.operators]))
         self.names = _Names()
         self.setup: list[str] = []
         self.foreign = {i.name for i in p.inputs}  # and views: memory that the caller may hold
@@ -143,7 +150,7 @@ class _Module:
             self.instruction(i)
         python_calls = any(isinstance(i, (ins.CallPython, ins.Hook)) for i in p.body)
         lines = [
-            f'"""{p.name}, compiled by plait: run this file to time a call on random inputs."""',
+            *self.doc(),
             "",
             "import torch",
             "",
@@ -171,9 +178,16 @@ class _Module:
             "    return call",
             "",
             "",
+            *self.calls.lines,
+            *([""] if self.calls.lines else []),
             *self.main(),
         ]
         return "\n".join(lines) + "\n"
+
+    def doc(self) -> list[str]:
+        first = f'"""{self.p.name}, compiled by plait: run this file to time a call on random inputs.'
+        more = header(self.operators)
+        return [first, *more, '"""'] if more else [f'{first}"""']
 
     def main(self) -> list[str]:
         atoms = {a.name: a for i in self.p.inputs for e in input_sizes(i) for a in sorted_symbols(e)}
@@ -191,12 +205,17 @@ class _Module:
             else:
                 lines.append(f"        None,  # {i.name}")
         lines += ["    ]", "", "", 'if __name__ == "__main__":']
-        named = "streams by number" * any(map(is_fence, self.p.body)) or "Python objects" * bool(self.p.n_callables)
+        unmade = bool(self.p.n_callables) and not self.calls.lines
+        missing = self.calls.missing or "Python objects" * unmade
+        named = "streams by number" * any(map(is_fence, self.p.body)) or missing
         if named:
             return [*lines, f"    raise SystemExit('{self.p.name} calls {named}, which no file can hold')"]
+        given = "python_calls(constants)" if self.calls.lines else "[]"
         return [
             *lines,
-            "    call = bind(LIBRARIES, rt.load_constants(CONSTANTS, __file__), [])",
+            *([f"    rt.require_operators({self.operators!r})"] if self.operators else []),
+            "    constants = rt.load_constants(CONSTANTS, __file__)",
+            f"    call = bind(LIBRARIES, constants, {given})",
             f"    rt.benchmark(call, example_inputs, {self.p.name!r})",
         ]
 

@@ -9,6 +9,7 @@ built that nobody reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx
@@ -20,6 +21,7 @@ from plait.log import IR, KERNELS, REASONS, SOURCE, PassLog
 from plait.runtime.load import Libraries
 from plait.schedule.plan import Plan
 from plait.schedule.text import plan_text, refusal_lines, summary_lines
+from plait.wrapper.calltext import CallTexts
 from plait.wrapper.cpp import make_cpp
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.python import make_python
@@ -77,12 +79,18 @@ def show_pass(log: PassLog, name: str, program: WrapperProgram) -> None:
 
 
 def show_wrapper(
-    log: PassLog, program: WrapperProgram, libraries: Libraries, constants: Sequence[torch.Tensor]
+    log: PassLog,
+    program: WrapperProgram,
+    libraries: Libraries,
+    constants: Sequence[torch.Tensor],
+    callables: Sequence[Any],
 ) -> None:
     """The final wrapper program, as a Python module that runs by itself too, and as the C++ that runs if so."""
+    calls = CallTexts(callables if log.writes else (), list(constants))
+    constants = calls.constants
     saved = CONSTANTS if constants else ""
     log.dump("5_wrapper.txt", lambda: text(program))
-    log.dump("6_module.py", lambda: make_python(program, libraries, saved))
+    log.dump("6_module.py", lambda: make_python(program, libraries, saved, calls))
     if log.cfg.wrapper == "cpp":
         log.dump("6_program.cpp", lambda: make_cpp(program))
     if saved and log.folder is not None:
@@ -92,4 +100,4 @@ def show_wrapper(
             except (OSError, RuntimeError) as error:
                 log.give_up(error)
     if log.shows(SOURCE):
-        log.note(SOURCE, f"{log.name}: wrapper\n{make_python(program, libraries, saved)}")
+        log.note(SOURCE, f"{log.name}: wrapper\n{make_python(program, libraries, saved, calls)}")

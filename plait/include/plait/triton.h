@@ -183,6 +183,9 @@ struct Writer {
 template <class T>
 struct Traits {
   static_assert(sizeof(T) == 0, "plait::triton cannot pass this type to a kernel: specialize Traits for it");
+  // So that nothing else is said of it.
+  static constexpr std::array<Leaf, 1> leaves{};
+  static void write(Writer&, const T&) {}
 };
 
 template <class T>
@@ -259,12 +262,23 @@ struct Traits<T> : detail::One<Kind::floating> {
 template <class T>
   requires(!detail::DlTensor<T> && !std::same_as<std::remove_const_t<T>, char>)
 struct Traits<T*> : detail::One<Kind::pointer> {
-  static_assert(std::same_as<std::remove_const_t<decltype(dtype_of<std::remove_const_t<T>>)>, DType>,
-                "plait::triton knows no element type for this pointer: pass plait::triton::Pointer{p, dtype} "
-                "or specialize dtype_of");
+  static constexpr auto type = dtype_of<std::remove_const_t<T>>;
+  static constexpr bool known = std::same_as<std::remove_const_t<decltype(type)>, DType>;
+  static_assert(known, "plait::triton knows no element type for this pointer: pass plait::triton::Pointer{p, dtype} "
+                       "or specialize dtype_of");
   static void write(Writer& w, const T* p) {
-    detail::put_pointer(w, p, dtype_of<std::remove_const_t<T>>);
+    if constexpr (known) detail::put_pointer(w, p, type);
   }
+};
+// An array is a pointer to its first element, as for any function.
+template <class T, size_t N>
+  requires(!detail::DlTensor<T> && !std::same_as<T, char>)
+struct Traits<T[N]> : Traits<std::remove_all_extents_t<T>*> {
+  using Element = std::remove_all_extents_t<T>;
+  static void write(Writer& w, const T (&a)[N]) {
+    Traits<Element*>::write(w, reinterpret_cast<const Element*>(&a));
+  }
+  static uint64_t nbytes(const T (&a)[N]) { return sizeof(a); }
 };
 
 template <>

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.capture import owners
 from plait.errors import InputError
 
 X = torch.arange(12.0).reshape(3, 4) / 7 - 0.5
@@ -133,6 +134,22 @@ def test_what_is_put_in_the_place_of_a_tensor_counts(change: Callable[[Net], Non
         change(module)
         torch.testing.assert_close(call(X), module(X).detach())
         assert not torch.equal(call(X), before)
+
+
+def test_attributes_that_python_tells_nothing_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "_TOLD", False)  # as newer versions of Python have it
+    module = Net()
+    init = owners.Owners.__init__
+
+    def unseen(self: owners.Owners, *args: Any) -> None:
+        init(self, *args)
+        self.dicts = tuple(d for d in self.dicts if d is not vars(module))
+
+    monkeypatch.setattr(owners.Owners, "__init__", unseen)
+    call = compiled(module)
+    for _ in range(2):
+        module.plain = torch.randn(4)
+        torch.testing.assert_close(call(X), module(X).detach())
 
 
 def replace_module(m: Net) -> None:

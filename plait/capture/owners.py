@@ -9,6 +9,7 @@ a global that is a tensor, has no owner: the program keeps the tensor that it wa
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ from plait.capture.plain import special_kind
 from plait.errors import InputError
 
 _AGAIN = "plait.compile once more"
+_TOLD = sys.version_info < (3, 13)
+"""Whether Python tells of `module.x = y` that the module's own dict has changed: since 3.13 it may not."""
 _OF_MODULES = (Sequential, ModuleList, ModuleDict)
 _OF_PARAMETERS = (ParameterList, ParameterDict)
 
@@ -106,7 +109,7 @@ class Owners:
     def __init__(self, roots: Mapping[str, Any], bound: Sequence[torch.Tensor]) -> None:
         self._names: list[str | None] = [None] * len(bound)
         self._numbers = {id(t): k for k, t in enumerate(bound)}
-        self.moved = False  # whether an attribute stood in another dict when tensors() was called last
+        self.moved = False  # whether `dicts` did not tell of all attributes when tensors() was called last
         self._slots: list[_Slot] = []
         self._children: list[tuple[str, Module, dict[str, Module | None]]] = []
         dicts: list[dict[str, Any]] = []
@@ -154,7 +157,7 @@ class Owners:
         found: dict[int, tuple[_Slot, torch.Tensor]] = {}
         for slot in self._slots:
             now = slot.now()
-            self.moved |= slot.key not in slot.place
+            self.moved |= slot.key not in slot.place or not (_TOLD or slot.place is not vars(slot.module))
             if slot.number is None:
                 if now is not None:
                     raise InputError(f"parameter or buffer {slot.name!r} was None when compiled", hint=_AGAIN)

@@ -62,6 +62,10 @@ VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
     "chunk of an input": lambda x, k: x[k:].chunk(2, 1),
     "unbind": lambda x, k: (x[:, k:] + 1).unbind(0),
     "copies": lambda x, k: (x[k:].clone(), x[k:].contiguous(), x[k:].t().contiguous()),
+    "copies of another type": lambda x, k: (x[k:].view(torch.int32).clone(), x[k].view(torch.int32).clone()),
+    "a copy, and a view of what was copied": lambda x, k: (lambda y: (y.narrow_copy(1, 0, 6), y[k:]))(x.cumsum(1)),
+    "views of a repeated value": lambda x, k: (lambda y: (y.expand(2, *y.shape), y[k:]))(x.repeat_interleave(2, 1)),
+    "views of a copied input": lambda x, k: (lambda y: (y.t(), y[k:], x[k:]))(x.clone()),
     "same twice": same_twice,
     "input twice": lambda x, k: (x, x[k:], x),
     "changed, a view of it": lambda x, k: x.mul_(2)[k:],
@@ -126,3 +130,26 @@ def test_of_training(name: str) -> None:
         assert facts(got, [x], name not in TRACING_DIFFERS) == facts(want, [twin], name not in TRACING_DIFFERS)
         loss.backward()
         assert w.grad is not None and w.grad.eq(2).all()
+
+
+CONJUGATED: dict[str, Callable[[Tensor, int], Any]] = {
+    "of inputs": lambda x, k: (lambda z: (z.conj(), z[k:].conj(), z))(torch.view_as_complex(x.view(-1, 3, 2))),
+    "negated": lambda x, k: torch.view_as_complex(x[k:].view(-1, 3, 2)).conj().imag,
+    "of a value": lambda x, k: (torch.view_as_complex(x[k:].view(-1, 3, 2)) * 2).conj(),
+    "inside": lambda x, k: torch.view_as_complex(x[k:].view(-1, 3, 2)).conj().imag + 1,
+}
+
+
+@pytest.mark.filterwarnings("ignore:plait")
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("name", CONJUGATED)
+def test_lazily_conjugated_results_have_their_values(name: str, wrapper: str) -> None:
+    """Eager runs a graph with such views of inputs; without Dynamo they are copies."""
+    fn, options = CONJUGATED[name], {"wrapper": wrapper, "strict": False}
+    compiled = torch.compile(fn, backend="plait", options=options)
+    for k in (3, 1, 2):
+        for g, w in zip(pytree.tree_leaves(compiled(floats(), k)), pytree.tree_leaves(fn(floats(), k)), strict=True):
+            assert torch.equal(g, w)
+    made = plait.compile(fn, (floats(), 2), options={"wrapper": wrapper})
+    for g, w in zip(pytree.tree_leaves(made(floats(), 2)), pytree.tree_leaves(fn(floats(), 2)), strict=True):
+        assert torch.equal(g, w)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from plait.errors import Unsupported
 from plait.graph.captured import InputView
 from plait.graph.edit import begins_anywhere, output_of
 from plait.ir import sizes as sz
@@ -25,10 +26,18 @@ tells)."""
 
 
 def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
-    """The results of a Dynamo graph that are inputs or views of them."""
+    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for a view with other lazy
+    bits than its input: AOTAutograd makes it anew from sizes and strides, which do not tell them."""
     given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(gm.graph).args[0]
     made = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
+    if any(
+        i is not None and _is_dense(x) and not same_bits(given[i], x)
+        for x, i in zip(made, _owners(made, given), strict=True)
+    ):
+        raise Unsupported(
+            "a result that is a lazily conjugated or negated view of an input", hint="return result.resolve_conj()"
+        )
     return views_of_inputs(made, given)
 
 
@@ -45,14 +54,18 @@ def input_views(meta: Any, dynamo: Mapping[int, InputView]) -> dict[int, InputVi
 
 
 def views_of_inputs(results: Sequence[Any], inputs: Sequence[Any]) -> dict[int, InputView]:
-    """The results that are inputs or views of them, while their function is traced."""
+    """The results that are inputs or views of them that are read alike, while their function is traced."""
     found = {}
-    owners = {_storage(x): k for k, x in reversed(list(enumerate(inputs))) if _is_dense(x)}
-    for k, x in enumerate(results):
-        base = owners.get(_storage(x)) if _is_dense(x) else None
-        if base is not None:
+    for k, (x, base) in enumerate(zip(results, _owners(results, inputs), strict=True)):
+        if base is not None and same_bits(inputs[base], x):
             found[k] = InputView(base, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x is inputs[base])
     return found
+
+
+def _owners(results: Sequence[Any], inputs: Sequence[Any]) -> list[int | None]:
+    """The input in whose memory each result lies."""
+    owners = {_storage(x): k for k, x in reversed(list(enumerate(inputs))) if _is_dense(x)}
+    return [owners.get(_storage(x)) if _is_dense(x) else None for x in results]
 
 
 def _is_dense(x: Any) -> bool:

@@ -130,6 +130,7 @@ class Lowering:
         self.computed: dict[str, Size] = {}  # such numbers, by name, that a rule computes
         self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
         self.mutations: list[tuple[str, View]] = []
+        self.bases: dict[str, str] = {}  # buffers that are memory of others, by `alias`
         self.copies: dict[str, list[tuple[View, View, int]]] = {}  # buffer -> [(copied, copy, ops before)]
         self.env: dict[torch.fx.Node, Value] = {}
         self.node: torch.fx.Node | None = None
@@ -316,6 +317,13 @@ class Lowering:
         assert made is not None
         return made if strides is None else replace(made, strides=strides)
 
+    def is_laid(self, x: View, strides: tuple[Size, ...]) -> bool:
+        """Whether x is memory with these strides, or can still become it."""
+        b, found = self.buffers[x.buf], self.strided(x)
+        if self.is_whole(x) and not b.fixed:
+            return True
+        return found is not None and _same_layout(x.shape, found.strides, strides)
+
     def _lay_out(self, x: View, strides: tuple[Size, ...] | None) -> None:
         """Gives x's buffer, if its layout is still free and x is all of it, the strides with which x is memory as it
         stands, so that nothing needs a copy. Neighbours stay neighbours. Kernels of a GPU do not mind the rest."""
@@ -389,7 +397,14 @@ class Lowering:
         self.fix_layout(x.buf)
         out = self.new_buffer(dtype, shape, strides, True, self.buffers[x.buf].device)
         self.ops.append(Alias(out, x.buf, offset, relative))
+        self.bases[out] = x.buf
         return self.whole(out)
+
+    def memory(self, buf: str) -> str:
+        """The buffer whose memory this one is."""
+        while buf in self.bases:
+            buf = self.bases[buf]
+        return buf
 
     # ---- integers
     def item(self, x: View, value: Expr) -> Size:

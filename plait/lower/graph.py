@@ -416,6 +416,9 @@ class _Walk:
         items = found if isinstance(found, (tuple, list)) else (found,)
         owners: dict[str, int] = dict(self.input_storages)
         self.ctx.origin = ("output",)
+        for k, a in enumerate(items):
+            if _is_strided(a) and k not in self.captured.input_views:
+                self._own_memory(a, owners)
         results = tuple(self._result(k, a, owners) for k, a in enumerate(items))
         self.ctx.finish_mutations()
         for fence in self.last_fences:
@@ -452,6 +455,22 @@ class _Walk:
             return to_size(value)  # says why it cannot be
         raise Unsupported(f"a graph output of type {type(value).__name__}")
 
+    def _own_memory(self, node: torch.fx.Node, owners: dict[str, int]) -> None:
+        """Copies the value at the root of the views that lead to a result where a rule left it in the memory of
+        another tensor: in eager it has its own, which the results that are views of it share."""
+        root = base_of(node)
+        view, like = self.env[root], root.meta.get("val")
+        if root is node or root.op != "call_function" or not isinstance(view, View) or not _is_strided(root):
+            return
+        storage = _storage(like)
+        if storage != _storage(node.meta["val"]) or not self.ctx.cfg.kernels or begins_anywhere(node):
+            return
+        shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
+        taken = owners.setdefault(self.ctx.memory(view.buf), storage) != storage
+        if (taken or not self.ctx.is_laid(view, strides)) and dense_order(shape, strides) is not None:
+            self.env[root] = self.ctx.copy(view, strides, fixed=True)
+            owners[self.env[root].buf] = storage
+
     def _number(self, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:
         """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an integer."""
         floats = self.ctx.float_readers()
@@ -470,9 +489,10 @@ class _Walk:
         strides = tuple(to_size(s) for s in val.stride())
         storage = _storage(val)
         out = self.ctx.tensor_arg(x, strides, shared=True)
-        if out.buf in self.ctx.constants or owners.get(out.buf, storage) != storage:
+        memory = self.ctx.memory(out.buf)
+        if memory in self.ctx.constants or owners.get(memory, storage) != storage:
             out = self.ctx.tensor_arg(self.ctx.copy(x), strides)
-        owners.setdefault(out.buf, storage)
+        owners.setdefault(self.ctx.memory(out.buf), storage)
         return out
 
     def _input_view(self, node: torch.fx.Node, view: InputView) -> TensorArg:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from plait.lower.core import Lowering, lower
-from plait.lower.extern import call_extern
+from plait.lower.core import RULES, Lowering, View, lower
+from plait.lower.extern import call_extern, call_op
 
 aten = torch.ops.aten
 
@@ -43,3 +43,15 @@ for _name in dir(torch.ops.streams):
 for _name in (*_LINEAR_ALGEBRA, *_TRANSFORMS, *_RECURRENT, *_BAGS):
     _packet = getattr(aten, _name)
     lower(_packet.default if "default" in _packet.overloads() else _packet.X, any_dtype=True)(by_library)
+
+
+@lower(aten._conj.default, any_dtype=True)
+def _conjugate(ctx: Lowering, x: View) -> Any:
+    """The conjugate in memory: nothing in a program has lazy bits, which views and kernels do not know."""
+    return call_op(ctx, aten.conj_physical.default, (x,), {}, ctx.out_meta(), fallback=False)
+
+
+@lower(aten._neg_view.default, any_dtype=True)
+def _negate(ctx: Lowering, x: View) -> Any:
+    """The same of a lazily negated view."""
+    return RULES[aten.neg.default](ctx, x)

@@ -560,7 +560,8 @@ class ExportEnv:
             # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
             low = 0 if low is not None and low <= 2 and dim is not None else low
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
-        conditions = [_condition(e, where) for e in _open_guards(shape_env, bounds)]
+        strides = {s: place for *place, s in _symbolic_strides(fakes)}
+        conditions = [_condition(e, where, strides) for e in _open_guards(shape_env, bounds)]
         checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions)
         return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
 
@@ -667,13 +668,23 @@ def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tu
                 yield arg, dim, size.node.expr
 
 
-def _condition(expr: Any, where: Mapping[Any, Place]) -> Check:
-    """A sympy condition as text and as a Python function of the arguments."""
-    missing = [s for s in expr.free_symbols if s not in where]
+def _symbolic_strides(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tuple[int, int, Any]]:
+    """(argument, dimension, symbol) of every stride that varies on its own."""
+    for arg, fake in enumerate(fakes):
+        for dim, stride in enumerate(fake.stride() if isinstance(fake, torch.Tensor) else ()):
+            if isinstance(stride, torch.SymInt) and stride.node.expr.is_symbol:
+                yield arg, dim, stride.node.expr
+
+
+def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, Sequence[int]] | None = None) -> Check:
+    """A sympy condition on sizes, and on strides, as text and as a Python function of the arguments."""
+    rest = {s: place for s, place in (strides or {}).items() if s not in where}
+    missing = [s for s in expr.free_symbols if s not in where and s not in rest]
     if missing:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
-    places = [(s, *where[s]) for s in expr.free_symbols]
+    places = [(s, *where[s]) for s in expr.free_symbols if s in where]
     texts = {s: f"args[{a}]" if d is None else f"args[{a}].shape[{d}]" for s, a, d in places}
+    texts.update({s: f"args[{rest[s][0]}].stride({rest[s][1]})" for s in expr.free_symbols if s in rest})
     sizes = {s: sympy.Symbol(text, **s.assumptions0) for s, text in texts.items()}
     source = PythonPrinter().doprint(expr.xreplace(sizes))
     holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
@@ -692,7 +703,7 @@ def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
     """An expression's operands, each followed by what it is combined by; None for one beyond these operators. What is
     true is 1."""
     if expr.is_Symbol:
-        return (names[expr],)
+        return (names[expr],) if expr in names else None  # a stride is beyond a package
     if expr.is_Integer or expr in (sympy.true, sympy.false):
         return (f"const {int(bool(expr)) if expr.is_Boolean else int(expr)}",)
     if isinstance(expr, sympy.Gt | sympy.Ge):

@@ -135,6 +135,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "index_add": (lambda x, i, s: x.index_add(0, i, s), (ones(4), i4, ones(4, dtype=F64))),
     "index_copy": (lambda x, i, s: x.index_copy(0, i, s), (ones(4), i4, ones(4, dtype=F16))),
     "index_put": (lambda x, i, s: x.index_put((i,), s), (ones(4), i4, ones(4, dtype=F64))),
+    "mask of another size": (lambda x, m: x.index_put((m,), torch.tensor(3.0)), (ones(100, 4), ones(8).bool())),
+    "mask that is longer": (lambda x, m: x.index_put((m,), torch.tensor(3.0)), (ones(1, 4), ones(8).bool())),
     "index_fill": (lambda x, i: x.index_fill(0, i, 2.0), (ones(4), i4.int())),
     "index_select": (lambda x, i: x.index_select(0, i), (ones(4), i4.float())),
     "scatter": (lambda x, i, s: x.scatter(0, i, s), (ones(4), i4, ones(4, dtype=F64))),

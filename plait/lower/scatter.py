@@ -165,6 +165,8 @@ def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: V
     if any(t is not None for t in indices[first + 1 :]):
         return None
     rank = len(mask.shape)
+    if mask.shape != x.shape[first : first + rank]:
+        return None  # tracing does not compare them; ATen does
     tail = x.shape[:first] + x.shape[first + rank :]  # dimensions of the result besides the hits
     hits = len(values.shape) - 1 - (len(tail) - first)  # which dimension of values counts the hits
     if hits >= 0 and values.shape[hits] != 1:

@@ -81,6 +81,8 @@ EXACT: dict[str, Case] = {
     "index of a computed number": (lambda x, i: x[(i + 0).item()] * 2, [(SQUARE, i) for i in INDICES]),
     "select": (lambda x, i: x.select(1, i.item()) * 2, [(SQUARE, i) for i in INDICES]),
     "write": (write, [(SQUARE, i) for i in INDICES]),
+    "a row, seen": (lambda x, i: x.narrow(0, i.item(), 1), [(SQUARE, i) for i in INDICES]),
+    "a column of a value, seen": (lambda x, i: (x * 2).narrow(1, i.item(), 1), [(SQUARE, i) for i in INDICES]),
 }
 # Of these eager broadcasts one element, where tracing has taken one size for another.
 BROADCAST: dict[str, Case] = {
@@ -96,7 +98,15 @@ BROADCAST: dict[str, Case] = {
     "slice": (lambda x, i, y: x[: i.item()] * y, [(X, torch.tensor(i), Y) for i in (3, 2, 7, -1, 1, 0)]),
 }
 CASES = {**EXACT, **BROADCAST}
-ON_ALL_TARGETS = ("check of a size", "check of a range", "two of them", "select", "write", "index by a mask")
+ON_ALL_TARGETS = (
+    "check of a size",
+    "check of a range",
+    "two of them",
+    "select",
+    "write",
+    "a row, seen",
+    "index by a mask",
+)
 
 
 def agrees(compiled: Callable[..., Tensor], name: str) -> None:

@@ -16,7 +16,7 @@ import sympy
 import torch.fx
 
 from plait.errors import Unsupported
-from plait.graph.edit import shape_env_of
+from plait.graph.edit import base_of, shape_env_of
 from plait.ir import sizes as sz
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import Lowering, Value, View
@@ -45,7 +45,7 @@ class Found:
         for b in made:
             if _atom(b.found).name in self.ctx.floats:
                 continue
-            found = self._read(value, b)
+            found = self._read(node, value, b)
             if found is not None:
                 self._learn(b, found, f"{_place(b)} of {origin}")
         if made:
@@ -60,8 +60,8 @@ class Found:
                 origin = "; ".join(self.ctx.origin)
                 self._assert(sz.compare("eq", a, b), f"found {{}} where {{}} was traced: a size of {origin}", (a, b))
 
-    def _read(self, value: Value, b: Binding) -> Size | None:
-        """What the program finds for a number; None for an offset, which nobody reads."""
+    def _read(self, node: torch.fx.Node, value: Value, b: Binding) -> Size | None:
+        """What the program finds for a number; None for the offset of a copy, which nobody reads."""
         symbols, name = self.ctx.symbols, _atom(b.found).name
         if name in self.ctx.computed:
             return self.ctx.computed[name]
@@ -69,7 +69,7 @@ class Found:
             return b.found
         for kind, k in b.path:
             if kind == "offset":
-                return None
+                return self._offset(node, value)
             if kind == "item":
                 value = value[k]
             elif kind == "divided":
@@ -81,6 +81,19 @@ class Found:
         if name not in symbols:
             raise Unsupported(f"the unknown number {name} that an operator makes")
         return b.found
+
+    def _offset(self, node: torch.fx.Node, value: Value) -> Size | None:
+        """Where a view begins in the storage of what it is a view of; None if it is a copy."""
+        root = base_of(node)
+        whole: Any = self.ctx.env.get(root)
+        if not isinstance(value, View) or not isinstance(whole, View) or whole.buf != value.buf:
+            return None
+        if root is node or not self.ctx.is_whole(whole):
+            return None
+        self.ctx.fix_layout(value.buf)
+        first = zip(value.at((0,) * len(value.shape)), self.ctx.buffers[value.buf].strides, strict=True)
+        behind = sz.total(sz.mul(i, stride) for i, stride in first)
+        return sz.add(to_size(root.meta["val"].storage_offset()), behind)
 
     def _learn(self, b: Binding, found: Size, what: str) -> None:
         self.values.update(dict.fromkeys(b.names, found))

@@ -506,7 +506,16 @@ class _Walk:
         base_val = self.placeholders[view.input].meta["val"]
         offset = _behind(base_val, view.offset, val) if relative else to_size(view.offset)
         shape, strides = tuple(map(to_size, view.shape)), tuple(map(to_size, view.strides))
-        return self._aliased(name, from_torch(val.dtype), TensorArg(name, shape, strides, offset), relative)
+        at = TensorArg(name, shape, strides, offset)
+        if not self._knows(at):  # numbers found while the function was traced the first time
+            offset = _behind(base_val, val.storage_offset(), val) if relative else to_size(val.storage_offset())
+            at = TensorArg(name, tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride())), offset)
+        return self._aliased(name, from_torch(val.dtype), at, relative)
+
+    def _knows(self, at: TensorArg) -> bool:
+        """Whether every symbol of a view has a source in this graph."""
+        exprs = (*at.shape, *at.strides, at.offset)
+        return all(a.name in self.ctx.symbols for e in exprs if isinstance(e, Expr) for a in sz.free_symbols(e))
 
     def _in_root(self, x: View, node: torch.fx.Node) -> TensorArg | None:
         """A result in the memory of the value at the root of the views that lead to it, where a rule

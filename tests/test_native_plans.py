@@ -166,9 +166,9 @@ def test_damage_behind_a_right_checksum_never_crashes():
 
 def test_damaged_plans_run_without_a_crash():
     """Programs of every instruction, damaged and called in a process of their own."""
-    tally = fuzz_plans.fuzz(3000, sanitized=False)
+    tally = fuzz_plans.fuzz(1000, sanitized=False)
     assert tally.findings == {}
-    assert tally.seed == 3000 and tally.counts["refused"] > 1000 and tally.counts["ran"] > 600
+    assert tally.seed == 1000 and tally.counts["refused"] > 300 and tally.counts["ran"] > 200
     untouched = [p for p in plan_damage.INSTRUCTIONS if not any(k.startswith(f"{p} ") for k in tally.counts)]
     assert untouched == []
 
@@ -180,7 +180,7 @@ def test_a_hundred_thousand_damaged_plans_run_under_a_sanitizer():
     assert tally.findings == {} and tally.seed >= 100_000
 
 
-def test_a_hundred_thousand_damaged_plans_under_a_sanitizer(tmp_path: Path):
+def test_damaged_plans_are_read_under_a_sanitizer(tmp_path: Path):
     """The reader and the verifier as a program of their own, on plans of every instruction and of real graphs."""
     core, program = ROOT / "native" / "core", tmp_path / "native_plans"
     sources = [ROOT / "tests" / "native_plans.cpp", *(core / f"{n}.cpp" for n in ("functions", "plan", "verify"))]
@@ -190,9 +190,9 @@ def test_a_hundred_thousand_damaged_plans_under_a_sanitizer(tmp_path: Path):
     for k, p in enumerate((rich_program(), *real_programs())):
         files.append(tmp_path / f"{k}.plan")
         files[-1].write_bytes(encode(p))
-    done = subprocess.run([program, "100000", *files], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([program, "20000", *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert 100 < int(done.stdout.split()[0]) < 50_000, done.stdout
+    assert 20 < int(done.stdout.split()[0]) < 10_000, done.stdout
 
 
 def real_programs() -> list[WrapperProgram]:

@@ -175,7 +175,7 @@ class _Run:
         r = self.road
         f = _Module(self.f, self.args, r.params) if r.params else self.f
         if r.way == "compile":
-            options = {"wrapper": r.wrapper, "isa": r.isa}
+            options = {"wrapper": r.wrapper, "isa": r.isa, "strict": r.grad != "forward"}  # eager takes tangents
             if who == "torch":
                 made = torch.compile(f, backend="aot_eager", dynamic=r.dynamic)
             else:
@@ -255,6 +255,8 @@ class _Run:
             differs = any(call[k] != self.calls[0][k] for k in ("sizes", "ints"))
             if self.road.way != "compile" and isinstance(got, InputError) and differs:
                 return "declined"
+            if self.road.way != "compile" and self.road.grad == "forward" and isinstance(got, InputError):
+                return "declined"  # a program drops tangents
             if self.road.params and isinstance(got, PlaitError) and not isinstance(got, InternalError):
                 return "declined"
             if _is_promise(got) or isinstance(got, UserError) and "dynamic_shapes" in str(got):

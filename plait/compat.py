@@ -671,7 +671,8 @@ def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tu
 def _symbolic_strides(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tuple[int, int, Any]]:
     """(argument, dimension, symbol) of every stride that varies on its own."""
     for arg, fake in enumerate(fakes):
-        for dim, stride in enumerate(fake.stride() if isinstance(fake, torch.Tensor) else ()):
+        strides: tuple[Any, ...] = fake.stride() if isinstance(fake, torch.Tensor) else ()
+        for dim, stride in enumerate(strides):
             if isinstance(stride, torch.SymInt) and stride.node.expr.is_symbol:
                 yield arg, dim, stride.node.expr
 

@@ -28,9 +28,9 @@ tells)."""
 def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
     """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for a view with other lazy
     bits than its input: AOTAutograd makes it anew from sizes and strides, which do not tell them."""
-    given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    given: list[Any] = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(gm.graph).args[0]
-    made = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
+    made: list[Any] = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
     if any(
         i is not None and _is_dense(x) and not same_bits(given[i], x)
         for x, i in zip(made, _owners(made, given), strict=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
@@ -459,7 +459,7 @@ class _Walk:
         """Copies the value at the root of the views that lead to a result where a rule left it in the memory of
         another tensor: in eager it has its own, which the results that are views of it share."""
         root = base_of(node)
-        view, like = self.env[root], root.meta.get("val")
+        view, like = self.env[root], cast(torch.Tensor, root.meta.get("val"))
         if root is node or root.op != "call_function" or not isinstance(view, View) or not _is_strided(root):
             return
         storage = _storage(like)

@@ -560,8 +560,7 @@ class ExportEnv:
             # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
             low = 0 if low is not None and low <= 2 and dim is not None else low
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
-        strides = {s: place for *place, s in _symbolic_strides(fakes)}
-        conditions = [_condition(e, where, strides) for e in _open_guards(shape_env, bounds)]
+        conditions = [_condition(e, where, _symbolic_strides(fakes)) for e in _open_guards(shape_env, bounds)]
         checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions)
         return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
 
@@ -612,8 +611,7 @@ def _without_roots(
             return d
         own = sympy.Symbol(f"size_{size[0]}_{size[1]}", integer=True)
         where[own] = size
-        offset = d.fn(0)
-        scale = d.fn(1) - offset
+        offset, scale = d.fn(0), d.fn(1) - d.fn(0)
         conditions.append(sympy.Eq(Mod(own - offset, scale), 0))
         root = FloorDiv(own - offset, scale)
         if roots.setdefault(d.root.__name__, root) != root:
@@ -668,28 +666,23 @@ def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tu
                 yield arg, dim, size.node.expr
 
 
-def _symbolic_strides(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tuple[int, int, Any]]:
-    """(argument, dimension, symbol) of every stride that varies on its own."""
-    for arg, fake in enumerate(fakes):
-        strides: tuple[Any, ...] = fake.stride() if isinstance(fake, torch.Tensor) else ()
-        for dim, stride in enumerate(strides):
-            if isinstance(stride, torch.SymInt) and stride.node.expr.is_symbol:
-                yield arg, dim, stride.node.expr
+def _symbolic_strides(fakes: Sequence[Any]) -> dict[Any, str]:
+    """The symbols of strides that vary on their own, as texts."""
+    given = [(arg, x.stride()) for arg, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
+    found: list[tuple[str, Any]] = [(f"args[{arg}].stride({d})", s) for arg, all_ in given for d, s in enumerate(all_)]
+    return {s.node.expr: text for text, s in found if isinstance(s, torch.SymInt) and s.node.expr.is_symbol}
 
 
-def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, Sequence[int]] | None = None) -> Check:
+def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, str] | None = None) -> Check:
     """A sympy condition on sizes, and on strides, as text and as a Python function of the arguments."""
-    rest = {s: place for s, place in (strides or {}).items() if s not in where}
-    missing = [s for s in expr.free_symbols if s not in where and s not in rest]
-    if missing:
+    own = {s: f"args[{a}]" if d is None else f"args[{a}].shape[{d}]" for s, (a, d) in where.items()}
+    texts = {**(strides or {}), **own}
+    if missing := [s for s in expr.free_symbols if s not in texts]:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
-    places = [(s, *where[s]) for s in expr.free_symbols if s in where]
-    texts = {s: f"args[{a}]" if d is None else f"args[{a}].shape[{d}]" for s, a, d in places}
-    texts.update({s: f"args[{rest[s][0]}].stride({rest[s][1]})" for s in expr.free_symbols if s in rest})
     sizes = {s: sympy.Symbol(text, **s.assumptions0) for s, text in texts.items()}
     source = PythonPrinter().doprint(expr.xreplace(sizes))
     holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
-    names = {s: f"size {a} {-1 if d is None else d}" for s, a, d in places}
+    names = {s: f"size {a} {-1 if d is None else d}" for s, (a, d) in where.items()}
     return Check(source, holds, _postfix(expr, names) or ())
 
 
@@ -701,8 +694,7 @@ _TOKENS = {
 
 
 def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
-    """An expression's operands, each followed by what it is combined by; None for one beyond these operators. What is
-    true is 1."""
+    """Operands, each followed by what it is combined by; None for one beyond these operators. What is true is 1."""
     if expr.is_Symbol:
         return (names[expr],) if expr in names else None  # a stride is beyond a package
     if expr.is_Integer or expr in (sympy.true, sympy.false):
@@ -719,13 +711,9 @@ def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
 
 
 def _joined(args: Sequence[Any], kind: str, names: dict[Any, str]) -> tuple[str, ...] | None:
-    found: list[str] = []
-    for k, arg in enumerate(args):
-        inner = _postfix(arg, names)
-        if inner is None:
-            return None
-        found += [*inner, kind] if k else inner
-    return tuple(found)
+    inner = [_postfix(arg, names) for arg in args]
+    rest = [(*i, kind) for i in inner[1:] if i is not None]
+    return None if None in inner else sum(rest, inner[0] or ())
 
 
 _NO_VALUES = (

@@ -26,15 +26,12 @@ tells)."""
 
 
 def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
-    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for a view with other lazy
-    bits than its input: AOTAutograd makes it anew from sizes and strides, which do not tell them."""
+    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one that AOTAutograd's
+    wrapper would give other lazy bits than eager does."""
     given: list[Any] = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(gm.graph).args[0]
     made: list[Any] = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
-    if any(
-        i is not None and _is_dense(x) and not same_bits(given[i], x)
-        for x, i in zip(made, _owners(made, given), strict=True)
-    ):
+    if any(i is not None and _loses_bits(given[i], x) for x, i in zip(made, _owners(made, given), strict=True)):
         raise Unsupported(
             "a result that is a lazily conjugated or negated view of an input", hint="return result.resolve_conj()"
         )
@@ -60,6 +57,14 @@ def views_of_inputs(results: Sequence[Any], inputs: Sequence[Any]) -> dict[int, 
         if base is not None and same_bits(inputs[base], x):
             found[k] = InputView(base, tuple(x.shape), tuple(x.stride()), x.storage_offset(), x is inputs[base])
     return found
+
+
+def _loses_bits(base: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a view with other lazy bits than its base is made anew from sizes and strides, which do not tell them:
+    where the steps to it cannot be repeated."""
+    layout = (*view.shape, *view.stride(), view.storage_offset())
+    varies = any(isinstance(n, torch.SymInt) for n in layout)
+    return not same_bits(base, view) and (varies or base.dtype != view.dtype)
 
 
 def _owners(results: Sequence[Any], inputs: Sequence[Any]) -> list[int | None]:

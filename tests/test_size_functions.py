@@ -209,5 +209,6 @@ def traced(name: str) -> tuple[sz.Size, tuple[tuple[str, sz.Size], ...]]:
     n, m = (env.create_symintnode(s, hint=30 + k) for k, s in enumerate(given))
     made = PYTHON[name](n, m)
     size = to_word(made.node.expr, env) if isinstance(made, torch.SymFloat) else to_size(made)
-    behind = {**dict(zip((s.name for s in given), map(sz.symbol, "nm"), strict=True)), **definitions((n,))}
+    made_of = {k: value for k, (_, value) in definitions((n,)).items()}
+    behind = {**dict(zip((s.name for s in given), map(sz.symbol, "nm"), strict=True)), **made_of}
     return size, tuple(behind.items())

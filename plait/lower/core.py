@@ -125,7 +125,7 @@ class Lowering:
         self._steps: dict[str, Fallback] = {}
         self.input_buffers: set[str] = set()
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
-        self.functions: Mapping[str, Size] = {}  # symbols that stand for functions of sizes
+        self.functions: Mapping[str, tuple[Expr, Expr]] = {}  # symbols that stand for functions of sizes
         self.found: set[str] = set()  # symbols whose values are found at run time
         self.computed: dict[str, Size] = {}  # such numbers, by name, that a rule computes
         self.floats: dict[str, View] = {}  # float symbols: the one-element tensors that they are the values of
@@ -418,12 +418,19 @@ class Lowering:
         return value
 
     def define_functions(self) -> None:
-        """Gives the symbols that stand for functions of known sizes their values."""
-        for name, value in self.functions.items():
-            if name not in self.symbols and all(a.name in self.symbols for a in sz.free_symbols(value)):
-                self.symbols[name] = value
-                if self.is_found(value):
-                    self.found.add(name)
+        """Gives the symbols that stand for functions of known sizes their values. That a function of what is found at
+        run time has the range that tracing gives it is asserted."""
+        for name, (symbol, value) in self.functions.items():
+            if name in self.symbols or any(a.name not in self.symbols for a in sz.free_symbols(value)):
+                continue
+            self.symbols[name] = value
+            if self.is_found(value):
+                self.found.add(name)
+                found, said = sz.symbol(name, lo=-sz._INF), f"found {{}} where {{}} to {{}} was traced: {value}"
+                lo, hi = (int(max(min(b, 2**63 - 1), -(2**63))) for b in sz.bounds(symbol))
+                if (lo, hi) != (-(2**63), 2**63 - 1):
+                    inside = sz.mul(sz.compare("le", lo, found), sz.compare("le", found, hi))
+                    self.assert_true(inside, said, (found, lo, hi))
 
     def assert_true(self, expr: Size, message: str, values: tuple[Size, ...] = (), error: str = "RuntimeError") -> None:
         """A run-time assertion. values: what the first marks {} of message stand for."""

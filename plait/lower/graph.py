@@ -146,7 +146,7 @@ class _Walk:
         """What symbols are in the example, as far as that is known."""
         hints = size_hints((n.meta.get("val") for n in self.placeholders), self.ctx.symbols)
         given = [(e, source) for e, source in self.facts if isinstance(source, str)]
-        for e, name in (*given, *((e, name) for name, e in self.ctx.functions.items())):
+        for e, name in (*given, *((e, name) for name, (_, e) in self.ctx.functions.items())):
             if name in self.ctx.symbols and all(a.name in hints for a in sz.free_symbols(e)):
                 with suppress(ArithmeticError, ValueError):  # a function that has no value there
                     hints[name] = sz.evaluate(e, hints)

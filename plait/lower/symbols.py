@@ -41,7 +41,7 @@ _Memo = dict[sympy.Basic, Size]
 # ShapeEnv (forward and backward) and two expressions of one graph name the same atom.
 _memos: WeakKeyDictionary[object, _Memo] = WeakKeyDictionary()
 
-_made: WeakKeyDictionary[object, dict[str, Size]] = WeakKeyDictionary()  # the values of symbols of our own
+_made: WeakKeyDictionary[object, dict[str, tuple[Expr, Expr]]] = WeakKeyDictionary()  # symbols of our own, and values
 
 _FAR = 2**62  # ranges this wide say nothing
 
@@ -129,7 +129,7 @@ def _convert(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
         return found
     made = _made.setdefault(env, {})
     symbol = sz.symbol(f"fn{len(made)}", *_range(e, env))
-    made[str(symbol)] = found
+    made[str(symbol)] = symbol, found
     return symbol
 
 
@@ -146,8 +146,9 @@ def _range(e: sympy.Basic, env: Any) -> tuple[float, float]:
     return _bound(found.lower, -1), _bound(found.upper, 1)
 
 
-def definitions(vals: Iterable[Any]) -> Mapping[str, Size]:
-    """The symbols that stand for functions of sizes, by name, and those to come: `to_size` adds to it.
+def definitions(vals: Iterable[Any]) -> Mapping[str, tuple[Expr, Expr]]:
+    """The symbols that stand for functions of sizes, by name, each with the function, and those to come: `to_size`
+    adds to it.
 
     vals: fake inputs."""
     env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)

@@ -24,7 +24,7 @@ MUTANTS = {
     "views_by_dtype_at_the_start": 91,
     "mixed_dtypes_computed": 348,
     "tangents_are_dropped": 58,
-    "replaced_parameters_stay": 0,
+    "replaced_parameters_stay": 106,
     "remainders_of_large_quotients": 41,
 }
 """Every patch, and the first seed whose program shows it. The tests of every day begin there."""

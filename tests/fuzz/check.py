@@ -93,6 +93,8 @@ def judge(source: str, road: Road, grads: Sequence[str], inexact: Sequence[str],
             return Outcome("torch", str(fault))
         if str(fault).startswith(("metadata", "aliasing")) and road.way != "compile" and ".conj(" in source:
             return Outcome("declined", str(fault))  # without Dynamo views that are lazily conjugated come as copies
+        if road.params:
+            return Outcome("fault", str(fault))  # an exported module keeps its first parameters
         try:
             run.outcome("torch")
         except Fault as other:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import plait
+from plait.errors import InputError
 from plait.wrapper.targets import TARGETS
 
 Call = tuple[Any, ...]
@@ -242,3 +243,42 @@ def test_branches_with_such_sizes() -> None:
         for p in (True, False):
             for x in (X, -X, X * 0):
                 assert compiled(x, torch.tensor(p)) == fn(x, torch.tensor(p))
+
+
+# With a size of 5 where they are compiled, which varies. What tracing takes for granted of sizes of 2 and more.
+VARYING: dict[str, Callable[[Tensor], Any]] = {
+    "head": lambda x: x[:2] + 1,
+    "head, seen": lambda x: x[:2],
+    "tail": lambda x: x[-2:] * 2,
+    "element": lambda x: x[1] + x,
+    "narrow": lambda x: x.narrow(0, 1, 1) * 1,
+    "view": lambda x: x[:2].view(2) * 1,
+    "sum of a head": lambda x: x[:2].sum(),
+    "largest": lambda x: x.topk(2)[0] * 1,
+    "differences": lambda x: x[1:] - x[:-1],
+    "rolled": lambda x: x.roll(1),
+    "all": lambda x: x.view(-1, 1).softmax(0).sum(1),
+    "added": lambda x: x + torch.ones(2, 1),
+    "joined": lambda x: torch.cat([x, x]).view(2, -1).sum(0),
+}
+EVERY_SIZE = {"rolled", "all", "added", "joined"}
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+@pytest.mark.parametrize("name", VARYING)
+def test_small_sizes(name: str, packaged: bool, tmp_path: Path) -> None:
+    """Eager's result, or an error that says which size."""
+    fn, shapes = VARYING[name], ({0: torch.export.Dim.AUTO},)
+    if packaged:
+        plait.package(Of(fn), tmp_path / "p.plait", (torch.ones(5),), dynamic_shapes={"args": shapes})
+        compiled: Callable[..., Any] = plait.load(tmp_path / "p.plait")
+    else:
+        compiled = plait.compile(fn, (torch.ones(5),), shapes)
+    for n in (7, 3, 2, 1, 0):
+        x = torch.arange(float(n))
+        try:
+            got = compiled(x)
+        except InputError as error:
+            assert n < 3 and name not in EVERY_SIZE and "expected size at least" in str(error)
+            continue
+        torch.testing.assert_close(got, fn(x))

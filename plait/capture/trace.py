@@ -23,6 +23,7 @@ from torch.nn.utils import stateless
 from plait import compat
 from plait.capture.aliases import views_of_inputs
 from plait.capture.found import IndexByFound, numbers_kept
+from plait.capture.least import with_least_sizes
 from plait.capture.plain import special_kind
 from plait.capture.resampling import whole_resampling
 from plait.capture.writes import CheckWrites
@@ -151,7 +152,7 @@ def trace(
     assert out_spec is not None
     leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
-    facts = env.size_facts(fakes, graph)
+    facts = with_least_sizes(env.size_facts(fakes, graph), graph)
     return Traced(graph, mutated, state, fakes, signature, facts, views)
 
 

@@ -39,13 +39,20 @@ def with_least_sizes(facts: compat.SizeFacts, graph: GraphModule) -> compat.Size
         low, high = bounds.get(str(symbol), (None, None))
         if low != 0:
             continue
-        wrong = [n for n in (0, 1) if not _holds(graph, {**hints, symbol: sympy.Integer(n)})]
+        wrong = [n for n in (0, 1) if not _is_right(graph, {**hints, symbol: sympy.Integer(n)})]
         bounds[str(symbol)] = (max(wrong, default=-1) + 1, high)
     return replace(facts, bounds=bounds)
 
 
-def _holds(graph: GraphModule, point: _Point) -> bool:
+def _is_right(graph: GraphModule, point: _Point) -> bool:
     """Whether every node has the sizes that were traced where the sizes of inputs are these."""
+    try:
+        return _holds(graph, point)
+    except ZeroDivisionError:  # in a size
+        return False
+
+
+def _holds(graph: GraphModule, point: _Point) -> bool:
     values: dict[Node, Any] = {}
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         for node in graph.graph.nodes:

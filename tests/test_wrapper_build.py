@@ -186,7 +186,7 @@ def test_symbols_are_defined_when_their_source_exists() -> None:
     }  # fmt: skip
     steps = [Item("u0", "k"), Assert(sz.compare("le", u0, 9), "few"), Extern(("n",), "aten::f", (whole(m), u0))]
     s3 = sz.symbol("s3", lo=float("-inf"))
-    p = plan(["m", ("sym", "i0"), "k", None], steps, [whole(n), s3], [m, n, k], symbols=table)
+    p = plan(["m", ("sym", "i0"), "k", None], steps, [whole(n), s3, sz.symbol("s1")], [m, n, k], symbols=table)
     assert lines(p) == [
         "s0 = read(m, 'size', 0)",
         "s1 = let(3*s0)",
@@ -196,7 +196,7 @@ def test_symbols_are_defined_when_their_source_exists() -> None:
         "n, = call('aten::f')(m, u0)",
         "s2 = read(n, 'stride', 0)",
         "require_layout(n, opaque[u0] @ (1,), origin='aten::f', copies=True)",
-        "return (n, s3)",
+        "return (n, s3, s1)",
     ]
     assert [line(i) for i in build(p, "g").inputs] == [
         "m = tensor_input(f32[s0, 3] @ (3, 1))",

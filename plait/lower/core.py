@@ -319,9 +319,10 @@ class Lowering:
 
     def is_laid(self, x: View, strides: tuple[Size, ...]) -> bool:
         """Whether x is memory with these strides, or can still become it."""
-        b, found = self.buffers[x.buf], self.strided(x)
-        if self.is_whole(x) and not b.fixed:
-            return True
+        b = self.buffers[x.buf]
+        if self.is_whole(x):  # and its layout is left as free as it is
+            return not b.fixed or _same_layout(x.shape, b.strides, strides)
+        found = self.strided(x)
         return found is not None and _same_layout(x.shape, found.strides, strides)
 
     def _lay_out(self, x: View, strides: tuple[Size, ...] | None) -> None:

@@ -416,9 +416,10 @@ class _Walk:
         items = found if isinstance(found, (tuple, list)) else (found,)
         owners: dict[str, int] = dict(self.input_storages)
         self.ctx.origin = ("output",)
-        for k, a in enumerate(items):
-            if _is_strided(a) and k not in self.captured.input_views:
-                self._own_memory(a, owners)
+        own = [a for k, a in enumerate(items) if _is_strided(a) and k not in self.captured.input_views]
+        roots = Counter(base_of(a) for a in dict.fromkeys(own))
+        for a in own:
+            self._own_memory(a, owners, shared=roots[base_of(a)] > 1)
         results = tuple(self._result(k, a, owners) for k, a in enumerate(items))
         self.ctx.finish_mutations()
         for fence in self.last_fences:
@@ -455,7 +456,7 @@ class _Walk:
             return to_size(value)  # says why it cannot be
         raise Unsupported(f"a graph output of type {type(value).__name__}")
 
-    def _own_memory(self, node: torch.fx.Node, owners: dict[str, int]) -> None:
+    def _own_memory(self, node: torch.fx.Node, owners: dict[str, int], shared: bool) -> None:
         """Copies the value at the root of the views that lead to a result where a rule left it in the memory of
         another tensor: in eager it has its own, which the results that are views of it share."""
         root = base_of(node)
@@ -467,7 +468,7 @@ class _Walk:
             return
         shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
         taken = owners.setdefault(self.ctx.memory(view.buf), storage) != storage
-        if (taken or not self.ctx.is_laid(view, strides)) and dense_order(shape, strides) is not None:
+        if (taken or shared and not self.ctx.is_laid(view, strides)) and dense_order(shape, strides) is not None:
             self.env[root] = self.ctx.copy(view, strides, fixed=True)
             owners[self.env[root].buf] = storage
 

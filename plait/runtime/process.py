@@ -23,6 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _local = threading.local()
 _blocks: weakref.WeakSet[_Children] = weakref.WeakSet()
+_over = threading.Event()  # the interpreter ends
 
 
 class Stopped(Exception):
@@ -106,6 +107,8 @@ def run(command: Sequence[str], seconds: float, env: Mapping[str, str] | None = 
             for pipe in (child.stdout, child.stderr):
                 if pipe is not None:
                     pipe.close()
+        if _over.is_set() and threading.current_thread() is not threading.main_thread():
+            threading.Event().wait()
         children.ended(child)
     return Done(code, output.decode(errors="replace"), errors.decode(errors="replace"))
 
@@ -167,5 +170,8 @@ def workers(n: int) -> Iterator[Workers]:
 
 @atexit.register
 def _stop_all() -> None:
+    """Ends compilers. Threads that wait for them go on waiting: one that woke after the interpreter's end would be
+    unwound by Python, which torch's C++ code on its stack answers by ending the process."""
+    _over.set()
     for children in list(_blocks):
         children.stop()

@@ -15,7 +15,10 @@ import traceback
 import warnings
 from typing import Any
 
-import torch
+# The plait on the path comes first: where plait is installed as editable, a finder would take the installed one.
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
+
+import torch  # noqa: E402
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

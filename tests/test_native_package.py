@@ -272,6 +272,7 @@ def test_write(tmp_path: Path) -> None:
             write(f.fileno(), 0, (bytes(1 // n) for n in (0,)))
 
 
+@pytest.mark.slow
 def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
     """Every length and nearly every byte of a package, and twenty thousand manifests, in a program of its own."""
     control = Control("scan", (0,), ((False, 1), (True, 7)), ((4, 1), None), 1, 1)

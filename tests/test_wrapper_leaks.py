@@ -95,6 +95,7 @@ def some(*now: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("target", some("native"))
+@pytest.mark.slow
 def test_ten_thousand_calls(target: str) -> None:
     parts = Parts({"cpu": library()}, callables=(lambda y: y + 1, lambda node, label, t: None))
     made = TARGETS[target](everything(), parts)
@@ -120,6 +121,7 @@ def fn(x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("target", some("python"))
+@pytest.mark.slow
 def test_a_hundred_programs(target: str, captured: Captured) -> None:
     cfg = replace(Config.from_env(), wrapper=target)
     x = torch.randn(4, 6)

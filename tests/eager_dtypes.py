@@ -123,10 +123,10 @@ def by_operator(found: Iterable[Call]) -> dict[str, list[Call]]:
 def taken_by(calls: Sequence[Call]) -> Taken | None:
     """What an operator takes in all its calls; None if it takes everything, or does not run as recorded."""
     floats = {name for c in calls for name, x in c.tensors() if x.is_floating_point()}
-    others: dict[str, frozenset[torch.dtype]] = {}
+    others: dict[str, tuple[torch.dtype, ...]] = {}
     for name, x in (given for c in calls for given in c.tensors()):
         if name not in floats:
-            others[name] = others.get(name, frozenset()) | {x.dtype}
+            others[name] = tuple(sorted({x.dtype, *others.get(name, ())}, key=str))
     calls = [f if (f := c.filled()).error() is None else c for c in calls if c.error() is None]
     if not floats or not calls:
         return None
@@ -152,9 +152,7 @@ def mixed(call: Call, others: Iterable[str], one: torch.dtype, rest: torch.dtype
 
 def line_of(name: str, taken: Taken) -> str:
     short = [str(d).removeprefix("torch.") for d in DTYPES if d in taken.dtypes] + ["mixes"] * taken.mixes
-    others = [
-        f"{k}={','.join(sorted(str(d).removeprefix('torch.') for d in v))}" for k, v in sorted(taken.others.items())
-    ]
+    others = [f"{k}={','.join(str(d).removeprefix('torch.') for d in v)}" for k, v in sorted(taken.others.items())]
     return " ".join([name, *short, *(["|", *others] if others else [])])
 
 

@@ -101,6 +101,15 @@ def test_operators_that_are_asked_about_in_vain_are_calls_of_aten() -> None:
         assert getattr(getattr(torch.ops.aten, packet), overload) not in RULES or f"aten::{packet}\n" in called
 
 
+def test_the_plainest_index_is_no_mask() -> None:
+    """Masks of zeros select nothing: whatever is put there eager refuses, and the question would be in vain."""
+    assert TAKEN["aten.index_put.default"].others["indices"][-1] == I64
+    for index in (i4, i4.int(), i4.float()):
+        given = (ones(4), [index], ones(4, dtype=F64))
+        with pytest.raises(OperandError, match="index_put"):
+            check_dtypes(torch.ops.aten.index_put.default, TAKEN["aten.index_put.default"], given, {})
+
+
 def test_the_list_is_of_operators() -> None:
     assert len(TAKEN) > 200
     found = torch.ops.aten

@@ -34,11 +34,11 @@ class Taken:
     """What an operator's kernel on CPU surely takes.
 
     dtypes: of the tensors among which eager wants one dtype, or promotes if mixes. others: argument name -> dtypes of
-    those that are something else, such as indices.
+    those that are something else, such as indices; the last is the plainest.
     """
 
     dtypes: frozenset[torch.dtype]
-    others: Mapping[str, frozenset[torch.dtype]]
+    others: Mapping[str, tuple[torch.dtype, ...]]
     mixes: bool
 
     def surely(self, values: Sequence[tuple[str, torch.Tensor]]) -> bool:
@@ -63,12 +63,12 @@ def read_list(text: str) -> dict[str, Taken]:
         name, *words = head.split()
         others = dict(item.split("=") for item in tail.split())
         dtypes = _dtypes(w for w in words if w != "mixes")
-        found[name] = Taken(dtypes, {k: _dtypes(v.split(",")) for k, v in others.items()}, "mixes" in words)
+        found[name] = Taken(frozenset(dtypes), {k: _dtypes(v.split(",")) for k, v in others.items()}, "mixes" in words)
     return found
 
 
-def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
-    return frozenset(getattr(torch, name) for name in names)
+def _dtypes(names: Iterable[str]) -> tuple[torch.dtype, ...]:
+    return tuple(getattr(torch, name) for name in names)
 
 
 def tensors_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -124,7 +124,8 @@ def _asked(
     if error is None:
         return None
     # Ones may be no good (a singular matrix), or the machine: then plain dtypes are refused, too.
-    plain = {id(x): next(iter(taken.others[name])) for name, x in given if name in taken.others}
+    taken_of = {id(x): taken.others[name] for name, x in given if name in taken.others}
+    plain = {key: others[key] if others[key] in dtypes else dtypes[-1] for key, dtypes in taken_of.items()}
     again = _tried(op, args, kwargs, device, plain, torch.float32)
     return error if again is None or type(again) is not type(error) else None
 

@@ -145,7 +145,9 @@ def hint_of(x: Any) -> Any:
     """The number that a symbolic size, float or bool has in the example, 2 where nobody knows; others unchanged."""
     if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return x
-    return x.node.hint if x.node.has_hint() else x.node.pytype(2)
+    if x.node.has_hint():
+        return x.node.hint
+    return x.node.pytype(x.node.expr if x.node.expr.is_number else 2)
 
 
 def _bool_power(x: torch.Tensor, exponent: Any) -> Any:

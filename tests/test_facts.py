@@ -282,3 +282,24 @@ def test_small_sizes(name: str, packaged: bool, tmp_path: Path) -> None:
             assert n < 3 and name not in EVERY_SIZE and "expected size at least" in str(error)
             continue
         torch.testing.assert_close(got, fn(x))
+
+
+@pytest.mark.parametrize("n", (5, 1, 0))
+@pytest.mark.parametrize("packaged", (False, True), ids=("compile", "package"))
+def test_sizes_that_are_let_in_are_the_range_of_the_symbol(packaged: bool, n: int, tmp_path: Path) -> None:
+    """A loop that may be empty reads nothing: an empty tensor may have no memory at all."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.abs().sum(-1), torch.where(x > 0, x, y), torch.var_mean(x, -1, correction=0)[1]
+
+    def given(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(3, n), torch.randn(3, 1).expand(3, n)
+
+    shapes = ({1: torch.export.Dim.AUTO},) * 2
+    if packaged:
+        plait.package(Of(fn), tmp_path / "p.plait", given(4), dynamic_shapes={"args": shapes})
+        compiled: Callable[..., Any] = plait.load(tmp_path / "p.plait")
+    else:
+        compiled = plait.compile(fn, given(4), shapes)
+    args = given(n)
+    torch.testing.assert_close(compiled(*args), fn(*args), equal_nan=True)

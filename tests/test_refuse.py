@@ -110,6 +110,13 @@ def test_the_plainest_index_is_no_mask() -> None:
             check_dtypes(torch.ops.aten.index_put.default, TAKEN["aten.index_put.default"], given, {})
 
 
+def test_a_question_that_is_in_vain_for_another_reason_is_an_answer() -> None:
+    """No dtype of an index selects from nothing, but eager looks at the dtype first."""
+    given = (ones(0, 3), 0, ones(4))
+    with pytest.raises(OperandError, match="index_select"):
+        check_dtypes(torch.ops.aten.index_select.default, TAKEN["aten.index_select.default"], given, {})
+
+
 def test_the_list_is_of_operators() -> None:
     assert len(TAKEN) > 200
     found = torch.ops.aten
@@ -226,6 +233,36 @@ def test_a_write_that_tracing_gets_wrong_is_no_wrong_number(fn: Callable[..., An
     torch.testing.assert_close(got, fn(ones(4)))
 
 
+def of_a_part(x: torch.Tensor) -> torch.Tensor:
+    return x.narrow(0, 1, 1).add_(1)
+
+
+def test_a_write_to_a_part_of_an_argument_whose_elements_share_memory() -> None:
+    """Eager writes the part; a compiled program would have to write the whole argument back."""
+    x = ones(1, 3).expand(5, 3)
+    with pytest.raises(Unsupported, match="share memory"):
+        plait.compile(of_a_part, (x,))
+    torch.compile(of_a_part, backend="plait")(x)
+    assert torch.equal(x, torch.full((5, 3), 2.0))
+
+
+@pytest.mark.parametrize("given", [ones(2, 3), ones(4, 3).int()])
+def test_mistakes_without_dynamo_are_of_eagers_class(given: torch.Tensor) -> None:
+    """Where tracing raises, eager says what it thinks of the example."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return ones(4)[x.sum(1) * 0.5]
+
+    want = raised(lambda xs: fn(xs[0]), (given.clone(),))
+    assert isinstance(want, IndexError)
+    before = given.clone()
+    with pytest.raises(IndexError, match="tensors used as indices") as caught:
+        plait.compile(fn, (given,), ({0: torch.export.Dim.AUTO},))
+    assert "raised while plait.compile traced fn, at " in str(caught.value.__notes__)
+    assert torch.equal(given, before)
+
+
 def autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=BF16):
         return F.layer_norm(x @ w, (5,), torch.ones(5))
@@ -252,6 +289,13 @@ TAKES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "integer division": (lambda x: torch.div(x, 2, rounding_mode="floor") + x % 3, (i4,)),
     "element of another dtype": (lambda x, v: x.index_put((i4[:1],), v.to(x.dtype)), (ones(4), ones(dtype=F64))),
     "shift within a tensor": (shifted, (ones(4),)),
+    "bits of what shares memory": (
+        lambda x, y: (x & y) | (y | x), (ones(1, 3).bool().expand(4, 3), ones(4, 3).bool())
+    ),
+    "index into nothing": (lambda x, i, s: x.index_add(1, i, s), (ones(4, 0), i4, ones(4, 4))),
+    "part of one element": (
+        lambda x, i: x.narrow(0, i.item(), 1).clone().cumsum_(0), (ones(1, 1).expand(5, 1), torch.tensor(2))
+    ),
     "shapes in place": (lambda x: x.expand(3, 4).detach().t_() + 1, (ones(4),)),
 }  # fmt: skip
 

@@ -100,6 +100,11 @@ SIZES: dict[str, Callable[[Tensor, int], Any]] = {
     "rounded size": lambda x, n: zeros(x, round(n / 7, 2) * 10),
     "power of a size": lambda x, n: zeros(x, 2 ** (n // 4)),
     "bits": lambda x, n: (zeros(x, n & 6), zeros(x, n | 6), zeros(x, n ^ 6)),
+    "bits as numbers": lambda x, n: (
+        x + torch.full((1,), float(n ^ 6)),
+        torch.full((2,), (n & 6) / 4),
+        zeros(x, (n | 6) / 2),
+    ),
     "shifts": lambda x, n: (zeros(x, (n << 2) >> 1), zeros(x, 1 << (n // 8))),
     "quotient": lambda x, n: (x * (n / 7), zeros(x, math.ceil(n / 7)), zeros(x, math.trunc(n / 7))),
     "part": lambda x, n: zeros(x, math.floor(n * 0.3)),
@@ -151,6 +156,15 @@ def test_in_training() -> None:
         compiled(x).backward()
         fn(y).backward()
         torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_divmod_of_a_size_without_dynamo() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        (whole, rest), (other, _) = divmod(x.shape[0], 3), divmod(50, x.shape[0])
+        return x * whole + other, torch.zeros(rest + 2)
+
+    agree(fn, plait.compile(fn, (torch.ones(5),), ({0: torch.export.Dim.AUTO},)), (9, 16, 25, 37, 50))
+    assert not hasattr(torch.SymInt, "__divmod__")
 
 
 def test_without_dynamo_and_in_packages(tmp_path: Any) -> None:

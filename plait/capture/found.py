@@ -2,7 +2,7 @@
 
 Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet: it becomes a `select`.
 A number of which something is asserted (`torch._check`) and that is not used otherwise stays in the graph, for else
-nothing could be checked.
+nothing could be checked. And `divmod` takes sizes.
 """
 
 from __future__ import annotations
@@ -61,19 +61,23 @@ _MAKERS = frozenset({
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor,
     aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
 })  # fmt: skip
+
+_METHODS = {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda b, a: (a // b, a % b)}
 _lock = Lock()
 _inside = 0  # who traces now, in any thread: the last to leave lets unused ones go again
 
 
 @contextmanager
 def numbers_kept() -> Iterator[None]:
-    """Inside, torch keeps calls that make such numbers though nobody uses them; `graph/dead.py` drops what is not
-    needed."""
+    """Inside, torch keeps calls that make such numbers though nobody uses them (`graph/dead.py` drops what is not
+    needed), and symbolic integers have a divmod, which torch leaves to Dynamo."""
     global _inside
     effects: set[Any] = torch.fx.node._side_effectful_functions
     with _lock:
         if _inside == 0:
             effects |= _MAKERS
+            for name, method in _METHODS.items():
+                setattr(torch.SymInt, name, method)
         _inside += 1
     try:
         yield
@@ -82,3 +86,5 @@ def numbers_kept() -> Iterator[None]:
             _inside -= 1
             if _inside == 0:
                 effects -= _MAKERS
+                for name in _METHODS:
+                    delattr(torch.SymInt, name)

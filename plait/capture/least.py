@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from plait import compat
 from plait.graph.edit import shape_env_of
@@ -28,7 +29,8 @@ _UNKNOWN = object()
 
 
 def with_least_sizes(facts: compat.SizeFacts, graph: GraphModule) -> compat.SizeFacts:
-    """The facts with larger lower bounds where 0 or 1 would be wrong; each size is tried by itself."""
+    """The facts with larger lower bounds where 0 or 1 would be wrong; each size is tried by itself. From here on the
+    ShapeEnv of the graph knows the same bounds: what reads it may take no size for larger than what is checked."""
     envs = (shape_env_of(n.meta.get("val")) for n in graph.graph.nodes if n.op == "placeholder")
     env = next((e for e in envs if e is not None), None)
     if env is None:
@@ -40,7 +42,9 @@ def with_least_sizes(facts: compat.SizeFacts, graph: GraphModule) -> compat.Size
         if low != 0:
             continue
         wrong = [n for n in (0, 1) if not _is_right(graph, {**hints, symbol: sympy.Integer(n)})]
-        bounds[str(symbol)] = (max(wrong, default=-1) + 1, high)
+        low = max(wrong, default=-1) + 1
+        bounds[str(symbol)] = (low, high)
+        env.var_to_range[symbol] = ValueRanges(low, env.var_to_range[symbol].upper)
     return replace(facts, bounds=bounds)
 
 

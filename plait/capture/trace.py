@@ -146,14 +146,38 @@ def trace(
                 where=line,
                 hint='torch.compile(fn, backend="plait"), which can break graphs',
             ) from error
-        error.add_note(f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else ""))
-        raise
+        found = _raised_by_eager(module, state, real_leaves, in_spec) if device is None else None
+        note = f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else "")
+        if found is None:
+            error.add_note(note)
+            raise
+        found.add_note(note)
+        raise found from error
     _write_back(graph, mutated)
     assert out_spec is not None
     leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
     facts = with_least_sizes(env.size_facts(fakes, graph), graph)
     return Traced(graph, mutated, state, fakes, signature, facts, views)
+
+
+def _raised_by_eager(
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], leaves: list[Any], spec: pytree.TreeSpec
+) -> Exception | None:
+    """What eager raises for copies of the arguments. Asked where tracing raised: the class is another one there for
+    many a mistake."""
+
+    def copy(x: Any) -> Any:
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    args, kwargs = pytree.tree_unflatten([copy(x) for x in leaves], spec)
+    named = {name: copy(x) for name, x in state.items()}
+    try:
+        with torch.no_grad(), stateless._reparametrize_module(module, named, tie_weights=True):
+            module(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is the answer)
+        return error
+    return None
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -9,8 +9,6 @@ tensor adds up what each element changed by).
 
 from __future__ import annotations
 
-import itertools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from plait import compat
 from plait.errors import PlaitError, Unsupported, refusal
 from plait.graph.edit import last_frame
-from plait.graph.refuse import answer, users_line
+from plait.graph.refuse import CLONE, SHARED, answer, repeats, users_line
 
 _OPERATORS = frozenset(
     getattr(operator, name)
@@ -37,9 +35,8 @@ _SHAPES = frozenset(  # these write no elements
     """as_strided_ detach_ requires_grad_ rename_ resize_ resize_as_ retain_grad_ set_ share_memory_ squeeze_
     swapaxes_ swapdims_ t_ transpose_ unsqueeze_""".split()
 )
+_KEYWORDS = ("and_", "is_", "not_", "or_")  # Python's operators with these names write nothing
 _REFUSED = "unsupported operation"  # how eager's text starts
-_HINT = "clone() the tensor before it is written"
-_MANY = 1 << 16  # elements that are too many to be looked at one by one
 
 
 def check_writes(gm: torch.nn.Module) -> None:
@@ -58,7 +55,7 @@ def _check_node(node: Node) -> None:
         fn = getattr(torch.Tensor, fn, None)
     if fn is not None and (wrong := _verdict(fn, args, kwargs)):
         kind, what = wrong
-        raise kind(what, where=last_frame(str(node.meta.get("stack_trace") or "")), hint=_HINT)
+        raise kind(what, where=last_frame(str(node.meta.get("stack_trace") or "")), hint=CLONE)
 
 
 class CheckWrites(TorchFunctionMode):
@@ -70,7 +67,7 @@ class CheckWrites(TorchFunctionMode):
         named = dict(kwargs or {})
         if _writes(getattr(fn, "__name__", ""), named) and (wrong := _verdict(fn, args, named)):
             kind, what = wrong
-            raise kind(what, where=users_line(), hint=_HINT)
+            raise kind(what, where=users_line(), hint=CLONE)
         return fn(*args, **named)
 
 
@@ -79,7 +76,7 @@ def _writes(fn: Any, kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("out") is not None or fn in _OPERATORS:
         return True
     name = fn if isinstance(fn, str) else getattr(fn, "__name__", "")
-    return name in _METHODS or (name.endswith("_") and not name.endswith("__"))
+    return name in _METHODS or (name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS)
 
 
 def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[type[PlaitError], str] | None:
@@ -88,39 +85,17 @@ def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[t
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
         return None
     written = kwargs["out"] if kwargs.get("out") is not None else (*args, *kwargs.values())[0]
-    repeats = any(_repeats(x) for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor))
+    shares = any(repeats(x) for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor))
     shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})
-    if not repeats and not shared:
+    if not shares and not shared:
         return None
     error = _tried(fn, args, kwargs)
     text = str(error).strip()
     if isinstance(error, RuntimeError) and text.startswith(_REFUSED):
         return refusal(error), text.splitlines()[0]
-    if error is None and repeats and getattr(fn, "__name__", "") not in _SHAPES:
-        return Unsupported, "a write to a tensor whose elements share memory"
+    if error is None and shares and getattr(fn, "__name__", "") not in _SHAPES:
+        return Unsupported, SHARED
     return None
-
-
-def _repeats(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory."""
-    sizes = [compat.hint_of(s) for s in x.shape]
-    strides = [compat.hint_of(s) for s in x.stride()]
-    if 0 in sizes:
-        return False
-    reach = 0
-    for stride, n in sorted((t, n) for t, n in zip(strides, sizes, strict=True) if n > 1):
-        if stride == 0:
-            return True
-        if stride <= reach:
-            return math.prod(sizes) > _MANY or _collide(sizes, strides)
-        reach += (n - 1) * stride
-    return False
-
-
-def _collide(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """The same, by looking at every element."""
-    places = [range(0, n * t, t) if t else [0] for n, t in zip(sizes, strides, strict=True)]
-    return len({sum(point) for point in itertools.product(*places)}) < math.prod(sizes)
 
 
 def _tried(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:

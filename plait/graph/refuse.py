@@ -8,6 +8,8 @@ nothing is turned away that the installed torch runs, whatever the list says.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +113,34 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# ----------------------------------------------------------------------------------------------- shared memory
+SHARED = "a write to a tensor whose elements share memory"
+CLONE = "clone() the tensor before it is written"
+_MANY = 1 << 16  # elements that are too many to be looked at one by one
+
+
+def repeats(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory."""
+    sizes = [compat.hint_of(s) for s in x.shape]
+    strides = [compat.hint_of(s) for s in x.stride()]
+    if 0 in sizes:
+        return False
+    reach = 0
+    for stride, n in sorted((t, n) for t, n in zip(strides, sizes, strict=True) if n > 1):
+        if stride == 0:
+            return True
+        if stride <= reach:
+            return math.prod(sizes) > _MANY or _collide(sizes, strides)
+        reach += (n - 1) * stride
+    return False
+
+
+def _collide(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """The same, by looking at every element."""
+    places = [range(0, n * t, t) if t else [0] for n, t in zip(sizes, strides, strict=True)]
+    return len({sum(point) for point in itertools.product(*places)}) < math.prod(sizes)
+
+
 # ----------------------------------------------------------------------------------------------- asking eager
 def _asked(
     op: OpOverload, taken: Taken, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[tuple[str, torch.Tensor]]
@@ -127,7 +157,7 @@ def _asked(
     taken_of = {id(x): taken.others[name] for name, x in given if name in taken.others}
     plain = {key: others[key] if others[key] in dtypes else dtypes[-1] for key, dtypes in taken_of.items()}
     again = _tried(op, args, kwargs, device, plain, torch.float32)
-    return error if again is None or type(again) is not type(error) else None
+    return None if again is not None and (type(again), str(again)) == (type(error), str(error)) else error
 
 
 def _device(given: list[tuple[str, torch.Tensor]], taken: Taken) -> torch.device | None:

@@ -25,6 +25,7 @@ from plait.config import Config
 from plait.errors import Fallback, InexpressibleSize, PlaitError, Unsupported
 from plait.graph.captured import Captured, InputView
 from plait.graph.edit import base_of, begins_anywhere, last_frame
+from plait.graph.refuse import CLONE, SHARED
 from plait.graph.streams import is_fence
 from plait.ir import loops
 from plait.ir import sizes as sz
@@ -385,6 +386,8 @@ class _Walk:
     def _extern(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value], reason: str) -> Value:
         if not isinstance(node.target, OpOverload):
             raise Unsupported(f"no lowering for {node.target}", where=_where(node))
+        if reason == SHARED:  # ATen copies nothing to there
+            raise Unsupported(reason, where=_where(node), hint=CLONE)
         return call_extern(self.ctx, node, args, kwargs, fallback=True, reason=reason)
 
     def _settle(self, value: Value, val: Any) -> Value:

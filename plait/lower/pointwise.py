@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from plait import compat
+from plait.graph.refuse import SHARED, repeats
 from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import LOOP_DTYPES, DType, b1, i64
 from plait.ir.loops import Const, Node
@@ -547,7 +548,9 @@ def _copy_(ctx: Lowering, x: View, src: View, non_blocking: bool = False) -> Vie
         raise NoRule("a copy into something that is no input")
     if (x.dtype, x.shape) != (src.dtype, src.shape) and not {x.dtype, src.dtype} <= LOOP_DTYPES:
         raise NoRule(f"{src.dtype} to {x.dtype}")
+    assert ctx.node is not None
+    if repeats(ctx.node.args[0].meta["val"]):  # type: ignore[union-attr]  # which elements were written is lost
+        raise NoRule(SHARED)
     value = convert(ctx, src, x.dtype, x.shape)
     ctx.mutate(x.buf, value)
-    assert ctx.node is not None
     return x if any(user.op == "output" for user in ctx.node.users) else value

@@ -282,9 +282,14 @@ def _real(e: Any, sub: Sub) -> Size:
     if type(e) in _REAL_BINARY and _is_float(e):
         name = _REAL_BINARY[type(e)]
         return reduce(lambda a, b: sz.call(name, a, b), (_real(a, sub) for a in e.args))
-    if e.is_integer:
+    if _is_whole(e):
         return sz.call("real", sub(e))
     raise Unsupported(f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
+
+
+def _is_whole(e: Any) -> bool:
+    """Whether an expression is an integer: torch does not say so of functions of bits."""
+    return bool(e.is_integer) or isinstance(e, _OF_BITS)
 
 
 def _is_float(e: Any) -> bool:
@@ -312,7 +317,7 @@ def _fraction(e: Any, sub: Sub) -> tuple[Size, Size]:
         parts = [_fraction(a, sub) for a in e.args]
         den = sz.product(q for _, q in parts)
         return sz.total(sz.mul(p, sz.floordiv(den, q)) for p, q in parts), den
-    if e.is_integer:
+    if _is_whole(e):
         return sub(e), 1
     raise Unsupported(f"a size made from the float {e}")
 
@@ -343,6 +348,7 @@ _FLOATS = (
     sympy.Float, sf.ToFloat, sf.IntTrueDiv, sf.RoundDecimal, sf.FloatTrueDiv, sf.FloatPow,
     *(kind for kind in _REAL_UNARY if kind is not sympy.Abs),
 )  # fmt: skip
+_OF_BITS = (sf.BitwiseFn_bitwise_and, sf.BitwiseFn_bitwise_or, sf.BitwiseFn_bitwise_xor)
 _INTEGRAL = (sf.RoundToInt, sf.CeilToInt, sf.FloorToInt, sf.TruncToInt, sympy.floor, sympy.ceiling)
 
 _RULES: dict[type, Callable[[Any, Sub], Size]] = {
@@ -515,7 +521,7 @@ def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
         return ops.cast(floats[e.name](ops), f64)
     if isinstance(e, sf.ToFloat):
         return _float_node(ops, e.args[0], env, floats)
-    if e.is_integer and all(s.name not in floats for s in e.free_symbols):
+    if _is_whole(e) and all(s.name not in floats for s in e.free_symbols):
         return ops.cast(ops.index(to_size(e, env)), f64)
     if not any(s.name in floats for s in e.free_symbols) and e.has(sf.RoundDecimal):
         return ops.bitcast(ops.index(to_word(e, env)), f64)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
+import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +33,12 @@ from plait.wrapper.program import CompileRecord, observers
 from tests.fuzz.program import Program, Road
 
 LOW = ("float32", "float16", "bfloat16")
+_ORDER = {
+    "sums": re.compile(r"@|sum|mean|matmul|einsum|linear|conv|var|std|norm|prod|dot|mm|mv|_add|accumulate"),
+    "bounds": re.compile(r"amin|amax|\.min\(|\.max\("),
+}
+"""Calls whose order of elements is free. Of sums it decides whether what overflows is an infinity or NaN, of the least
+and the greatest element which of 0.0 and -0.0 it is."""
 OTHER_STRIDES = ("F.batch_norm",)
 """Functions whose decompositions, which are PyTorch's, keep strides that eager's kernels do not."""
 
@@ -124,13 +132,17 @@ class _Run:
         scope = vars(module)
         exec(compile(source, "<fuzzed>", "exec"), scope)
         self.scope, self.road, self.device = scope, road, device
-        # Eager takes tangents, and views of inputs that are lazily conjugated.
-        self.strict = road.grad != "forward" and ".conj(" not in source
+        # Eager takes tangents, views of inputs that are lazily conjugated, and writes to operands that overlap.
+        overlaps = re.search(r"'(expanded|expanded_last|one|overlapping|windows)'", source)
+        writes = re.search(r"\w_\(|out=|\] [-+*/|&^]?= ", source)
+        self.strict = road.grad != "forward" and ".conj(" not in source and not (overlaps and writes)
         self.f, self.calls = scope["f"], scope["CALLS"]
         self.args = list(self.f.__code__.co_varnames[: self.f.__code__.co_argcount])
         self.grads = [a in grads for a in self.args]
         self.outputs, self.truth = _truth(source, set(inexact), promote_all=bool(road.grad))
         self.inexact = set(inexact)
+        self.source = source
+        self.order = {name for name, calls in _ORDER.items() if calls.search(source)}
 
     # -------------------------------------------------------------------------- running
     def inputs(self, call: dict[str, Any]) -> list[Any]:
@@ -267,6 +279,8 @@ class _Run:
                 return "declined"
             if self.road.way != "compile" and self.road.grad == "forward" and isinstance(got, InputError):
                 return "declined"  # a program drops tangents
+            if self.road.way != "compile" and isinstance(got, Unsupported) and "share memory" in str(got):
+                return "declined"
             if self.road.params and isinstance(got, PlaitError) and not isinstance(got, InternalError):
                 return "declined"
             if _is_promise(got) or isinstance(got, UserError) and "dynamic_shapes" in str(got):
@@ -276,12 +290,20 @@ class _Run:
             raise Fault(f"runs where eager raises: {where}: {type(e.error).__name__}: {str(e.error)[:300]}")
         if isinstance(got, (InternalError, SystemError)):
             raise Fault(f"internal error: {where}: {got}; eager {type(e.error).__name__}: {str(e.error)[:300]}")
-        if not _same_kind(e.error, got, self.road.way):
+        if not _same_kind(e.error, got, self.road.way) and not self._also(call, got):
             raise Fault(
                 f"another error: {where}: {type(got).__name__}: {str(got)[:300]}\n"
                 f"eager {type(e.error).__name__}: {str(e.error)[:300]}"
             )
         return "refused"
+
+    def _also(self, call: dict[str, Any], got: BaseException) -> bool:
+        """Whether eager raises this error too, where it does not stop at the user's checks: two errors of one call come
+        in any order."""
+        scope = dict(self.scope)
+        exec(compile(re.sub(r"(?m)^    torch\._check\(.*$", "    pass", self.source), "<unchecked>", "exec"), scope)
+        other = self.call(scope["f"], call).error
+        return other is not None and _same_kind(other, got, self.road.way)
 
     def _same(self, call: dict[str, Any], e: _Seen, g: _Seen) -> None:
         where = f"call {self.calls.index(call)}"
@@ -297,10 +319,13 @@ class _Run:
                 t = self.call(self.truth, call, convert=True)
             if t.error is not None:
                 t = None
+        nudged = cache(lambda: self._nudged(call))
         for what, k, a, b in rows:
             exact = self.outputs[k] not in self.inexact if what == "output" else not self.inexact
-            other = None if exact else None if t is None else (t.results if what == "output" else t.inputs)[k]
-            compare(a, b, other, exact, f"{where}, {what} {k}")
+            place = "results" if what == "output" else "inputs"
+            other = None if exact or t is None else getattr(t, place)[k]
+            moved = lambda k=k, place=place: getattr(nudged(), place)[k]
+            compare(a, b, other, exact, f"{where}, {what} {k}", self.order, moved)
         if self.road.grad:
             if len(e.grads) != len(g.grads):
                 raise Fault(f"number of gradients: {where}")
@@ -309,8 +334,17 @@ class _Run:
                     raise Fault(f"gradient: {where}: {k} is {b}, eager {a}")
                 if a is not None and b is not None:
                     truth = t.grads[k] if t is not None and k < len(t.grads) else None
-                    compare(a, b, truth, False, f"{where}, gradient {k}")
+                    compare(a, b, truth, False, f"{where}, gradient {k}", self.order, lambda k=k: nudged().grads[k])
         self._metadata(where, e, g)
+
+    def _nudged(self, call: dict[str, Any]) -> _Seen:
+        """What comes of numbers that are half a unit in the last place off."""
+        global _nudge
+        _nudge = True
+        try:
+            return self.call(self.truth, call, convert=True)
+        finally:
+            _nudge = False
 
     def _metadata(self, where: str, e: _Seen, g: _Seen) -> None:
         direct = self.road.way != "compile"
@@ -341,8 +375,18 @@ def _aliases(seen: _Seen) -> list[tuple[str, str]]:
     return pairs
 
 
-def compare(e: Any, g: Any, t: Any, exact: bool, what: str) -> None:
-    """Raises Fault where g is not what e is; t is the same from float64, None if it is not known."""
+def compare(
+    e: Any,
+    g: Any,
+    t: Any,
+    exact: bool,
+    what: str,
+    order: Set[str] = frozenset(),
+    nudged: Callable[[], Any] | None = None,
+) -> None:
+    """Raises Fault where g is not what e is; t is the same from float64, None if it is not known. nudged: t from other
+    inputs, see `_Run._nudged`; where it is far from t, rounding alone decides. Nor is there a measure where eager
+    overflows. sums: the order of sums decides whether what overflows is an infinity or NaN."""
     if not isinstance(e, Tensor):
         same = type(e) is type(g) and (e == g or e != e and g != g)
         close = isinstance(e, float) and isinstance(g, float) and not exact and math.isclose(e, g, rel_tol=1e-12)
@@ -358,7 +402,7 @@ def compare(e: Any, g: Any, t: Any, exact: bool, what: str) -> None:
         raise Fault(f"strides: {what}: (size, stride, stride of eager): {strides}")
     e, g = _real(e), _real(g)
     same = (g == e) | (g.isnan() & e.isnan())
-    if e.is_floating_point() and exact:
+    if e.is_floating_point() and exact and "bounds" not in order:
         same &= (g.signbit() == e.signbit()) | g.isnan()
     if bool(same.all()):
         return
@@ -373,7 +417,12 @@ def compare(e: Any, g: Any, t: Any, exact: bool, what: str) -> None:
     dg, de = (g.double() - t.double()).abs(), (e.double() - t.double()).abs()
     # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off elsewhere.
     slack = 2e-5 * (1 + t.abs().double()) + 4 * float(de[de.isfinite()].max() if de.isfinite().any() else 0)
-    bad = ~same & ~(dg <= 2 * de + slack)
+    bad = ~same & ~(dg <= 2 * de + slack) & (e.isfinite() | ~t.isfinite()) & (g.double() != t)
+    if "sums" in order:
+        bad &= ~(t.isinf() & g.isnan())
+    if bool(bad.any()) and nudged is not None:
+        moved = (_real(nudged()).double() - t.double()).abs()
+        bad &= ~(dg <= 2 * de + slack + 4 * moved.nan_to_num(0.0, math.inf))
     if bool(bad.any()):
         raise Fault(f"wrong: {what}: plait {g[bad][:5]}, eager {e[bad][:5]}, float64 {t[bad][:5]}")
 
@@ -438,10 +487,17 @@ class _Module(torch.nn.Module):
         return self.f(*(getattr(self, n) if n in self.params else next(rest) for n in self.args))
 
 
+_nudge = False
+_HALF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
 def _up(x: Any) -> Any:
-    """A float tensor as float64."""
-    if isinstance(x, Tensor) and _low(x):
-        return x.double()
+    """A float tensor as float64; all elements a little larger or smaller where they are to be nudged."""
+    if isinstance(x, Tensor) and (_low(x) or _nudge and x.dtype == torch.float64):
+        if not _nudge:
+            return x.double()
+        by = torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x.device)
+        return x.double() * (1 + (2 * by - 1) * _HALF.get(x.dtype, 2.0**-24))
     return x.to(torch.complex128) if isinstance(x, Tensor) and x.dtype == torch.complex64 else x
 
 

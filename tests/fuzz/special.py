@@ -258,7 +258,7 @@ REFUSED = _texts("""
     {b}.argmax();  {b}.argmax(1);  {b} - {b};  F.binary_cross_entropy({x} * 3, {x});
     torch.cdist({x}, {x}.half());  F.layer_norm({x}, (3,));  F.linear({x}, {y});
     torch.dot({y}, {y}.float());  {x}.expand(3, *{x}.shape).add_(1);  torch.mv({x}, {y});
-    F.adaptive_avg_pool1d({x}[None].float(), 2**31);  {x} @ {x}.mT.half();  -{b};  {y}.view(3);
+    {x} @ {x}.mT.half();  -{b};  {y}.view(3);
     {b}.cumsum(0).index_add(0, {y}.long(), {y});  {x}[{y}.float()];  torch.stack([{x}, {y}]);
     torch.cat([{x}, {y}[:, None, None]]);  F.one_hot({y}.long().abs(), 2);  {y}.sum(3);
     {x}.t().copy_({x}.expand(2, *{x}.shape));  F.embedding({y}.float(), {x});

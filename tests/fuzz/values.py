@@ -15,7 +15,8 @@ from torch import Tensor
 Make = Callable[[Sequence[int]], Tensor]
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, inf, -inf, nan, 0.5, -0.5, 1.5, 2.5, 88.8, -88.8, 89.5, -104.0, 1e30, -1e30, 1e-30,
-           3.4e38, -3.4e38, 1e-40, -1e-45, 65504.0, 6.0, 3.0, -3.0, 2147483648.0, 1e10)  # fmt: skip
+           3e36, -3e36, 1e-40, -1e-45, 65504.0, 6.0, 3.0, -3.0, 2147483648.0, 1e10)  # fmt: skip
+"""No number is so large that the order of a sum decides whether it overflows."""
 HUGE = (1e30, -1e30, 3e30, 1e30, 2e30, 0.0, 1.0)
 
 

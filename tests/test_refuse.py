@@ -242,7 +242,7 @@ def test_a_write_to_a_part_of_an_argument_whose_elements_share_memory() -> None:
     x = ones(1, 3).expand(5, 3)
     with pytest.raises(Unsupported, match="share memory"):
         plait.compile(of_a_part, (x,))
-    torch.compile(of_a_part, backend="plait")(x)
+    torch.compile(of_a_part, backend="plait", options={"strict": False})(x)
     assert torch.equal(x, torch.full((5, 3), 2.0))
 
 

@@ -31,8 +31,8 @@ def facts(results: Any, inputs: Sequence[Any], autograd: bool = True) -> list[An
             "memory": owner,
             "input": next((j for j, x in enumerate(given) if x is r), None),
         }
-        if owner != f"result {k}" and r.numel():
-            fact["offset"] = r.storage_offset()  # of memory of its own nobody sees it
+        if r.numel():
+            fact["offset"] = r.storage_offset()
         if autograd:
             fact.update(grad=r.requires_grad, view=owner.startswith("input") and r._is_view())
         out.append(fact)

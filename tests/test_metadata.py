@@ -66,6 +66,14 @@ VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
     "a copy, and a view of what was copied": lambda x, k: (lambda y: (y.narrow_copy(1, 0, 6), y[k:]))(x.cumsum(1)),
     "views of a repeated value": lambda x, k: (lambda y: (y.expand(2, *y.shape), y[k:]))(x.repeat_interleave(2, 1)),
     "views of a copied input": lambda x, k: (lambda y: (y.t(), y[k:], x[k:]))(x.clone()),
+    "copies of a value": lambda x, k: (lambda y: (y[k:].clone(), y[k].view(torch.int32).clone(), y))(x + 1),
+    "only a copy of a value": lambda x, k: (x.cumsum(0) + 1)[k].clone(),
+    "views of a copy of a part": lambda x, k: (lambda y: (y.t(), y[1:], y))((x + 1)[:, 1:].clone()),
+    "views of what was copied on the way": lambda x, k: (lambda y: (y, y[k:], y.view(-1)))((x + 1).clone()),
+    "one row of a value": lambda x, k: torch.logaddexp(x.t().bfloat16(), torch.zeros(()))[k],
+    "views of a value of rows": lambda x, k: (lambda y: (y, y.view(2, 2, 3, 1)))(
+        torch.tril(x.as_strided((2, 6, 1), (1, 1, 1)).clone())
+    ),
     "same twice": same_twice,
     "input twice": lambda x, k: (x, x[k:], x),
     "changed, a view of it": lambda x, k: x.mul_(2)[k:],
@@ -130,6 +138,26 @@ def test_of_training(name: str) -> None:
         assert facts(got, [x], name not in TRACING_DIFFERS) == facts(want, [twin], name not in TRACING_DIFFERS)
         loss.backward()
         assert w.grad is not None and w.grad.eq(2).all()
+
+
+FOUND: dict[str, Callable[[Tensor], Any]] = {
+    "distinct values": lambda x: (lambda y: (y, y.view(2, -1), y[1:]))(torch.unique(x)),
+    "chosen values": lambda x: (lambda y: (y.view(4, -1), y))(torch.masked_select(x, x > 1)),
+    "of two results": lambda x: (lambda y: (y[0], y[1].t(), y[0].view(2, -1)))(torch.unique(x, return_inverse=True)),
+}
+"""Views of results whose sizes depend on data."""
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("name", FOUND)
+def test_views_of_found_sizes_share_memory(name: str, wrapper: str) -> None:
+    fn = FOUND[name]
+    compiled = plait.compile(fn, (floats(),), options={"wrapper": wrapper})
+    for x in (floats(), floats().flip(0)):
+        got, want = compiled(x), fn(x)
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g, w)
+        assert facts(got, [x]) == facts(want, [x])
 
 
 CONJUGATED: dict[str, Callable[[Tensor, int], Any]] = {

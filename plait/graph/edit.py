@@ -161,9 +161,17 @@ def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 
 def replace(node: Node, value: Node) -> None:
-    """All users of node take value instead; node is erased."""
+    """All users of node take value instead; node is erased. Views of node are views of value from now on."""
+    if same_layout(value_of(node), value_of(value)):
+        value.meta["memory"] = (*memory_of(value), *memory_of(node))
     node.replace_all_uses_with(value, propagate_meta=False)
     node.graph.erase_node(node)
+
+
+def memory_of(node: Node) -> tuple[Any, ...]:
+    """Fake tensors whose storage views of a node's value may have: its own, and those of nodes that it replaced."""
+    found: tuple[Any, ...] = node.meta.get("memory", (value_of(node),))
+    return found
 
 
 @cache

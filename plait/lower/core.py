@@ -317,11 +317,9 @@ class Lowering:
         assert made is not None
         return made if strides is None else replace(made, strides=strides)
 
-    def is_laid(self, x: View, strides: tuple[Size, ...]) -> bool:
-        """Whether x is memory with these strides, or can still become it."""
-        b = self.buffers[x.buf]
-        if self.is_whole(x):  # and its layout is left as free as it is
-            return not b.fixed or _same_layout(x.shape, b.strides, strides)
+    def lay_out(self, x: View, strides: tuple[Size, ...]) -> bool:
+        """Whether x is memory with these strides, or has now become it. The layout of its buffer is fixed by this."""
+        self._lay_out(x, strides)
         found = self.strided(x)
         return found is not None and _same_layout(x.shape, found.strides, strides)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx
@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from plait.config import Config
 from plait.errors import Fallback, InexpressibleSize, PlaitError, Unsupported
 from plait.graph.captured import Captured, InputView
-from plait.graph.edit import base_of, begins_anywhere, last_frame
+from plait.graph.edit import begins_anywhere, is_view, last_frame, memory_of
 from plait.graph.refuse import CLONE, SHARED
 from plait.graph.streams import is_fence
 from plait.ir import loops
@@ -419,10 +419,12 @@ class _Walk:
         items = found if isinstance(found, (tuple, list)) else (found,)
         owners: dict[str, int] = dict(self.input_storages)
         self.ctx.origin = ("output",)
-        own = [a for k, a in enumerate(items) if _is_strided(a) and k not in self.captured.input_views]
-        roots = Counter(base_of(a) for a in dict.fromkeys(own))
-        for a in own:
-            self._own_memory(a, owners, shared=roots[base_of(a)] > 1)
+        first = items[: self.captured.n_results]  # what a backward graph reads may lie anywhere
+        own = [a for k, a in enumerate(first) if _is_strided(a) and k not in self.captured.input_views]
+        roots = {a: _root(a) for a in own}
+        views = {root for a, root in roots.items() if root is not a}
+        for root in roots.values():
+            self._own_memory(root, owners, seen=root in views)
         results = tuple(self._result(k, a, owners) for k, a in enumerate(items))
         self.ctx.finish_mutations()
         for fence in self.last_fences:
@@ -442,7 +444,7 @@ class _Walk:
             if a not in self.results:  # one node returned twice is one tensor
                 kept = self.captured.n_results is not None and k >= self.captured.n_results
                 found = None if kept else self._in_root(value, a)
-                out = self._tensor_result(value, a.meta["val"], owners) if found is None else found
+                out = self._tensor_result(value, a, owners) if found is None else found
                 self.results[a] = self._distinct(a, out)
             return self.results[a]
         if value is None:
@@ -459,21 +461,28 @@ class _Walk:
             return to_size(value)  # says why it cannot be
         raise Unsupported(f"a graph output of type {type(value).__name__}")
 
-    def _own_memory(self, node: torch.fx.Node, owners: dict[str, int], shared: bool) -> None:
-        """Copies the value at the root of the views that lead to a result where a rule left it in the memory of
-        another tensor: in eager it has its own, which the results that are views of it share."""
-        root = base_of(node)
-        view, like = self.env[root], cast(torch.Tensor, root.meta.get("val"))
-        if root is node or root.op != "call_function" or not isinstance(view, View) or not _is_strided(root):
+    def _own_memory(self, root: torch.fx.Node, owners: dict[str, int], seen: bool) -> None:
+        """Copies a value that is a result, or that results are views of, where a rule left it in memory of another
+        tensor or in a part of memory: in eager it has its own, which the results that are views of it share.
+        seen: there are such results, so the memory must be laid out as eager's."""
+        view, like = self.env[root], root.meta["val"]
+        if root.op != "call_function" or not isinstance(view, View) or not self.ctx.cfg.kernels:
             return
         storage = _storage(like)
-        if storage != _storage(node.meta["val"]) or not self.ctx.cfg.kernels or begins_anywhere(node):
+        memory = self.ctx.memory(view.buf)
+        part = not sz.known_eq(self._nbytes(memory), sz.mul(sz.numel(view.shape), view.dtype.nbytes))
+        if not part and not seen:
             return
         shape, strides = (tuple(map(to_size, s)) for s in (like.shape, like.stride()))
-        taken = owners.setdefault(self.ctx.memory(view.buf), storage) != storage
-        if (taken or shared and not self.ctx.is_laid(view, strides)) and dense_order(shape, strides) is not None:
-            self.env[root] = self.ctx.copy(view, strides, fixed=True)
-            owners[self.env[root].buf] = storage
+        taken = not part and owners.setdefault(memory, storage) != storage
+        if dense_order(shape, strides) is None or not (taken or part or not self.ctx.lay_out(view, strides)):
+            return
+        self.env[root] = self.ctx.copy(view, strides, fixed=True)
+        owners[self.env[root].buf] = storage
+
+    def _nbytes(self, buf: str) -> Size:
+        b = self.ctx.buffers[buf]
+        return sz.mul(sz.numel(b.shape), b.dtype.nbytes)
 
     def _number(self, val: torch.SymFloat | torch.SymBool, value: Value) -> Number:
         """A Python float or bool that depends on sizes or on values of tensors. value: a bool as an integer."""
@@ -484,14 +493,15 @@ class _Walk:
             found = self.ctx.pointwise((), b1, lambda ops, i: ops.cast(ops.index(value), b1))
         return Number(found.buf, (), (), 0)
 
-    def _tensor_result(self, x: View, val: torch.Tensor, owners: dict[str, int]) -> TensorArg:
+    def _tensor_result(self, x: View, node: torch.fx.Node, owners: dict[str, int]) -> TensorArg:
         """x with the fake value's strides. Results share memory with inputs and with each other only where the fake
         values do: what is a copy in eager is one here. owners: the fake storage that each buffer given out stands
         for."""
+        val = node.meta["val"]
         if val.layout != torch.strided:
             return TensorArg(x.buf, x.shape, self.ctx.buffers[x.buf].strides, 0)
         strides = tuple(to_size(s) for s in val.stride())
-        storage = _storage(val)
+        storage = _storage(_root(node).meta["val"])
         out = self.ctx.tensor_arg(x, strides, shared=True)
         memory = self.ctx.memory(out.buf)
         if memory in self.ctx.constants or owners.get(memory, storage) != storage:
@@ -522,19 +532,19 @@ class _Walk:
         return all(a.name in self.ctx.symbols for e in exprs if isinstance(e, Expr) for a in sz.free_symbols(e))
 
     def _in_root(self, x: View, node: torch.fx.Node) -> TensorArg | None:
-        """A result in the memory of the value at the root of the views that lead to it, where a rule
-        computed it anew (as another element type) instead of seeing the memory; else None."""
+        """A result in the memory of the value at the root of the views that lead to it, which it is a view of in
+        eager: rules may compute a view anew, or see memory that is laid out in another way. None where there is no
+        such root, or its memory is not known to be as eager's."""
         val = node.meta["val"]
-        root = base_of(node)
-        like: Any = root.meta.get("val")
-        view = self.env[root]
-        if not isinstance(view, View) or view.buf == x.buf or begins_anywhere(node) or not self.ctx.cfg.kernels:
-            return None
-        if not (_is_strided(node) and _is_strided(root)) or _storage(like) != _storage(val):
+        root = _root(node)
+        view, like = self.env[root], root.meta["val"]
+        if root is node or not isinstance(view, View) or begins_anywhere(node) or not self.ctx.cfg.kernels:
             return None
         if (like.is_conj(), like.is_neg()) != (val.is_conj(), val.is_neg()):
             return None
         strides = tuple(map(to_size, like.stride()))
+        if root.op != "call_function" and view.buf == x.buf:
+            return None
         if root.op != "placeholder" and dense_order(tuple(map(to_size, like.shape)), strides) is None:
             return None
         memory = self.ctx.tensor_arg(view, strides)
@@ -542,7 +552,8 @@ class _Walk:
         dtype = from_torch(val.dtype)
         offset = sz.add(sz.floordiv(within, dtype.nbytes), _behind(like, val.storage_offset(), val))
         shape, strides = tuple(map(to_size, val.shape)), tuple(map(to_size, val.stride()))
-        return self._aliased(memory.buf, dtype, TensorArg(memory.buf, shape, strides, offset))
+        at = TensorArg(memory.buf, shape, strides, offset)
+        return at if dtype == self.ctx.buffers[memory.buf].dtype else self._aliased(memory.buf, dtype, at)
 
     def _aliased(self, buf: str, dtype: DType, at: TensorArg, relative: bool = True) -> TensorArg:
         """Memory of a buffer as a new tensor of this element type. relative: the offset counts from its first
@@ -575,6 +586,18 @@ def _is_strided(node: Any) -> bool:
     """Whether an output is a tensor with strides."""
     val = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     return isinstance(val, torch.Tensor) and val.layout == torch.strided
+
+
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """The value that a result is a view of: as far up as views share one storage."""
+    root = node
+    while node.op == "call_function" and is_view(node) and isinstance(source := node.args[0], torch.fx.Node):
+        if _is_strided(source):
+            if _storage(root.meta["val"]) not in map(_storage, memory_of(source)):
+                break
+            root = source
+        node = source
+    return root
 
 
 def _behind(base: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> Size:

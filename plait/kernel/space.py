@@ -229,17 +229,23 @@ def _is_rewritten(s: Reduce) -> bool:
 def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     dtype = s.value.dtype
     n = const(count, dtype) if isinstance(count, int) else cast(node("index", (), count, i64), dtype)
-    zero = const(0, dtype)
-    # Scaled by a power of two, which is exact, the sum does not overflow where the mean does not.
-    scale = const(2.0 ** -(count - 1).bit_length() if isinstance(count, int) and count else 2.0**-32, dtype)
-    mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), node("mul", (n, scale))))
+    zero, scaled, divisor = const(0, dtype), s.value, n
+    if not _is_widened(s.value):
+        # Scaled by a power of two, which is exact, the sum does not overflow where the mean does not.
+        scale = const(2.0 ** -(count - 1).bit_length() if isinstance(count, int) and count else 2.0**-32, dtype)
+        scaled, divisor = node("mul", (s.value, scale)), node("mul", (n, scale))
+    mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), divisor))
     if not isinstance(count, int) or count == 0:
         mean = node("where", (node("eq", (n, zero)), zero, mean))
     off = node("sub", (s.value, mean))
     accs[f"{s.name}.mean"] = mean
     accs[f"{s.name}.count"] = n
-    scaled = node("mul", (s.value, scale))
     return [Reduce(f"{s.name}.sum", "sum", scaled), Reduce(f"{s.name}.m2", "sum", node("mul", (off, off)))]
+
+
+def _is_widened(n: Node) -> bool:
+    """Whether a number has far more room than it had where it came from."""
+    return n.op == "cast" and n.dtype == f64 and n.args[0].dtype.nbytes < f64.nbytes
 
 
 def _mapped(s: Stmt, fn: Callable[[Node], Node]) -> Stmt:

@@ -119,7 +119,7 @@ def index_select(ctx: Lowering, x: View, dim: int, index: View) -> View:
     d = wrap_dim(dim, len(x.shape))
     size = x.shape[d] if x.shape else 1
     # Eager has a kernel of its own for dimension 1.
-    bound = out_of_bounds(d, size, "RuntimeError") if d == 1 else OUT_OF_RANGE
+    bound = out_of_bounds(d, size, "RuntimeError") if d == 1 or size == 0 else OUT_OF_RANGE
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         at = ops.checked(index.load(ops, i[d : d + 1] or (0,)), size, wrap=False, check=bound)

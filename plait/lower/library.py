@@ -47,8 +47,10 @@ for _name in (*_LINEAR_ALGEBRA, *_TRANSFORMS, *_RECURRENT, *_BAGS):
 
 @lower(aten._conj.default, any_dtype=True)
 def _conjugate(ctx: Lowering, x: View) -> Any:
-    """The conjugate in memory: nothing in a program has lazy bits, which views and kernels do not know."""
-    return call_op(ctx, aten.conj_physical.default, (x,), {}, ctx.out_meta(), fallback=False)
+    """The conjugate in memory: nothing in a program has lazy bits, which views and kernels do not know. Of a view whose
+    elements share memory it is a tensor whose elements do not."""
+    made = torch.empty_like(ctx.out_meta())
+    return call_op(ctx, aten.conj_physical.default, (x,), {}, made, fallback=False)
 
 
 @lower(aten._neg_view.default, any_dtype=True)

@@ -23,7 +23,7 @@ MUTANTS = {
     "empty_loops_read": 76,
     "views_by_dtype_at_the_start": 91,
     "mixed_dtypes_computed": 348,
-    "tangents_are_dropped": 58,
+    "tangents_are_dropped": 522,
     "replaced_parameters_stay": 106,
     "remainders_of_large_quotients": 41,
 }

@@ -28,6 +28,10 @@ _Point = Mapping[Any, Any]
 _UNKNOWN = object()
 
 
+class _NegativeSize(Exception):
+    pass
+
+
 def with_least_sizes(facts: compat.SizeFacts, graph: GraphModule) -> compat.SizeFacts:
     """The facts with larger lower bounds where 0 or 1 would be wrong; each size is tried by itself. From here on the
     ShapeEnv of the graph knows the same bounds: what reads it may take no size for larger than what is checked."""
@@ -52,7 +56,7 @@ def _is_right(graph: GraphModule, point: _Point) -> bool:
     """Whether every node has the sizes that were traced where the sizes of inputs are these."""
     try:
         return _holds(graph, point)
-    except ZeroDivisionError:  # in a size
+    except (ZeroDivisionError, _NegativeSize):
         return False
 
 
@@ -103,6 +107,8 @@ def _at(x: Any, point: _Point) -> Any:
         sizes, strides = ([_at(n, point) for n in given] for given in (x.shape, x.stride()))
         if _UNKNOWN in sizes or _UNKNOWN in strides:
             return _UNKNOWN
+        if min(sizes, default=0) < 0:
+            raise _NegativeSize
         return torch.empty_strided(sizes, strides, dtype=x.dtype, device="cpu")
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = x.node.expr.xreplace(point)

@@ -181,3 +181,24 @@ def test_lazily_conjugated_results_have_their_values(name: str, wrapper: str) ->
     made = plait.compile(fn, (floats(), 2), options={"wrapper": wrapper})
     for g, w in zip(pytree.tree_leaves(made(floats(), 2)), pytree.tree_leaves(fn(floats(), 2)), strict=True):
         assert torch.equal(g, w)
+
+
+@pytest.mark.filterwarnings("ignore:plait")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("beside", [False, True], ids=["a view", "a view and a sum"])
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_gradients_of_views_of_elements_that_share_memory(wrapper: str, beside: bool, dynamic: bool) -> None:
+    """Each element has a gradient of its own. Made from sizes and strides, the view would spread gradients evenly
+    over what shares a place. Eager runs a graph whose view varies."""
+
+    def fn(x: Tensor, w: Tensor, k: int) -> tuple[Tensor, ...]:
+        return (x[k:], x[:, 2], (w * 3).sum()) if beside else (x[k:], x[:, 2])
+
+    options: dict[str, Any] = {"wrapper": wrapper, "strict": False}
+    compiled = torch.compile(fn, backend="plait", dynamic=dynamic, options=options)
+    for size, k in ((3, 1), (5, 2), (6, 3)):
+        grads: list[Tensor] = []
+        for run in (fn, compiled):
+            x, w = torch.arange(20.0).as_strided((size, 6), (2, 1)).requires_grad_(), torch.ones(2, requires_grad=True)
+            grads += torch.autograd.grad([y.sum() for y in run(x, w, k)], [x])
+        assert torch.equal(grads[0], grads[1]), (size, k, grads)

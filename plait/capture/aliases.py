@@ -26,8 +26,8 @@ tells)."""
 
 
 def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
-    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one that AOTAutograd's
-    wrapper would give other lazy bits than eager does."""
+    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one to which AOTAutograd's
+    wrapper would give other lazy bits, or another gradient, than eager does."""
     given: list[Any] = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(gm.graph).args[0]
     made: list[Any] = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
@@ -35,7 +35,16 @@ def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
         raise Unsupported(
             "a result that is a lazily conjugated or negated view of an input", hint="return result.resolve_conj()"
         )
-    return views_of_inputs(made, given)
+    found = views_of_inputs(made, given)
+    for view in found.values():
+        base = given[view.input]
+        varies = any(isinstance(n, torch.SymInt) for n in (*view.shape, *view.strides, view.offset))
+        if base.requires_grad and not view.whole and varies and repeats_memory(base):
+            raise Unsupported(
+                "a result of varying sizes that is a view of an input whose elements share memory",
+                hint="return result.clone(), or give a contiguous input",
+            )
+    return found
 
 
 def input_views(meta: Any, dynamo: Mapping[int, InputView]) -> dict[int, InputView]:
@@ -102,6 +111,18 @@ def offset_in(base: torch.Tensor, node: Node, offset: int | torch.SymInt) -> int
         return None
     behind = sz.add(to_size(offset), sz.mul(to_size(base.storage_offset()), -1))
     return behind if isinstance(behind, int) else None
+
+
+def repeats_memory(x: torch.Tensor) -> bool:
+    """Whether several elements of x may lie at one place. A view of such a tensor is made anew by its own steps only:
+    made from sizes and strides, its gradient would be that of places and not of elements."""
+    end: int | torch.SymInt = 0  # of what the dimensions so far span
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True), key=lambda pair: pair[0]):
+        if size != 1:
+            if stride <= end:
+                return x.numel() != 0
+            end = end + stride * (size - 1)
+    return False
 
 
 def view_like(base: torch.Tensor, like: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:

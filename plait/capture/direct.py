@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from plait import _native, compat
-from plait.capture.aliases import offset_in, same_bits
+from plait.capture.aliases import offset_in, repeats_memory, same_bits
 from plait.compile import Program
 from plait.graph.captured import InputView
 from plait.graph.edit import output_of
@@ -83,6 +83,8 @@ def _with_offsets(gm: GraphModule, todo: compat.Epilogue, views: Mapping[int, In
             if node.target is torch.ops.aten.alias.default and base.dtype == view.dtype:
                 return None  # detached: no view to autograd
             if k not in views or not same_bits(base, view):
+                return None
+            if result[2] and repeats_memory(base):
                 return None
             result = (*result, offset_in(base, node, views[k].offset))
         results.append(result)

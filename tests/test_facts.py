@@ -305,3 +305,31 @@ def test_sizes_that_are_let_in_are_the_range_of_the_symbol(packaged: bool, n: in
         compiled = plait.compile(fn, given(4), shapes)
     args = given(n)
     torch.testing.assert_close(compiled(*args), fn(*args), equal_nan=True)
+
+
+def test_offsets_into_one_of_several_results() -> None:
+    def fn(x: Tensor, mean: Tensor, i: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, mean, mean + 1)[i.item() :]
+
+    args = (torch.randn(3, 1), torch.randn(1), torch.tensor(1))
+    compiled = plait.compile(fn, args)
+    for i in (0, 1, 2):
+        got, want = (f(*args[:2], torch.tensor(i)) for f in (compiled, fn))
+        torch.testing.assert_close(got, want)
+        assert got.storage_offset() == want.storage_offset()
+
+
+def test_functions_of_found_sizes_are_checked_before_they_are_used() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x[x != 0]
+        n = round(y.shape[0] / 2)
+        return torch.zeros(3).scatter_add(0, torch.ones(3, dtype=torch.int64), y[:3] / (n + 1))
+
+    x = torch.arange(20.0)
+    for run in (plait.compile(fn, (x,)), torch.compile(fn, backend="plait")):
+        torch.testing.assert_close(run(x), fn(x))
+
+
+def test_empty_products_of_bools() -> None:
+    a, b = torch.ones(4, 3).bool(), torch.ones(3, 0).bool()
+    assert torch.equal(plait.compile(torch.matmul, (a, b))(a, b), a @ b)

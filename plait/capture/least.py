@@ -33,8 +33,10 @@ class _NegativeSize(Exception):
 
 
 def with_least_sizes(facts: compat.SizeFacts, graph: GraphModule) -> compat.SizeFacts:
-    """The facts with larger lower bounds where 0 or 1 would be wrong; each size is tried by itself. From here on the
-    ShapeEnv of the graph knows the same bounds: what reads it may take no size for larger than what is checked."""
+    """The facts with larger lower bounds where 0 or 1 would be wrong; each size is tried by itself.
+
+    From here on the ShapeEnv of the graph knows the bounds: nobody takes a size for 2 or more that may be less. A size
+    that may be 0 is one from 1 on: as 1 it counts in strides, and loops over it test whether they run."""
     envs = (shape_env_of(n.meta.get("val")) for n in graph.graph.nodes if n.op == "placeholder")
     env = next((e for e in envs if e is not None), None)
     if env is None:
@@ -48,7 +50,7 @@ def with_least_sizes(facts: compat.SizeFacts, graph: GraphModule) -> compat.Size
         wrong = [n for n in (0, 1) if not _is_right(graph, {**hints, symbol: sympy.Integer(n)})]
         low = max(wrong, default=-1) + 1
         bounds[str(symbol)] = (low, high)
-        env.var_to_range[symbol] = ValueRanges(low, env.var_to_range[symbol].upper)
+        env.var_to_range[symbol] = ValueRanges(max(low, 1), env.var_to_range[symbol].upper)
     return replace(facts, bounds=bounds)
 
 

@@ -27,6 +27,7 @@ from plait.ir.sizes import (
     free_symbols,
     known_lt,
     known_nonneg,
+    may_be_zero,
     mod,
     mul,
     substitute,
@@ -175,7 +176,7 @@ def bounded_for_sure(s: Simplifier, n: Node) -> Node | None:
 def nonzero_for_sure(s: Simplifier, n: Node) -> Node | None:
     value = n.args[0]
     found = _integer(value)
-    if (value.op == "const" and value.attr) or (found is not None and known_lt(0, found[0])):
+    if (value.op == "const" and value.attr) or (found is not None and not may_be_zero(found[0])):
         return value
     return _always_checked(n)
 

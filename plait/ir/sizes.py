@@ -595,6 +595,11 @@ def bounds(e: Size) -> tuple[Bound, Bound]:
     return e._bounds
 
 
+def may_be_zero(e: Size) -> bool:
+    """Whether a size may be 0. One that varies from 1 on may, see `capture/least.py`."""
+    return bounds(e)[0] < (1 if isinstance(e, int) else 2)
+
+
 def known_nonneg(e: Size) -> bool:
     """True only if e >= 0 for every value of its symbols within their ranges."""
     if isinstance(e, int):

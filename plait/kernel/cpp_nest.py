@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from plait.ir.loops import walk
-from plait.ir.sizes import Atom, Size, bounds, product, symbol
+from plait.ir.sizes import Atom, Size, may_be_zero, product, symbol
 from plait.kernel.cpp_access import Access
 from plait.kernel.cpp_expr import memory
 from plait.kernel.cpp_passes import Nest, buffer_points, row_points
@@ -98,7 +98,7 @@ class NestWriter:
         """lo, hi: this thread's share of the units (a unit: an outer point, or a group of vectors of one)."""
         v, nest = self.v, self.nest
         # Nothing below runs for a kernel without points, so that what reads may stand outside of loops.
-        if maybe := [v.integer(n) for n in map(extent, nest.space.vars) if bounds(n)[0] < 1]:
+        if maybe := [v.integer(n) for n in map(extent, nest.space.vars) if may_be_zero(n)]:
             v.line(f"if ({' || '.join(f'{n} <= 0' for n in maybe)}) return 0;")
         units: Size = product(extent(a) for a in self.outer)
         if nest.axis is not None and not nest.inner and not self.whole_rows:

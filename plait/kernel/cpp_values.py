@@ -14,7 +14,7 @@ from typing import Protocol
 from plait.ir.checks import Bound, Check
 from plait.ir.dtypes import DType, i32, i64
 from plait.ir.loops import Node, check_of, const, node, walk
-from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, mul
+from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, may_be_zero, mul
 from plait.kernel.cpp_expr import (
     Parts,
     ctype,
@@ -137,7 +137,7 @@ class Values:
     def unless_empty(self, axes: Sequence[Atom]) -> Iterator[None]:
         """A block that runs only if these loops have points. What reads memory or checks a value,
         which is defined outside of loops where it can be, is not defined outside of this block."""
-        maybe = [self.integer(n) for n in map(extent, axes) if bounds(n)[0] < 1]
+        maybe = [self.integer(n) for n in map(extent, axes) if may_be_zero(n)]
         before = self.entered
         with self.maybe(f"if ({' && '.join(f'{n} > 0' for n in maybe)}) {{" if maybe else None):
             if maybe:

@@ -33,7 +33,7 @@ def cdist(ctx: Lowering, a: View, b: View, p: float, compute_mode: int | None) -
     if p == 2 and (compute_mode == 1 or (not compute_mode and rows > _ROWS)):
         assert ctx.node is not None
         return call_extern(ctx, ctx.node, (a, b, p, compute_mode), {}, fallback=False)
-    if sz.bounds(a.shape[-1])[0] < 1 or a.shape[:-2] != b.shape[:-2]:
+    if sz.may_be_zero(a.shape[-1]) or a.shape[:-2] != b.shape[:-2]:
         raise NoRule("rows without coordinates, or batches that differ")
     compute = compute_dtype(a.dtype)
 
@@ -67,7 +67,7 @@ def cdist_backward(ctx: Lowering, grad: View, a: View, b: View, p: float, dist: 
     compute = compute_dtype(a.dtype)
     if p == 0:
         return result(ctx, lambda ops, i: ops.const(0, a.dtype))
-    if a.shape[:-2] != b.shape[:-2] or sz.bounds(b.shape[-2])[0] < 1:
+    if a.shape[:-2] != b.shape[:-2] or sz.may_be_zero(b.shape[-2]):
         raise NoRule("nothing to sum, or batches that differ")
 
     def term(ops: Recorder, i: Point, r: Point) -> Node:

@@ -16,7 +16,7 @@ import sympy
 import torch.fx
 
 from plait.errors import Unsupported
-from plait.graph.edit import base_of, shape_env_of
+from plait.graph.edit import maker_of, shape_env_of
 from plait.ir import sizes as sz
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import Lowering, Value, View
@@ -84,7 +84,7 @@ class Found:
 
     def _offset(self, node: torch.fx.Node, value: Value) -> Size | None:
         """Where a view begins in the storage of what it is a view of; None if it is a copy."""
-        root = base_of(node)
+        root = maker_of(node)
         whole: Any = self.ctx.env.get(root)
         if not isinstance(value, View) or not isinstance(whole, View) or whole.buf != value.buf:
             return None

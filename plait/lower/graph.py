@@ -301,6 +301,7 @@ class _Walk:
         ctx.node, ctx.origin = node, (_origin(node),)
         args = tuple(self._value(a) for a in node.args)
         kwargs = {k: self._value(v) for k, v in node.kwargs.items()}
+        ctx.define_functions()  # before the first that relies on their ranges
         value = self._lower(node, args, kwargs)
         if bound:
             self.found.bind(node, value, _where(node))

@@ -16,11 +16,11 @@ import torch.fx
 
 from plait.graph.edit import is_view, output_of, value_of
 from plait.ir import sizes as sz
-from plait.ir.dtypes import bf16, f16, f32
+from plait.ir.dtypes import b1, bf16, f16, f32
 from plait.ir.loops import Buffer, Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Lowering, View, lower
+from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern, call_op
 from plait.lower.shape import broadcast, scalar
@@ -127,6 +127,8 @@ def _leaves(ctx: Lowering, is_it: Callable[[torch.fx.Node], bool]) -> bool:
 
 def _product(ctx: Lowering, a: View, b: View) -> View:
     """a @ b of (..., m, k) and (..., k, n) as a reduction, in the compute dtype of a."""
+    if a.dtype == b1:
+        raise NoRule("a product of bools")  # eager takes empty ones
     compute = compute_dtype(a.dtype)
 
     def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:

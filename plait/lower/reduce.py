@@ -263,8 +263,9 @@ def _mean_or_nan(ctx: Lowering, axes: Axes, mean: View, m2: View, out: DType) ->
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         lost = ops.op("isnan", m2.load(ops, i))
-        if not sz.known_lt(0, axes.numel):
-            lost = ops.op("or", lost, ops.op("eq", ops.index(axes.numel), ops.const(0, i64)))
+        if sz.may_be_zero(axes.numel):
+            count = ops.cast(ops.index(axes.numel), mean.dtype)  # a float: of integers their ranges would decide
+            lost = ops.op("or", lost, ops.op("eq", count, ops.const(0, mean.dtype)))
         nan = ops.const(float("nan"), mean.dtype)
         return ops.cast(ops.op("where", lost, nan, mean.load(ops, i)), out)
 

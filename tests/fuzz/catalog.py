@@ -73,7 +73,7 @@ POINTWISE = [
             F.silu({x});  torch.log1p({x});  torch.sinh({x});  torch.cosh({x});  torch.expm1({x});
             torch.erf({x});  torch.atan({x});  {x} ** 2.5;  torch.rsqrt({x});  F.softplus({x});
             torch.logaddexp({x}, {y});  torch.atan2({x}, {y});  {x} / ({y}.abs() + 1);
-            torch.hypot({x}, {y});  F.elu({x});  F.mish({x});  torch.asinh({x});
+            torch.hypot({x}, {y});  F.softsign({x});  F.mish({x});  torch.asinh({x});
             torch.lerp({x}, {s}, 0.25);  torch.addcmul({x}, {s}, {s}, value=0.5);
         """,
     ),

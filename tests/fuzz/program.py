@@ -91,6 +91,12 @@ class Program:
     road: Road = field(default_factory=Road)
     device: str = "cpu"
 
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """The names whose values float64 has to judge: of a statement without a value, all that it may write."""
+        lines = [line for line in self.lines if not line.exact]
+        return tuple(name for line in lines for name in ((line.out,) if line.out else ("", *line.reads)))
+
     def source(self) -> str:
         """A module with f, inputs and CALLS."""
         args = ", ".join(o.name for o in self.operands)
@@ -132,7 +138,7 @@ def inputs(c, device="cpu"):
         """The module, and the comparison of plait with eager."""
         head = "# Save as repro.py in the root of the source tree, then: python repro.py"
         grads = tuple(o.name for o in self.operands if o.grad)
-        inexact = tuple(line.out for line in self.lines if not line.exact)
+        inexact = self.inexact
         return (
             f"{head}\n{self.source()}\n\nif __name__ == '__main__':\n"
             "    from tests.fuzz.check import check_source\n    from tests.fuzz.program import Road\n\n"

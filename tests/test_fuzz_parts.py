@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from tests.fuzz.__main__ import run
-from tests.fuzz.check import Fault, check, compare
+from tests.fuzz.check import Fault, _Run, check, compare
 from tests.fuzz.make import generate
 from tests.fuzz.pool import Worker
 from tests.fuzz.program import Call, Line, Operand, Program, Road
 from tests.fuzz.shrink import shrink
+from tests.fuzz.traced import traced_strides
 
 
 def test_programs_are_of_their_seed_and_read_back() -> None:
@@ -144,3 +146,35 @@ def test_a_failure_prints_a_program_that_runs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("tests.fuzz.check.compare", differs)
     with pytest.raises(Fault, match="made up"):
         exec(compile(text, str(file), "exec"), {"__name__": "__main__", "__file__": str(file)})
+
+
+def test_strides_that_tracing_promises_are_known() -> None:
+    def written(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        y.cumsum_(0)
+        return y, x.cumsum(0), x + 1
+
+    def found(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.relu((x.nonzero() * 2).unfold(-2, 2, 1)),)
+
+    x = torch.ones(3, 2).T
+    assert traced_strides(written, [x], written(x)) == [(3, 1), (3, 1), (1, 2)]
+    assert written(x)[0].stride() == (1, 2)
+    y = torch.ones(4)
+    assert traced_strides(found, [y], found(y)) == [(1, 1, 3)]
+    assert traced_strides(lambda x: (x.tolist(),), [y], [[1.0] * 4]) == [None]
+
+
+def test_strides_as_traced_are_no_fault_but_numbers_are() -> None:
+    p = made("(a1 * 2).cumsum_(0)", Operand("a1", shape=("n", "n"), layout="transposed"))
+    assert check(p).kind == "torch"
+    run = _Run(p.source(), p.road, (), (), "cpu")
+    call = run.calls[0]
+    eager = run.call(run.f, call)
+    as_traced = eager.results[0].contiguous()
+    run._same(call, eager, replace(eager, results=[as_traced]))
+    assert run.traced.startswith("strides: output 0")
+    with pytest.raises(Fault, match="wrong: "):
+        run._same(call, eager, replace(eager, results=[as_traced + 1]))
+    with pytest.raises(Fault, match="strides: "):
+        run._same(call, eager, replace(eager, results=[torch.cat([as_traced] * 2, 1)[:, ::2]]))

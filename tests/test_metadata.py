@@ -3,6 +3,7 @@ what autograd knows of them; on every road, at sizes and positions that vary."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,66 @@ def test_views_of_found_sizes_share_memory(name: str, wrapper: str) -> None:
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g, w)
         assert facts(got, [x]) == facts(want, [x])
+
+
+def laid(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    return (torch.arange(-40.0, 260.0) / 7).as_strided(shape, strides)
+
+
+def places(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    return torch.arange(200).remainder(5).as_strided(shape, strides)
+
+
+ORDERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "power of a number": (lambda x: 2**x, (laid((7, 3), (1, 7)),)),
+    "sign of a transposed one": (lambda x, y: torch.copysign(x, y), (laid((7, 3), (3, 1)), laid((7, 3), (1, 7)))),
+    "signs of windows": (lambda x, y: torch.copysign(x, y), (laid((1, 3, 5), (15, 5, 1)), laid((5, 3, 5), (1, 1, 1)))),
+    "signs of one row": (lambda x, y: torch.copysign(x, y), (laid((7, 3), (1, 7)), laid((3,), (1,)))),
+    "index of windows": (lambda x, i: x[i], (laid((5,), (1,)), places((4, 5), (1, 1)))),
+    "transposed index": (lambda x, i: x[:, i], (laid((6, 5, 7), (1, 6, 30)), places((2, 3), (1, 2)))),
+    "index of three dimensions": (lambda x, i: x[i], (laid((5, 6), (6, 1)), places((2, 3, 4), (3, 1, 6)))),
+    "indices apart": (
+        lambda x, i, j: x[i, :, j],
+        (laid((5, 2, 5), (1, 5, 10)), places((4, 3), (1, 4)), places((3,), (1,))),
+    ),
+    "index_fill of what has gaps": (lambda x, i: x.index_fill(0, i, 3), (laid((6, 4), (2, 12)), torch.tensor([1, 2]))),
+}
+"""Results that PyTorch's own shape functions lay out otherwise than its kernels."""
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ORDERS)
+def test_results_lie_in_the_order_of_eagers_kernels(name: str, dynamic: bool) -> None:
+    fn, args = ORDERS[name]
+    want = fn(*args)
+    shapes = tuple(dict.fromkeys(range(x.ndim), torch.export.Dim.AUTO) for x in args) if dynamic else None
+    direct = plait.compile(fn, args, shapes)
+    for compiled in (torch.compile(fn, backend="plait", dynamic=dynamic), direct):
+        got = compiled(*args)
+        torch.testing.assert_close(got, want)
+        assert facts(got, args) == facts(want, args)
+
+
+def test_orders_of_all_operands_of_copysign() -> None:
+    strides = [(1, 7), (1, 1), (3, 1), (0, 1), (1, 0), (20, 2)]
+    for a, b in itertools.product(strides, strides):
+        x, y = laid((7, 3), a), laid((7, 3), b)
+        got, want = torch.compile(torch.copysign, backend="plait", dynamic=False)(x, y), torch.copysign(x, y)
+        assert torch.equal(got, want) and got.stride() == want.stride(), (a, b)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_results_in_the_order_of_eagers_kernels_have_gradients(name: str) -> None:
+    fn, (x, *rest) = ORDERS[name]
+    grads = []
+    for run in (fn, torch.compile(fn, backend="plait")):
+        leaf = x.detach().requires_grad_()
+        out = run(leaf, *rest)
+        out.backward(torch.arange(float(out.numel())).view(out.shape))
+        grads.append((leaf.grad, out.stride()))
+    torch.testing.assert_close(grads[1][0], grads[0][0])
+    assert grads[1][1] == grads[0][1]
 
 
 CONJUGATED: dict[str, Callable[[Tensor, int], Any]] = {

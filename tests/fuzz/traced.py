@@ -1,0 +1,41 @@
+"""Strides that PyTorch's tracing gives the results of a program, whoever compiles it.
+
+The program is made functional and run on fake tensors. Some shape functions promise others than eager's kernels give,
+and what is written in place becomes a new tensor, laid out as its operator likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def traced_strides(f: Callable[..., Any], args: Sequence[Any], results: Sequence[Any]) -> list[tuple[int, ...] | None]:
+    """Of every result of f(*args); None where tracing does not tell. results: eager's, whose sizes tell those that
+    tracing does not know."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    try:
+        fakes = [mode.from_tensor(x.detach(), static_shapes=True) if isinstance(x, Tensor) else x for x in args]
+        with mode, torch.no_grad():
+            made = torch.func.functionalize(f)(*fakes)
+    except Exception:  # noqa: BLE001 - what cannot be traced so is not judged so
+        return [None] * len(results)
+    found: dict[Any, int] = {}
+    for fake, real in zip(made, results, strict=True):
+        for size, n in zip(fake.shape, real.shape, strict=True) if isinstance(real, Tensor) else ():
+            symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+            for symbol in symbols if len(symbols) == 1 else ():
+                roots = sympy.solve(size.node.expr - n, symbol)
+                found |= {symbol: int(roots[0])} if len(roots) == 1 else {}
+    return [_known(x, found) if isinstance(x, Tensor) else None for x in made]
+
+
+def _known(x: Tensor, found: dict[Any, int]) -> tuple[int, ...] | None:
+    strides = [s.node.expr.subs(found) if isinstance(s, torch.SymInt) else s for s in x.stride()]
+    return None if any(getattr(s, "free_symbols", ()) for s in strides) else tuple(map(int, strides))

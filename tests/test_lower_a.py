@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -246,6 +247,30 @@ NORMS: dict[str, Fn] = {
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name: str, dynamic: bool) -> None:
     check(NORMS[name], IMAGE, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("p", [0, 0.5, 1, 2, 3, -2, math.inf])
+def test_vector_norms_of_one_element_are_its_size(p: float, dtype: torch.dtype) -> None:
+    big = 1e200 if dtype == torch.float64 else 1e30
+    x = torch.tensor([[big, -big, 1 / big, math.nan, -math.inf, 0]], dtype=dtype)
+
+    def norms(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        vector = torch.linalg.vector_norm
+        one = x[0, 1]
+        return vector(x, p, 0), vector(x.t(), p, 1, keepdim=True), vector(one, p), vector(x[:, None], p, (0, 1))
+
+    check(norms, x)
+
+
+def test_vector_norms_of_a_varying_number_of_elements() -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(x[x > 0], 3)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(norm, backend="plait", fullgraph=True)
+        for given in ([1.0, 2, 3], [1e30, -1], [-1.0, -2]):
+            torch.testing.assert_close(compiled(torch.tensor(given)), norm(torch.tensor(given)))
 
 
 def test_batch_norm_updates_its_buffers() -> None:

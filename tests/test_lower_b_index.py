@@ -156,6 +156,42 @@ def test_means_of_half_types(dtype: torch.dtype) -> None:
     same(fn, lambda: (torch.arange(4.0).to(dtype), torch.tensor([0, 1, 0]), torch.ones(3, dtype=dtype)), calls=1)
 
 
+COLLIDE = {
+    "scatter_add": lambda x, i, s: x.scatter_add(0, i, s),
+    "scatter_add to rows": lambda x, i, s: (
+        x[:, None].expand(2, 3).scatter_add(0, i[:, None].expand(300, 3), s[:, None].expand(300, 3))
+    ),
+    "scatter_reduce": lambda x, i, s: x.scatter_reduce(0, i, s, "sum"),
+    "scatter_reduce to means": lambda x, i, s: x.scatter_reduce(0, i, s, "mean"),
+    "scatter with": lambda x, i, s: aten.scatter.reduce(x, 0, i, s, reduce="add"),
+    "index_add": lambda x, i, s: x[:, None].expand(2, 3).index_add(0, i, s[:, None].expand(300, 3)),
+    "products": lambda x, i, s: x.scatter_reduce(0, i, s * 0 + 1.0078125, "prod"),
+}
+
+
+@pytest.mark.parametrize("case", COLLIDE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_that_collide_are_rounded_once(case: str, dtype: torch.dtype) -> None:
+    """Added one by one and rounded each time, the values would vanish beside the sum."""
+    big = 4096 if dtype == torch.float16 else 512
+    x, i = torch.tensor([big, 1.0], dtype=dtype), torch.arange(300) % 2
+    same(COLLIDE[case], lambda: (x, i, torch.ones(300, dtype=dtype)), calls=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_repeated_rows_are_rounded_once(dtype: torch.dtype) -> None:
+    """Eager adds them one by one on a CPU; sums in float32 are closer."""
+
+    def fn(table, grad, i):
+        row = aten.embedding_dense_backward(grad, i, 4, -1, False)
+        return row, table.index_put((i,), grad, accumulate=True)
+
+    grad, i = torch.full((5000, 2), 1.25, dtype=dtype), torch.zeros(5000, dtype=torch.int64)
+    for got in torch.compile(fn, backend="plait")(torch.zeros(4, 2, dtype=dtype), grad, i):
+        assert torch.equal(got[0], torch.full((2,), 6250.0, dtype=dtype))
+        assert not got[1:].any()
+
+
 def test_scaled_bools_are_added() -> None:
     given = lambda: (torch.tensor([False, True, False]), torch.tensor([0, 2]), torch.tensor([True, False]))
     same(lambda x, i, s: x.index_add(0, i, s, alpha=2), given, calls=1)

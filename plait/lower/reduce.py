@@ -293,14 +293,22 @@ def _vector_norm(
             return m("mul", v, v)
         return m("abs", v) if kind != "sum" or p == 1 else m("pow", m("abs", v), p)
 
+    def size(ops: Recorder, e: Node) -> Node:
+        return ops.op("abs", ops.cast(ops.cast(e, out), compute))
+
+    powers = kind == "sum" and p not in (0, 1)
+    if powers and axes.numel == 1:  # the norm of one element is its size, of which no power overflows
+        return axes.restore(convert(ctx, axes.reduce(ctx, "max", size), out), keepdim)
     total = axes.reduce(ctx, kind, term)
+    one = axes.reduce(ctx, "max", size) if powers and not sz.known_lt(1, axes.numel) else None
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         v = total.load(ops, i)
-        if p == 2:
-            v = ops.op("sqrt", v)
-        elif kind == "sum" and p not in (0, 1):
-            v = Maths(ops)("pow", v, 1.0 / p)
+        if powers:
+            v = ops.op("sqrt", v) if p == 2 else Maths(ops)("pow", v, 1.0 / p)
+        if one is not None:
+            alone = ops.op("eq", ops.index(axes.numel), ops.const(1, i64))
+            v = ops.op("where", alone, one.load(ops, i), v)
         return ops.cast(v, out)
 
     return axes.restore(ctx.pointwise(axes.shape, out, body), keepdim)

@@ -23,6 +23,7 @@ from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
 from plait.lower.index import at_least_1d, indexing
 from plait.lower.inplace import strides_like
+from plait.lower.pointwise import convert
 from plait.lower.shape import broadcast, result, scalar
 from plait.lower.view import wrap_dim
 
@@ -32,8 +33,21 @@ aten = torch.ops.aten
 ScatterBody = Callable[[Recorder, tuple[Expr, ...]], tuple[Index, Node]]
 
 
-def scatter_loop(ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, body: ScatterBody) -> View:
-    """A copy of base into which body's values go for every point of `shape`. mode as in Scatter."""
+def scatter_loop(
+    ctx: Lowering, base: View, shape: tuple[Size, ...], mode: str, body: ScatterBody, once: bool = True
+) -> View:
+    """A copy of base into which body's values go for every point of `shape`. mode as in Scatter. once: sums and
+    products of half types are rounded at their end, not at every step."""
+    compute = compute_dtype(base.dtype)
+    if once and mode in ("add", "mul") and compute != base.dtype:
+        kept = strides_like(ctx, base.buf) if ctx.is_whole(base) else None
+
+        def widened(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
+            at, value = body(ops, i)
+            return at, ops.cast(value, compute)
+
+        total = scatter_loop(ctx, convert(ctx, base, compute), shape, mode, widened)
+        return ctx.pointwise(base.shape, base.dtype, lambda ops, i: ops.cast(total.load(ops, i), base.dtype), kept)
     start = base if ctx.is_whole(base) else ctx.copy(base)
     ops, vars_ = Recorder(), loop_vars("i", shape)
     point, value = body(ops, vars_)
@@ -214,7 +228,8 @@ def _index_along(
             value = ops.op(times, ops.cast(value, compute), scalar(ctx, ops, alpha, compute))
         return (*i[:d], at, *i[d + 1 :]), ops.cast(value, x.dtype)
 
-    out = scatter_loop(ctx, flat, shape, mode, body)
+    # On a GPU, as eager's kernel, each row is added on its own: x may be far larger than what is added to it.
+    out = scatter_loop(ctx, flat, shape, mode, body, once=ctx.buffers[x.buf].device == "cpu")
     return out if x.shape else out.remap((), lambda _: (0,))
 
 

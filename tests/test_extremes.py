@@ -133,6 +133,14 @@ LITERALS = [
 ]  # fmt: skip
 
 
+def test_batch_norm_of_numbers_whose_squares_overflow() -> None:
+    x = torch.tensor([[1e30], [3e30], [0.0], [-2e30], [1e30]]).expand(5, 2)
+    one = torch.ones(2)
+    got = torch.compile(F.batch_norm, backend="plait")(x, None, None, one, one, training=True)
+    want = F.batch_norm(x.double(), None, None, one.double(), one.double(), training=True)
+    torch.testing.assert_close(got, want.float())
+
+
 @pytest.mark.parametrize("name, value", LITERALS)
 def test_numbers_at_the_ends(name: str, value: int) -> None:
     """As operands of everything that takes a number."""

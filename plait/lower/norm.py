@@ -20,7 +20,7 @@ from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
 from plait.lower.pointwise import Maths, convert
-from plait.lower.reduce import Axes, moments
+from plait.lower.reduce import Axes, moments, spread
 from plait.lower.view import reshape
 
 aten = torch.ops.aten
@@ -144,8 +144,9 @@ def _blend(ctx: Lowering, old: View, new: View, momentum: float, scale: tuple[Si
 def _batch_stats(ctx: Lowering, x: View, eps: float) -> tuple[View, View, View, Axes]:
     """Mean, rstd, sum of squared deviations over all but the channel dimension."""
     axes = Axes(x, [d for d in range(len(x.shape)) if d != 1])
-    mean, m2 = moments(ctx, axes, compute_dtype(x.dtype))
-    return mean, _rstd(ctx, m2, axes.numel, eps), m2, axes
+    mean, m2 = moments(ctx, axes, spread(ctx, x))
+    mean, rstd, m2 = (convert(ctx, v, compute_dtype(x.dtype)) for v in (mean, _rstd(ctx, m2, axes.numel, eps), m2))
+    return mean, rstd, m2, axes
 
 
 @lower(aten._native_batch_norm_legit_functional.default)

@@ -222,7 +222,7 @@ def _variance(ctx: Lowering, axes: Axes, m2: View, correction: float | None, out
     return ctx.pointwise(axes.shape, out, body)
 
 
-def _spread(ctx: Lowering, x: View) -> DType:
+def spread(ctx: Lowering, x: View) -> DType:
     """What variances are computed in: on a CPU in double, as eager's are, where a square does not overflow."""
     return f64 if ctx.buffers[x.buf].device == "cpu" else compute_dtype(x.dtype)
 
@@ -235,7 +235,7 @@ def _register_variance(name: str) -> None:
         correction: float | None = None, keepdim: bool = False,
     ) -> View:  # fmt: skip
         axes = Axes(x, dim)
-        _, m2 = moments(ctx, axes, _spread(ctx, x))
+        _, m2 = moments(ctx, axes, spread(ctx, x))
         return axes.restore(_variance(ctx, axes, m2, correction, ctx.out_dtype(), root), keepdim)
 
     def with_mean(
@@ -243,7 +243,7 @@ def _register_variance(name: str) -> None:
         correction: float | None = None, keepdim: bool = False,
     ) -> tuple[View, View]:  # fmt: skip
         axes = Axes(x, dim)
-        mean, m2 = moments(ctx, axes, _spread(ctx, x))
+        mean, m2 = moments(ctx, axes, spread(ctx, x))
         var = _variance(ctx, axes, m2, correction, ctx.out_dtype(0), root)
         mean = _mean_or_nan(ctx, axes, mean, m2, ctx.out_dtype(1))
         return axes.restore(var, keepdim), axes.restore(mean, keepdim)

@@ -125,20 +125,20 @@ def test_deviations_whose_squares_overflow(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.compile(fn, backend="plait")(x, y), fn(x, y))
 
 
-LITERALS = [
-    (t, v)
-    for t in ("int64", "int32", "int16", "int8", "uint8")
-    for v in extremes.ends(getattr(torch, t))
-    if v
-]  # fmt: skip
-
-
 def test_batch_norm_of_numbers_whose_squares_overflow() -> None:
     x = torch.tensor([[1e30], [3e30], [0.0], [-2e30], [1e30]]).expand(5, 2)
     one = torch.ones(2)
     got = torch.compile(F.batch_norm, backend="plait")(x, None, None, one, one, training=True)
     want = F.batch_norm(x.double(), None, None, one.double(), one.double(), training=True)
     torch.testing.assert_close(got, want.float())
+
+
+LITERALS = [
+    (t, v)
+    for t in ("int64", "int32", "int16", "int8", "uint8")
+    for v in extremes.ends(getattr(torch, t))
+    if v
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, value", LITERALS)

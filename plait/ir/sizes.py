@@ -602,10 +602,8 @@ def may_be_zero(e: Size) -> bool:
 
 def known_nonneg(e: Size) -> bool:
     """True only if e >= 0 for every value of its symbols within their ranges."""
-    if isinstance(e, int):
-        return e >= 0
-    if bounds(e)[0] >= 0:
-        return True
+    if isinstance(e, int) or bounds(e)[0] >= 0:
+        return bounds(e)[0] >= 0
     low = _lower(e)
     return low is not None and _nonneg_polynomial(low)
 

@@ -125,32 +125,83 @@ def wrap(value: Const, dtype: DType) -> Const:
     return value - (1 << bits) if dtype.kind == "i" and value >> (bits - 1) else value
 
 
+Rounds = Callable[[Lowering, Sequence[Operand]], Sequence[bool]]
+"""Which operands eager's kernel rounds to the common dtype before it computes."""
+
+
+def rounds_tensors(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
+    return [isinstance(x, View) for x in xs]
+
+
+def rounds_all(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
+    """Numbers too: `half_tensor == 0.1` is never true where they stay as they are."""
+    return [True] * len(xs)
+
+
+def _rounds_factors(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
+    """Of a product: neither numbers nor tensors in the CPU's memory that hold one."""
+    return [isinstance(x, View) and (bool(x.shape) or ctx.buffers[x.buf].device != "cpu") for x in xs]
+
+
+def _rounds_terms(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
+    """Of a sum: all on a CPU; on a GPU as of a product."""
+    return rounds_all(ctx, xs) if ctx.device() == "cpu" else _rounds_factors(ctx, xs)
+
+
+def _rounds_dividend(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
+    """Of a quotient: the dividend, be it a number; the divisor is treated as a factor."""
+    return [True, *_rounds_factors(ctx, xs[1:])]
+
+
+def _rounded(value: bool | int | float, dtype: DType) -> float:
+    """A Python number as eager has it in a half type."""
+    return float(torch.tensor(value).double().to(TO_TORCH[dtype]))
+
+
 def operand(
-    ctx: Lowering, ops: Recorder, x: Operand, i: Sequence[Expr], shape: tuple[Size, ...], common: DType
+    ctx: Lowering,
+    ops: Recorder,
+    x: Operand,
+    i: Sequence[Expr],
+    shape: tuple[Size, ...],
+    common: DType,
+    rounded: bool | None = None,
 ) -> Node:
-    """Element i of x, brought to the dtype `common` and then to its compute dtype (numbers are not rounded in
-    between)."""
+    """Element i of x, brought to the compute dtype of the dtype `common`. rounded: to `common` before that; None: if x
+    is a tensor."""
     compute = compute_dtype(common)
-    if isinstance(x, View):
-        return ops.cast(ops.cast(x.load(ops, spread(x, i, shape)), common), compute)
+    if rounded is None:
+        rounded = isinstance(x, View)
     if isinstance(x, (bool, int, float)):
+        if rounded and compute != common:
+            return ops.const(_rounded(x, common), compute)
         return ops.const(wrap(x, compute), compute)
-    if isinstance(x, Expr):
-        return ops.cast(ops.index(x), compute)
-    return ops.cast(to_scalar_node(ops, x, ctx.float_readers()), compute)
+    if isinstance(x, View):
+        value = x.load(ops, spread(x, i, shape))
+    elif isinstance(x, Expr):
+        value = ops.index(x)
+    else:
+        value = to_scalar_node(ops, x, ctx.float_readers())
+    return ops.cast(ops.cast(value, common) if rounded else value, compute)
 
 
 def elementwise(
-    ctx: Lowering, formula: Formula, xs: Sequence[Operand], kind: str = KEEP, common: DType | None = None
+    ctx: Lowering,
+    formula: Formula,
+    xs: Sequence[Operand],
+    kind: str = KEEP,
+    common: DType | None = None,
+    rounds: Rounds = rounds_tensors,
 ) -> View:
     """formula over xs, promoted and broadcast; its result is rounded to the common dtype, then cast to that of the
     fake result."""
     dtype = common or common_dtype(xs, kind)
     out, shape = ctx.out_dtype(), ctx.out_shape()
-    compute = compute_dtype(dtype)
+    compute, rounded = compute_dtype(dtype), rounds(ctx, xs)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
-        value = formula(Maths(ops), *(operand(ctx, ops, x, i, shape, dtype) for x in xs))
+        nodes = [operand(ctx, ops, x, i, shape, dtype, r) for x, r in zip(xs, rounded, strict=True)]
+        value = formula(Maths(ops), *nodes)
         if value.dtype == compute:
             value = ops.cast(value, dtype)
         return ops.cast(value, out)
@@ -158,11 +209,11 @@ def elementwise(
     return ctx.pointwise(shape, out, body, ctx.out_strides())
 
 
-def register(ops: Sequence[object], formula: Formula, kind: str = KEEP) -> None:
+def register(ops: Sequence[object], formula: Formula, kind: str = KEEP, rounds: Rounds = rounds_tensors) -> None:
     """A rule for ops whose arguments are all tensors or numbers and take part in promotion."""
 
     def rule(ctx: Lowering, *xs: Operand) -> View:
-        return elementwise(ctx, formula, xs, kind)
+        return elementwise(ctx, formula, xs, kind, rounds=rounds)
 
     lower(*ops)(rule)
 
@@ -287,11 +338,14 @@ def _sub_rule(ctx: Lowering, a: Operand, b: Operand, alpha: Scalar = 1) -> View:
 
 def _scaled(ctx: Lowering, formula: Formula, a: Operand, b: Operand, alpha: Scalar) -> View:
     if isinstance(alpha, (bool, int, float)) and alpha == 1:
-        return elementwise(ctx, formula, (a, b))
-    return elementwise(ctx, lambda m, x, y, s: formula(m, x, _mul(m, y, s)), (a, b, alpha), common=common_dtype((a, b)))
+        return elementwise(ctx, formula, (a, b), rounds=_rounds_terms)
+    common = common_dtype((a, b))
+    return elementwise(
+        ctx, lambda m, x, y, s: formula(m, x, _mul(m, y, s)), (a, b, alpha), common=common, rounds=_rounds_terms
+    )
 
 
-register(overloads("mul", "Tensor", "Scalar"), _mul)
+register(overloads("mul", "Tensor", "Scalar"), _mul, rounds=_rounds_factors)
 
 
 def _multiply_add(m: Maths, a: Node, b: Node, c: Node) -> Node:
@@ -322,7 +376,9 @@ def _truediv(m: Maths, a: Node, b: Node) -> Node:
     return m("truediv", a, b)
 
 
-register(overloads("div", "Tensor", "Scalar") + overloads("true_divide", "Tensor"), _truediv, FLOAT)
+register(
+    overloads("div", "Tensor", "Scalar") + overloads("true_divide", "Tensor"), _truediv, FLOAT, rounds=_rounds_dividend
+)
 
 
 def floor_divide(m: Maths, a: Node, b: Node) -> Node:
@@ -350,15 +406,21 @@ def _trunc_divide(m: Maths, a: Node, b: Node) -> Node:
 @lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | None) -> View:
     if rounding_mode is None:
-        return elementwise(ctx, _truediv, (a, b), FLOAT)
-    return elementwise(ctx, floor_divide if rounding_mode == "floor" else _trunc_divide, (a, b))
+        return elementwise(ctx, _truediv, (a, b), FLOAT, rounds=_rounds_dividend)
+    formula = floor_divide if rounding_mode == "floor" else _trunc_divide
+    return elementwise(ctx, formula, (a, b), rounds=_rounds_dividend)
 
 
-register(overloads("floor_divide", "default", "Scalar"), floor_divide)
-register(overloads("fmod", "Tensor", "Scalar"), lambda m, a, b: m.divide("fmod" if a.dtype.is_float else "rem", a, b))
+register(overloads("floor_divide", "default", "Scalar"), floor_divide, rounds=_rounds_dividend)
+register(
+    overloads("fmod", "Tensor", "Scalar"),
+    lambda m, a, b: m.divide("fmod" if a.dtype.is_float else "rem", a, b),
+    rounds=rounds_all,
+)
 register(
     overloads("remainder", "Tensor", "Scalar", "Scalar_Tensor"),
     lambda m, a, b: m.divide("pymod" if a.dtype.is_float else "mod", a, b),
+    rounds=rounds_all,
 )
 
 
@@ -382,6 +444,9 @@ def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
     if not isinstance(exponent, (bool, int, float)):
         return _pow(ctx, x, exponent)
 
+    common = common_dtype((x, exponent))
+    power = float(exponent) if common == compute_dtype(common) else _rounded(exponent, common)
+
     def formula(m: Maths, a: Node) -> Node:
         if not a.dtype.is_float:
             if exponent < 0:
@@ -398,9 +463,9 @@ def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
                 return m("reciprocal", a)
             case -2.0:
                 return m("reciprocal", m("mul", a, a))
-        return m("pow", a, float(exponent))
+        return m("pow", a, power)
 
-    return elementwise(ctx, formula, (x,), common=common_dtype((x, exponent)))
+    return elementwise(ctx, formula, (x,), common=common)
 
 
 @lower(aten.pow.Tensor_Tensor, aten.pow.Scalar)
@@ -413,7 +478,7 @@ def _pow(ctx: Lowering, x: Operand, exponent: Operand) -> View:
         raise NoRule("an integer power with an exponent that is not constant")
     if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2:
         return elementwise(ctx, row("exp2"), (exponent,), common=common_dtype((x, exponent)))
-    return elementwise(ctx, row("pow"), (x, exponent))
+    return elementwise(ctx, row("pow"), (x, exponent), rounds=rounds_all)
 
 
 def _if_float(op: str, otherwise: str) -> Formula:
@@ -453,7 +518,7 @@ def _clamp(ctx: Lowering, x: View, min: Operand | None = None, max: Operand | No
 
 # ---------------------------------------------------------------------------------------------- comparison and logic
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    register(overloads(_name, "Tensor", "Scalar"), row(_name))
+    register(overloads(_name, "Tensor", "Scalar"), row(_name), rounds=rounds_all)
 
 for _name, _op in (("and", "and"), ("or", "or"), ("xor", "xor")):
     register(overloads(f"bitwise_{_name}", "Tensor", "Scalar", "Scalar_Tensor"), row(_op))

@@ -250,7 +250,7 @@ def test_lazily_conjugated_results_have_their_values(name: str, wrapper: str) ->
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
 def test_gradients_of_views_of_elements_that_share_memory(wrapper: str, beside: bool, dynamic: bool) -> None:
     """Each element has a gradient of its own. Made from sizes and strides, the view would spread gradients evenly
-    over what shares a place. Eager runs a graph whose view varies."""
+    over what shares a place. Eager runs a graph whose view is at a place that varies."""
 
     def fn(x: Tensor, w: Tensor, k: int) -> tuple[Tensor, ...]:
         return (x[k:], x[:, 2], (w * 3).sum()) if beside else (x[k:], x[:, 2])
@@ -263,3 +263,12 @@ def test_gradients_of_views_of_elements_that_share_memory(wrapper: str, beside: 
             x, w = torch.arange(20.0).as_strided((size, 6), (2, 1)).requires_grad_(), torch.ones(2, requires_grad=True)
             grads += torch.autograd.grad([y.sum() for y in run(x, w, k)], [x])
         assert torch.equal(grads[0], grads[1]), (size, k, grads)
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_gradients_of_views_at_one_place_of_varying_sizes(wrapper: str) -> None:
+    compiled = torch.compile(lambda x: x[-1:], backend="plait", dynamic=True, options={"wrapper": wrapper})
+    for size in (3, 5):
+        x = torch.arange(20.0).as_strided((size, 6), (2, 1)).requires_grad_()
+        (grad,) = torch.autograd.grad(compiled(x).sum(), [x])
+        assert torch.equal(grad, torch.tensor([0.0] * (size - 1) + [1.0])[:, None].expand(size, 6))

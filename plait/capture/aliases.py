@@ -26,8 +26,8 @@ tells)."""
 
 
 def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
-    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one to which AOTAutograd's
-    wrapper would give other lazy bits, or another gradient, than eager does."""
+    """The results of a Dynamo graph that are inputs or views of them. Raises Unsupported for one that AOTAutograd's
+    wrapper would give other lazy bits than eager does."""
     given: list[Any] = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     outputs: Any = output_of(gm.graph).args[0]
     made: list[Any] = [n.meta.get("example_value") if isinstance(n, Node) else None for n in outputs]
@@ -35,28 +35,32 @@ def dynamo_views(gm: GraphModule) -> dict[int, InputView]:
         raise Unsupported(
             "a result that is a lazily conjugated or negated view of an input", hint="return result.resolve_conj()"
         )
-    found = views_of_inputs(made, given)
-    for view in found.values():
-        base = given[view.input]
-        varies = any(isinstance(n, torch.SymInt) for n in (*view.shape, *view.strides, view.offset))
-        if base.requires_grad and not view.whole and varies and repeats_memory(base):
-            raise Unsupported(
-                "a result of varying sizes that is a view of an input whose elements share memory",
-                hint="return result.clone(), or give a contiguous input",
-            )
-    return found
+    return views_of_inputs(made, given)
 
 
-def input_views(meta: Any, dynamo: Mapping[int, InputView]) -> dict[int, InputView]:
+def input_views(meta: Any, dynamo: Mapping[int, InputView], inputs: Sequence[Any]) -> dict[int, InputView]:
     """The outputs of an AOTAutograd graph that eager makes as views of inputs. meta: its metadata, of a graph whose
-    inputs are the user's; dynamo: the same of Dynamo's graph."""
+    inputs are the user's; dynamo: the same of Dynamo's graph. Raises Unsupported for one to which AOTAutograd's wrapper
+    would give another gradient than eager does."""
     first = meta.num_mutated_inp_runtime_indices  # before the results come new values of inputs
     found = {}
     for k, info in enumerate(meta.output_info):
         kind, view = info.output_type.name, dynamo.get(k)
         if kind in ("alias_of_input", "is_input") and view is not None and view.input == info.base_idx:
             found[first + k] = replace(view, whole=kind == "is_input")
+            again = kind == "is_input" or _repeats_steps(info)
+            if info.requires_grad and not again and repeats_memory(inputs[view.input]):
+                raise Unsupported(
+                    "a result that lies in an input whose elements share memory, at a place that varies",
+                    hint="return result.clone()",
+                )
     return found
+
+
+def _repeats_steps(info: Any) -> bool:
+    """Whether AOTAutograd's wrapper makes a result by the steps to it that were traced: none of them varies."""
+    steps = info.view_meta_sequence
+    return steps is not None and not any(step.has_symbolic_inputs for step in steps.sequence)
 
 
 def views_of_inputs(results: Sequence[Any], inputs: Sequence[Any]) -> dict[int, InputView]:

@@ -153,7 +153,7 @@ class _OneGraph:
         meta = compat.forward_metadata()
         same = len(inputs) == self.n_inputs
         reason = "" if same else "inputs were deduplicated or got a synthetic base"
-        views = input_views(meta, self.dynamo_views) if same else {}
+        views = input_views(meta, self.dynamo_views, inputs) if same else {}
         made.learn(gm, meta, "inputs come in a list" if self.nested else reason, self.native, views)
         # Behind the wrapper, the wrapper itself bumps versions.
         bumped = () if made.reason else compat.bumped_input_indices(meta)

@@ -1,5 +1,5 @@
 """Every test: IR verified between passes, errors raised where eager could run the graph, kernels cached below pytest's
-own cache, Dynamo forgotten, one seed."""
+own cache, Dynamo forgotten, one seed, for what files make when they are imported too."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = str(config.cache.mkdir("plait"))
     os.environ.setdefault("PLAIT_CACHE_DIR", folder)
     os.environ.setdefault("PLAIT_TRUST", folder)  # wherever the tree lies
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Tensors that a file makes when it is imported are the same in every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

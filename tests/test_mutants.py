@@ -19,7 +19,7 @@ FAILED = ("fault", "crash", "hang")
 
 MUTANTS = {
     "results_are_trusted": 110,
-    "lone_updates_once": 13,
+    "lone_updates_once": 37,
     "empty_loops_read": 76,
     "views_by_dtype_at_the_start": 91,
     "mixed_dtypes_computed": 348,

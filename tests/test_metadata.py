@@ -104,14 +104,19 @@ def check(name: str, compiled: Callable[..., Any], calls: Sequence[Call], autogr
         assert (x._version - before > 0) == (twin._version - versions([make()])[0] > 0)
 
 
-@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+slow = pytest.mark.slow  # every target is met every day, on one road
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", pytest.param("cpp", marks=slow), "fx"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_of_compiled_functions(name: str, wrapper: str) -> None:
     compiled = torch.compile(VIEWS[name], backend="plait", options={"wrapper": wrapper}, fullgraph=True)
     check(name, compiled, CALLS, autograd=name not in TRACING_DIFFERS)
 
 
-@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize(
+    "wrapper", ["native", pytest.param("python", marks=slow), "cpp", pytest.param("fx", marks=slow)]
+)
 @pytest.mark.parametrize("name", VIEWS)
 def test_of_programs_without_dynamo(name: str, wrapper: str) -> None:
     compiled = plait.compile(VIEWS[name], (floats(), 2), options={"wrapper": wrapper})

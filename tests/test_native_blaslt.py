@@ -6,6 +6,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 FLAGS = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-I", str(ROOT / "native")]
 
@@ -31,6 +33,7 @@ def test_products(tmp_path: Path) -> None:
     assert alone.returncode == 0, alone.stdout + alone.stderr
 
 
+@pytest.mark.slow  # under sanitizers
 def test_parts(tmp_path: Path) -> None:
     """What a product is cut into adds up to it, with aligned rows, wherever that is to be had."""
     program = tmp_path / "program"

@@ -30,6 +30,7 @@ from plait.capture.writes import CheckWrites
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, output_of
+from plait.graph.refuse import answer
 from plait.runtime.signature import CONSTANTS, VALUE, Signature
 
 
@@ -146,7 +147,7 @@ def trace(
                 where=line,
                 hint='torch.compile(fn, backend="plait"), which can break graphs',
             ) from error
-        found = _raised_by_eager(module, state, real_leaves, in_spec) if device is None else None
+        found = _raised_by_eager(module, state, args, kwargs) if device is None else None
         note = f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else "")
         if found is None:
             error.add_note(note)
@@ -162,22 +163,17 @@ def trace(
 
 
 def _raised_by_eager(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], leaves: list[Any], spec: pytree.TreeSpec
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Exception | None:
-    """What eager raises for copies of the arguments. Asked where tracing raised: the class is another one there for
-    many a mistake."""
+    """What eager raises for copies of the arguments. Asked where tracing raised: the class is
+    another one there for many a mistake."""
 
     def copy(x: Any) -> Any:
         return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
-    args, kwargs = pytree.tree_unflatten([copy(x) for x in leaves], spec)
     named = {name: copy(x) for name, x in state.items()}
-    try:
-        with torch.no_grad(), stateless._reparametrize_module(module, named, tie_weights=True):
-            module(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is the answer)
-        return error
-    return None
+    with stateless._reparametrize_module(module, named, tie_weights=True):
+        return answer(module, args, kwargs, copy, torch.device("cpu"))
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

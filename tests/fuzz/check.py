@@ -417,7 +417,7 @@ def compare(
 ) -> None:
     """Raises Fault where g is not what e is; t is the same from float64, None if it is not known. nudged: t from other
     inputs, see `_Run._nudged`; where it is far from t, rounding alone decides. Nor is there a measure where eager
-    overflows. sums: the order of sums decides whether what overflows is an infinity or NaN."""
+    overflows. order: names of `_ORDER`, the calls of the program whose order is free."""
     if not isinstance(e, Tensor):
         same = type(e) is type(g) and (e == g or e != e and g != g)
         close = isinstance(e, float) and isinstance(g, float) and not exact and math.isclose(e, g, rel_tol=1e-12)

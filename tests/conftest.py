@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from plait.capture import dynamo
 from plait.runtime import cubin
 from plait.wrapper.program import Program
 
@@ -45,9 +46,12 @@ def _registered() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    """A function that Dynamo compiled too often would run in eager, and be compared with itself: an error here."""
     torch._dynamo.reset()
+    dynamo.left_to_eager.clear()
     torch.manual_seed(0)
-    yield
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
     torch._dynamo.reset()
 
 

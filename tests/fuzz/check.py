@@ -170,11 +170,13 @@ class _Run:
         try:
             if self.road.grad == "forward":
                 self._forward(run, seen)
-                return seen
-            out = run(*args)
-            seen.results = list(out) if isinstance(out, (tuple, list)) else [out]
+            else:
+                out = run(*args)
+                seen.results = list(out) if isinstance(out, (tuple, list)) else [out]
             if self.road.grad == "backward":
                 self._backward(seen)
+            if self.device != "cpu":
+                torch.accelerator.synchronize()  # what a kernel found wrong is an error of this call
         except Exception as error:  # noqa: BLE001 - compared with eager's
             seen.error = error
         return seen
@@ -262,6 +264,8 @@ class _Run:
         with warnings.catch_warnings(), grad:
             warnings.simplefilter("ignore")
             eager = [self.call(self.f, c) for c in self.calls]
+        if any(isinstance(e.error, torch.AcceleratorError) for e in eager):
+            return Outcome("declined", "eager loses the device")
         got = self.all_calls(who)
         kinds = set()
         if len(got) == 1 and len(self.calls) > 1 and got[0].error is not None:  # at compile time

@@ -1,7 +1,7 @@
 """Worker processes that run programs: a crash or a hang is an answer, never the end of the run.
 
 `Worker.ask` gives the answer of worker.py, or {"kind": "crash"} and {"kind": "hang"}, after which a new
-process takes over. A process is replaced after some hundred programs anyway.
+process takes over. So it does where a program lost the device, and after some hundred programs anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Worker:
         ready, _, _ = select.select([p.stdout], [], [], seconds)
         text = p.stdout.readline() if ready else ""
         if text:
-            return dict(json.loads(text))
+            found: dict[str, Any] = json.loads(text)
+            if found.pop("last"):
+                self.close()
+            return found
         if ready:
             code = p.wait()
             self.errors.seek(0, os.SEEK_END)

@@ -43,6 +43,16 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"kind": found.kind, "what": found.what, "classes": classes, "program": program, "graphs": found.graphs}
 
 
+def _device_is_lost() -> bool:
+    """A failed check in a kernel takes the device from the process: every later call raises."""
+    try:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    except torch.AcceleratorError:
+        return True
+    return False
+
+
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a program prints does not disturb the answers
@@ -50,8 +60,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     for k, line in enumerate(sys.stdin):
-        out.write(json.dumps(answer(json.loads(line))) + "\n")
+        found = answer(json.loads(line))
+        lost = _device_is_lost()
+        out.write(json.dumps({**found, "last": lost}) + "\n")
         out.flush()
+        if lost:
+            break
         if k % 20 == 19:
             gc.collect()
 

@@ -119,6 +119,38 @@ def test_a_change_reaches_a_lazy_input_once(fn: Callable[..., Any], name: str, t
     torch.testing.assert_close(*seen)
 
 
+def views(x: Tensor) -> tuple[Tensor, ...]:
+    return x * 2, x[1:], x[1:].t(), x
+
+
+def facts(results: tuple[Tensor, ...], x: Tensor) -> list[Any]:
+    start = x.untyped_storage().data_ptr()
+    return [
+        (r.stride(), r.storage_offset(), r.is_conj(), r.is_neg(), r.untyped_storage().data_ptr() == start)
+        for r in results
+    ]
+
+
+@pytest.mark.parametrize("road", ["compile", "export"])
+@pytest.mark.parametrize("target", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("name", ["plain complex", "negated", "rows of a conjugated, transposed"])
+def test_views_of_a_lazy_input_lie_in_it(name: str, target: str, road: str) -> None:
+    """Kernels work on a copy of its values, what is returned are views of the input itself."""
+    seen: list[Any] = []
+    for plait_runs in (False, True):
+        torch.manual_seed(1)
+        x = LAZY[name]()
+        results = (compiled(views, LAZY[name](), road=road, target=target) if plait_runs else views)(x)
+        told = facts(results, x)
+        version = x._version
+        results[1].mul_(2)
+        assert x._version == version + 1
+        seen.append((results, told, x))
+    (want, told, x), (got, told_of_plait, y) = seen
+    torch.testing.assert_close((got, y), (want, x))
+    assert told_of_plait == told
+
+
 # ---------------------------------------------------------------------------------------------- shared memory
 def first_changes(x: Tensor, y: Tensor) -> Tensor:
     x.add_(1)

@@ -19,8 +19,8 @@ static PyObject* number(const at::Tensor& t) {
 
 PyObject* to_python(const ProgramState& s, Frame& f, const Output& o) {
   switch (o.kind) {
-    case Output::Kind::moved_tensor: return wrap(std::move(f.tensors[static_cast<size_t>(o.id)]));
-    case Output::Kind::tensor: return wrap(*f.refs[static_cast<size_t>(o.id)]);
+    case Output::Kind::moved_tensor:
+    case Output::Kind::tensor: return wrap(take_tensor(f, o));
     case Output::Kind::opaque:
       return Py_NewRef(static_cast<PyObject*>(f.opaques[static_cast<size_t>(o.id)]));
     case Output::Kind::integer: return PyLong_FromLongLong(f.values[static_cast<size_t>(o.id)]);

@@ -8,6 +8,8 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include "torch/dispatch_guard.h"
+
 namespace plait {
 
 std::vector<Output> plan_outputs(const Program& p) {
@@ -41,16 +43,6 @@ std::vector<Output> plan_outputs(const Program& p) {
   return out;
 }
 
-const at::Tensor& input_at(const Program& p, const Frame& f, int64_t input) {
-  return *f.refs[static_cast<size_t>(p.plan().inputs[static_cast<size_t>(input)].id)];
-}
-
-at::Tensor take_tensor(Frame& f, const Output& o) {
-  if (o.kind == Output::Kind::moved_tensor) return std::move(f.tensors[static_cast<size_t>(o.id)]);
-  if (o.kind == Output::Kind::tensor) return *f.refs[static_cast<size_t>(o.id)];
-  return {};
-}
-
 namespace {
 // All of base's storage, seen as elements of another type.
 at::Tensor retyped(const at::Tensor& base, c10::ScalarType type) {
@@ -65,7 +57,43 @@ at::Tensor retyped(const at::Tensor& base, c10::ScalarType type) {
     return at::view_as_complex(flat.view({-1, 2}));
   return flat.view(type);
 }
+
+// t, or where it shares memory with the copy of an input, what it would be without the copy.
+at::Tensor of_caller(const Frame& f, at::Tensor t) {
+  for (const auto& [given, values, written] : f.copied) {
+    if (!t.defined() || !t.has_storage() || !t.storage().is_alias_of(values.storage())) continue;
+    if (t.is_same(values)) return given;
+    if (!given.has_storage() || given._is_zerotensor()) return t;
+    const DispatchGuard guard;
+    const auto item = static_cast<int64_t>(t.element_size());
+    const int64_t start = given.storage_offset() * static_cast<int64_t>(given.element_size());
+    const bool same = t.scalar_type() == given.scalar_type();
+    at::Tensor view = at::as_strided(same ? given : retyped(given, t.scalar_type()), t.sizes(),
+                                     t.strides(), start / item + t.storage_offset());
+    if (!given.is_inference() && !view.is_inference())
+      view.unsafeGetTensorImpl()->set_version_counter(given.unsafeGetTensorImpl()->version_counter());
+    return view;
+  }
+  return t;
+}
 }  // namespace
+
+const at::Tensor& input_at(const Program& p, const Frame& f, int64_t input) {
+  const SlotId slot = p.plan().inputs[static_cast<size_t>(input)].id;
+  const at::Tensor& t = *f.refs[static_cast<size_t>(slot)];
+  for (const Copied& c : f.copied)
+    if (c.values.is_same(t)) return c.given;
+  return t;
+}
+
+at::Tensor take_tensor(Frame& f, const Output& o) {
+  at::Tensor t;
+  if (o.kind == Output::Kind::moved_tensor) t = std::move(f.tensors[static_cast<size_t>(o.id)]);
+  if (o.kind == Output::Kind::tensor) t = *f.refs[static_cast<size_t>(o.id)];
+  if (!f.copied.empty()) [[unlikely]]
+    return of_caller(f, std::move(t));
+  return t;
+}
 
 at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like,
                    const Produced& r) {

@@ -618,7 +618,7 @@ bool Program::run_graphs(Frame& f) const {
   const Busy busy(shared);
   shared.follow(f.stream);
   for (size_t k = 0; k < partitions_.size(); ++k) run_partition(f, k);
-  if (!f.written_back.empty()) [[unlikely]]
+  if (!f.copied.empty()) [[unlikely]]
     write_back(f);
   return true;
 }

@@ -245,6 +245,14 @@ struct Host {
 // Runs what a plan calls as Python without any.
 using ControlFlow = std::function<void(const Program&, Frame&, const PythonCall&, const Operands&)>;
 
+// An input that kernels cannot read as it is (lazily negated or conjugated, or at an address that is not
+// aligned), and the copy that the program works on. What the program changes goes back into the input,
+// and results that are views of the copy are made views of the input.
+struct Copied {
+  at::Tensor given, values;
+  bool written;
+};
+
 struct Frame {
   std::vector<int64_t> values;  // of expressions
   std::vector<void*> bufs;      // kernel arguments
@@ -261,9 +269,7 @@ struct Frame {
   ArenaBlock arena;
   at::Storage arena_storage;  // borrows arena's memory for headers of Places
   bool owns_inputs = false;
-  // Inputs that are lazily negated or conjugated and are changed: their values in memory, which the
-  // program changes, go back into them.
-  std::vector<std::pair<at::Tensor, at::Tensor>> written_back;  // (input, its values)
+  std::vector<Copied> copied;
   Lending* lending = nullptr;  // while something is recorded: room for what it makes
   c10::DispatchKeySet excluded_by_us;  // what run() added to the thread's excluded keys
   void* gil = nullptr;

@@ -271,7 +271,7 @@ void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
   if (is_lazy(t) || (slot.needs_pointer && is_odd(t))) [[unlikely]] {
     f.owns_inputs = true;  // the frame drops the copy after the call
     at::Tensor values = materialised(t);
-    if (slot.written) f.written_back.emplace_back(t, values);
+    f.copied.push_back({t, values, slot.written});
     f.tensors[s] = std::move(values);
     f.refs[s] = &f.tensors[s];
     impl = f.tensors[s].unsafeGetTensorImpl();
@@ -341,7 +341,7 @@ void Program::reset(Frame& f) const noexcept {
     for (const Input& i : plan_.inputs)
       if (i.kind == Input::Kind::tensor) f.tensors[static_cast<size_t>(i.id)].reset();
   f.stack.clear();
-  f.written_back.clear();
+  f.copied.clear();
   drop_arena(f);
   f.owns_inputs = false;
 }
@@ -802,7 +802,7 @@ void Program::walk(Frame& f, bool profiled) const {
     run_generated(f, profiled);
   else
     for (const Step& s : steps_) step(f, s, profiled);
-  if (!f.written_back.empty()) [[unlikely]]
+  if (!f.copied.empty()) [[unlikely]]
     write_back(f);
 }
 
@@ -826,7 +826,8 @@ void Program::run_steps(Frame& f) const {
 
 void Program::write_back(Frame& f) const {
   const DispatchGuard guard;
-  for (auto& [input, values] : f.written_back) {
+  for (auto& [input, values, written] : f.copied) {
+    if (!written) continue;
     input.copy_(values);
     if (!input.is_inference() && values._version() > 0)  // the program counts it as changed
       input.unsafeGetTensorImpl()->bump_version();

@@ -49,6 +49,17 @@ def test_training_step(name: str) -> None:
     trains_as_eager(name, *moved(name))
 
 
+def test_integers_divided_by_zero() -> None:
+    """Some number, as in eager, and the device goes on."""
+
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return a // b, a % b, torch.fmod(a, b), torch.div(a, b, rounding_mode="trunc"), a % 0
+
+    a, b = torch.arange(40, device=CUDA) - 20, torch.arange(40, device=CUDA) - 7
+    for got, want in zip(torch.compile(fn, backend="plait")(a, b)[:4], fn(a, b)[:4], strict=True):
+        assert torch.equal(got[b != 0], want[b != 0])
+
+
 def parts(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     """Results of a kernel, and views of x."""
     return w * 2, x * 2, x[1:], x.t(), x

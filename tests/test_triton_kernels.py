@@ -22,6 +22,7 @@ import torch
 
 from plait.config import Config
 from plait.errors import Unsupported
+from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import DType, bf16, f32, i16, i64
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
@@ -157,6 +158,16 @@ def test_a_scatter_without_an_atomic_is_refused() -> None:
     store = Store("out", (i,), const(1, i16), True, mode="add")
     with pytest.raises(Unsupported, match="combines i16 by 'add'"):
         emit_kernel(kernel(store, vars_=(i,), args=(buffer("out", 8, dtype=i16),)), "k")
+
+
+def test_integers_may_be_divided_by_zero() -> None:
+    """On a GPU eager gives some number; a failed check would take the device from the process."""
+    (i,) = loop_vars("i", (8,))
+    x, by = (node("load", (), Load(name, (i,)), i64) for name in ("x", "by"))
+    quotient = node("floordiv", (x, node("nonzero", (by,), ZERO_DIVISION, i64)), None, i64)
+    args = tuple(buffer(name, 8, dtype=i64) for name in ("x", "by", "out"))
+    text = emit_kernel(kernel(Store("out", (i,), quotient, True), vars_=(i,), args=args), "k").text
+    assert "device_assert" not in text and "== 0, 1," in text
 
 
 def test_a_transposition_gets_a_square_tile() -> None:

@@ -159,15 +159,15 @@ class _Run:
         return made
 
     def call(self, run: Callable[..., Any], call: dict[str, Any], convert: bool = False) -> _Seen:
-        args = self.inputs(call)
-        if convert and self.road.grad:
-            args = [
-                x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, Tensor) and _low(x) else x
-                for x in args
-            ]
-        before = list(args)
-        seen = _Seen([], args, before, [])
+        seen = _Seen([], [], [], [])
         try:
+            args = self.inputs(call)
+            if convert and self.road.grad:
+                args = [
+                    x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, Tensor) and _low(x) else x
+                    for x in args
+                ]
+            seen.inputs, seen.before = args, list(args)
             if self.road.grad == "forward":
                 self._forward(run, seen)
             else:
@@ -266,6 +266,8 @@ class _Run:
             eager = [self.call(self.f, c) for c in self.calls]
         if any(isinstance(e.error, torch.AcceleratorError) for e in eager):
             return Outcome("declined", "eager loses the device")
+        if self.device != "cpu" and self._divides_by_zero():
+            return Outcome("declined", "an integer is divided by 0, which gives any number on a GPU")
         got = self.all_calls(who)
         kinds = set()
         if len(got) == 1 and len(self.calls) > 1 and got[0].error is not None:  # at compile time
@@ -280,6 +282,20 @@ class _Run:
         if self.traced:
             return Outcome("torch", self.traced)
         return Outcome("ok" if "ok" in kinds else max(kinds))
+
+    def _divides_by_zero(self) -> bool:
+        inputs = self.scope["inputs"]
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call in self.calls:
+                try:
+                    self.f(*inputs(call, "cpu"))
+                except RuntimeError as error:
+                    if str(error) == "ZeroDivisionError":
+                        return True
+                except Exception:  # noqa: BLE001 - other errors are compared on the device
+                    continue
+        return False
 
     def _error(self, e: _Seen, got: BaseException | None, call: dict[str, Any]) -> str:
         where = f"call {self.calls.index(call)}"

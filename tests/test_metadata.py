@@ -152,6 +152,38 @@ FOUND: dict[str, Callable[[Tensor], Any]] = {
     "of two results": lambda x: (lambda y: (y[0], y[1].t(), y[0].view(2, -1)))(torch.unique(x, return_inverse=True)),
 }
 """Views of results whose sizes depend on data."""
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a part": lambda x: x.narrow_copy(1, 1, 3),
+    "a part that is cloned": lambda x: x[1:].clone(),
+    "a row-major copy": lambda x: x.t().contiguous(),
+    "an exchange of dimensions": lambda x: torch.transpose_copy(x, 0, 1),
+    "one of several": lambda x: torch.unbind_copy(x.view(2, 4, 6), 2)[1],
+    "repeated": lambda x: x.repeat(1, 2),
+    "broadcast": lambda x: torch.expand_copy(x[:1], (4, 6)),
+    "a part of a value": lambda x: x.cumsum(1)[:, :3].t().contiguous(),
+}
+"""What eager makes in memory of its own, and kernels may read where it comes from."""
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("name", COPIES)
+def test_views_of_copies_that_begin_at_a_found_number(name: str, wrapper: str) -> None:
+    copy = COPIES[name]
+
+    def fn(x: Tensor, at: Tensor) -> Any:
+        y = copy(x)
+        row = y.select(0, at.item())
+        return row, row[1:], y
+
+    options = {"wrapper": wrapper, "strict": True}
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(fn, backend="plait", options=options, fullgraph=True)
+        for k in (1, 0):
+            x, at = floats(), torch.tensor(k)
+            got, want = compiled(x, at), fn(x, at)
+            for g, w in zip(got, want, strict=True):
+                assert torch.equal(g, w)
+            assert facts(got, [x]) == facts(want, [x])
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])

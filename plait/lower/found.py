@@ -9,6 +9,7 @@ it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import sympy
 import torch.fx
 
 from plait.errors import Unsupported
-from plait.graph.edit import maker_of, shape_env_of
+from plait.graph.edit import aten, is_view, maker_of, shape_env_of
 from plait.ir import sizes as sz
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import Lowering, Value, View
@@ -50,6 +51,21 @@ class Found:
                 self._learn(b, found, f"{_place(b)} of {origin}")
         if made:
             self._check_conditions(shape_env_of(node.meta["val"]), origin)
+
+    def in_own_memory(self, node: torch.fx.Node, value: Value) -> Value:
+        """The value of a node, copied where a view of it begins at a number that the program finds. Such
+        a number counts in the memory that eager makes here, and rules may show that of something else."""
+        if is_view(node):
+            return value
+        if isinstance(value, tuple):
+            parts = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+            return tuple(self._copied(parts[k], x) if k in parts else x for k, x in enumerate(value))
+        return self._copied(node, value)
+
+    def _copied(self, node: torch.fx.Node, value: Value) -> Value:
+        if not isinstance(value, View) or self.ctx.is_whole(value) or not _begins_at_found(node):
+            return value
+        return self.ctx.copy(value, tuple(map(to_size, node.meta["val"].stride())))
 
     def check_shape(self, made: Sequence[Size], traced: Sequence[Size]) -> None:
         """Asserts that a rule's result has the sizes that were traced, where these depend on numbers found at run
@@ -174,6 +190,27 @@ class Found:
         if condition not in self.asserted:
             self.asserted.add(condition)
             self.ctx.assert_true(condition, message, values)
+
+
+def _begins_at_found(node: torch.fx.Node) -> bool:
+    """Whether a view of a node's value begins at a number found at run time, and its memory shows: as
+    a result, or in what `as_strided` makes of it."""
+    for u in node.users:
+        if u.op != "call_function" or not is_view(u) or u.args[0] is not node:
+            continue
+        found = any(kind == "offset" for b in bindings(u) for kind, _ in b.path)
+        if (found and _shows(u)) or _begins_at_found(u):
+            return True
+    return False
+
+
+def _shows(view: torch.fx.Node) -> bool:
+    return any(
+        u.op == "output"
+        or u.target is aten.as_strided.default
+        or (u.op == "call_function" and is_view(u) and u.args[0] is view and _shows(u))
+        for u in view.users
+    )
 
 
 def _atom(e: Expr) -> Atom:

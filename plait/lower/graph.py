@@ -339,6 +339,7 @@ class _Walk:
         mark = self.ctx.mark()
         try:
             value = self._settle(rule(self.ctx, *near, **named), node.meta.get("val"))
+            value = self.found.in_own_memory(node, value)
             self._check_devices(mark[0])
             return value
         except _RULE_ERRORS as e:

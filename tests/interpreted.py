@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 MOST_PROGRAMS = 20_000  # of one launch: more would take minutes
+SkippedHere: type[BaseException] = pytest.skip.Exception
+"""Raised through a compiled program that cannot run here."""
 
 _folder = tempfile.TemporaryDirectory(prefix="plait-interpreted-")
 _packs: dict[str, dict[str, Any]] = {}

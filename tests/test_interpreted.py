@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz.make import generate
+from tests.fuzz.pool import INTERPRETED, Worker
+from tests.fuzz.program import Call, Line, Operand, Program, Road
+
 ROOT = Path(__file__).parent.parent
 TRITON = Path(sys.prefix) / "triton"
 NAMED = "not repro and not prints and not many"
@@ -51,6 +55,39 @@ def test_sample(suite: str, tmp_path: Path) -> None:
         "pools": (["tests/test_pool_training.py", "-k", "first_layers"], 2),
     }
     passes(*samples[suite], tmp_path, timeout=300, TRITON_INTERPRET="1")
+
+
+SCALARS = {
+    "a float of a size": "torch.full((2,), float(round(a0.shape[0] * 0.37, 1)))",
+    "times a float of a size": "a0[:2] * round(a0.shape[0] * 0.37, 1)",
+    "a product of sizes": "torch.full((2,), a0.shape[0] * 1000000007)",
+    "the rest of a product": "torch.full((2,), a0.shape[0] * 1000000007 % 1013)",
+}
+"""Values that sizes make, in kernels of a few points."""
+
+
+@needs_triton
+def test_programs_of_the_fuzzer_run_as_on_a_gpu(tmp_path: Path) -> None:
+    """In the fuzzer's own process, which says where numbers are wrong."""
+    calls = (Call(1, {"n": 5}, {}), Call(2, {"n": 7}, {}))
+    worker = Worker(cache=str(tmp_path), device=INTERPRETED)
+    try:
+        for text in SCALARS.values():
+            p = Program(
+                0, (Operand("a0", "float32", ("n",)),), (Line("t1", text, "sizes"),), ("t1",), calls,
+                Road(dynamic=True, wrapper="python"),
+            )  # fmt: skip
+            found = worker.ask({"program": p.dumps()})
+            assert (found["kind"], found["graphs"]) == ("ok", 1), (text, found)
+    finally:
+        worker.close()
+
+
+def test_programs_for_the_interpreter_are_those_of_a_gpu() -> None:
+    for seed in range(40):
+        p, there = generate(seed, INTERPRETED), generate(seed, "cuda")
+        assert (p.lines, p.calls, p.device) == (there.lines, there.calls, "cpu")
+        assert p.road.wrapper in ("python", "fx")
 
 
 @needs_triton

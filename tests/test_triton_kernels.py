@@ -7,6 +7,7 @@ beside the environment (`make env`), and runs in processes that get that folder 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -26,7 +27,7 @@ from plait.ir.checks import ZERO_DIVISION
 from plait.ir.dtypes import DType, bf16, f32, i16, i64
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
-from plait.ir.sizes import evaluate, symbol
+from plait.ir.sizes import Expr, evaluate, floordiv, free_symbols, smin, symbol
 from plait.kernel.space import linear_space
 from plait.kernel.triton import TritonTarget, emit_kernel
 from plait.kernel.triton_ops import _FUNCTIONS
@@ -292,6 +293,19 @@ def test_indices_are_wide_only_where_a_range_needs_it() -> None:
             kernel(Store("out", (i,), x, True), vars_=(i,), args=(buffer("x", n), buffer("out", n))), "k"
         )
         assert ("tl.int64" in made.text) is wide
+
+
+def test_values_made_of_sizes_are_as_wide_as_they_get() -> None:
+    """What a point stores, and what is on the way to it, though all places of the tensor are near."""
+    near, far = symbol("s0", 0, 1000), symbol("w", lo=-math.inf)
+    values = {near: False, far: True, near * 10**9: True, floordiv(far, 2**40): True, smin(far, 7): True}
+    for value, wide in values.items():
+        (i,) = loop_vars("i", (4,))
+        x = node("index", (), value, i64)
+        sizes = tuple(Expr(0, (((a,), 1),)) for a in free_symbols(value))
+        out = Buffer("out", i64, (4,), (1,))
+        k = Kernel("k", (i,), (), (Store("out", (i,), x, True),), (out,), ("out",), sizes)
+        assert ("to(tl.int32)" in emit_kernel(k, "k").text) is not wide, value
 
 
 def test_the_grid_of_an_empty_tensor_is_empty() -> None:

@@ -6,7 +6,7 @@ The module stands alone (a reader can import and run it) and depends on the kern
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,11 +14,12 @@ import torch
 
 from plait.config import Config
 from plait.errors import Unsupported, UserError
+from plait.ir.checks import Bound
 from plait.ir.loops import Buffer, Load, walk
 from plait.ir.ops import ATOMICS
-from plait.ir.sizes import Size, bounds, ceildiv, mul
+from plait.ir.sizes import Expr, Size, bounds, ceildiv, mul
 from plait.kernel.same import structure, symbol_for
-from plait.kernel.space import Space, linear_space
+from plait.kernel.space import Space, atom_expr, linear_space
 from plait.kernel.target import Source
 from plait.kernel.triton_body import Writer
 from plait.kernel.triton_ops import POINTERS, SPECIAL_ROWS, TABLE, prelude_for
@@ -223,5 +224,23 @@ def _is_wide(space: Space, tile: Tile) -> bool:
         if n.op == "load":
             assert isinstance(n.attr, Load)
             exprs.append(n.attr.index[0])
+        elif n.op == "index" and isinstance(n.attr, Expr):  # a value, such as the bits of a float
+            exprs.append(n.attr)
+        elif n.op == "bounded":
+            assert isinstance(n.attr, Bound)
+            exprs.append(n.attr.size)
     exprs += [s.index[0] for s in space.stmts if isinstance(s, Store)]
-    return any(not (-limit <= low and high <= limit) for low, high in map(bounds, exprs))
+    parts = {part for e in exprs for part in _parts(e)}
+    return any(not (-limit <= low and high <= limit) for low, high in map(bounds, parts))
+
+
+def _parts(e: Size) -> Iterator[Size]:
+    """All that is computed on the way to e, e included: `x // 8` may be small where x is not."""
+    yield e
+    for mono, _ in () if isinstance(e, int) else e.terms:
+        for atom in mono:
+            if atom.kind == "sym":
+                yield atom_expr(atom)
+            else:
+                yield from _parts(atom.a)
+                yield from _parts(atom.b)

@@ -2,7 +2,9 @@
 
 The state file holds the next seed, how many programs ended how, how many there were of each class, and
 every failure with its program; `--shrink FILE` shrinks the failures of a state file to repros, `--seed N`
-looks at one program, `--report FILE` prints the tables.
+looks at one program, `--report FILE` prints the tables. `--device cuda` compares with eager on a GPU;
+`--device interpreted` compiles the same programs for a GPU without one: Triton's interpreter runs their
+kernels on CPU tensors, and eager is that of the CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def run(count: int, state: Path | None, jobs: int, first: int, device: str, seco
     lock = threading.Lock()
 
     def work(cache: str) -> None:
-        worker = Worker(cache=cache)
+        worker = Worker(cache=cache, device=device)
         while time.time() - start < seconds:
             with lock:
                 seed = next(seeds, None)
@@ -111,7 +113,7 @@ def look(seed: int, device: str) -> int:
     """Prints one program, runs it in a process of its own, and shrinks it if it fails."""
     from tests.fuzz.shrink import shrink
 
-    worker = Worker()
+    worker = Worker(device=device)
     found = worker.ask({"seed": seed, "device": device})
     p = generate(seed, device)
     print(p.source(), found["kind"], found["what"], sep="\n")

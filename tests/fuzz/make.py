@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tests.fuzz import catalog, indexing, special
 from tests.fuzz.maker import FLOATS, INTS, Maker
+from tests.fuzz.pool import INTERPRETED
 from tests.fuzz.program import NAME, Call, Operand, Program, Road
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 100)
@@ -14,7 +15,13 @@ _WEIGHTS = (3, 4, 4, 4, 3, 4, 2, 2, 2, 4, 4, 1, 2, 1, 1)
 
 
 def generate(seed: int, device: str = "cpu") -> Program:
-    """A program that eager runs at its first call, or refuses in its last statement."""
+    """A program that eager runs at its first call, or refuses in its last statement. What the
+    device is called decides about the program: INTERPRETED gives those of "cuda", on a CPU and by
+    wrappers that are Python (see tests/interpreted.py)."""
+    if device == INTERPRETED:
+        p = generate(seed, "cuda")
+        wrapper = "fx" if p.road.wrapper == "fx" else "python"
+        return replace(p, device="cpu", road=replace(p.road, wrapper=wrapper))
     rng = random.Random(seed)
     road = _road(rng, device)
     calls = _calls(rng, road)

@@ -18,12 +18,15 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = 400  # of one process
+INTERPRETED = "interpreted"
+"""The device of programs that are compiled for a GPU and run on a CPU, by tests/interpreted.py."""
 
 
 class Worker:
-    def __init__(self, seconds: float = 90.0, root: Path = ROOT, cache: str = "") -> None:
+    def __init__(self, seconds: float = 90.0, root: Path = ROOT, cache: str = "", device: str = "") -> None:
         """seconds: that one program may take. root: what `plait` and `tests` are imported from."""
         self.seconds, self.root, self.cache = seconds, root, cache
+        self.interpreted = device == INTERPRETED
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as this
         self.process: subprocess.Popen[str] | None = None
         self.n = 0
@@ -71,6 +74,9 @@ class Worker:
             env["OMP_NUM_THREADS"] = "1"
             if self.cache:
                 env["PLAIT_CACHE_DIR"] = self.cache
+            if self.interpreted:
+                env["TRITON_INTERPRET"] = "1"
+                env["PYTHONPATH"] += os.pathsep + str(Path(sys.prefix) / "triton")
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fuzz.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, cwd=self.root, env=env,

@@ -26,6 +26,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from tests.fuzz.check import check
     from tests.fuzz.make import generate
     from tests.fuzz.program import Program
+    from tests.interpreted import SkippedHere
 
     try:
         if "program" in request:
@@ -36,6 +37,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"kind": "generator", "what": traceback.format_exc()[-1500:], "classes": [], "program": ""}
     try:
         found = check(p)
+    except SkippedHere as skipped:
+        return {"kind": "skipped", "what": str(skipped), "classes": [], "program": p.dumps()}
     except Exception:  # noqa: BLE001
         return {"kind": "checker", "what": traceback.format_exc()[-1500:], "classes": [], "program": p.dumps()}
     program = p.dumps() if found.kind in ("fault", "torch") else ""
@@ -57,6 +60,10 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a program prints does not disturb the answers
     torch.set_num_threads(int(os.environ.get("FUZZ_THREADS", "1")))
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests import interpreted
+
+        interpreted.pytest_configure()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     for k, line in enumerate(sys.stdin):

@@ -4,6 +4,10 @@ own cache, Dynamo forgotten, one seed, for what files make when they are importe
 from __future__ import annotations
 
 import os
+
+# Before torch loads OpenMP: threads that wait in a loop take the processors from the other processes of the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from collections.abc import Iterator
 from typing import Any
 

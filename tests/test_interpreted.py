@@ -42,7 +42,7 @@ def passes(args: list[str], at_least: int, folder: Path, timeout: int, **more: s
 
 @needs_triton
 @pytest.mark.parametrize(
-    "suite", ["graphs", "operators", "float8", *(pytest.param(s, marks=pytest.mark.slow) for s in ("models", "pools"))]
+    "suite", ["graphs", *(pytest.param(s, marks=pytest.mark.slow) for s in ("operators", "float8", "models", "pools"))]
 )
 def test_sample(suite: str, tmp_path: Path) -> None:
     forward = "softmax or scatter_add or cumsum or digamma or sigmoid or silu"

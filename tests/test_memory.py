@@ -17,10 +17,11 @@ from benchmarks.memory import allocator_peak, peak
 from plait.config import Config
 from plait.runtime.load import arena_stats
 from plait.schedule import schedule
-from tests.models import MODELS, SOME, images, tokens
+from tests.models import MODELS, images, tokens
 from tests.schedule_tools import Builder
 
 MIB = 1 << 20
+SLOW = pytest.mark.slow
 
 
 class Block(nn.Module):
@@ -92,7 +93,8 @@ def compare_peaks(make: Callable[[], nn.Module], mode: Callable[..., object], fi
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in MODELS and n not in SOME else []) for n in CASES]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in MODELS and n not in ("gpt2", "resnet") else []) for n in CASES],
 )
 @pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
 def test_peak(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
@@ -100,7 +102,7 @@ def test_peak(name: str, mode: Callable[..., object], record_property: Callable[
     record_property("peak", compare_peaks(make, mode, data()))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gpt2" else SLOW) for n in MODELS])
 @pytest.mark.parametrize("mode", [infer, step], ids=["inference", "training"])
 def test_peak_at_another_batch(name: str, mode: Callable[..., object], record_property: Callable[..., None]) -> None:
     """A program compiled for any batch, at a larger and a smaller batch than it was compiled with."""

@@ -407,7 +407,8 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("suite", sample("graphs", of=("graphs", "models")))
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["graphs", "models"])
 def test_in_the_interpreter(suite: str, tmp_path: Path) -> None:
     """PyTorch's operator launches our kernels, which Triton interprets on the CPU."""
     some_graphs = "test_random_graphs and 1 or negated or conjugated or complex"

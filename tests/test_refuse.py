@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
 import plait.lower
@@ -115,6 +117,59 @@ def test_a_question_that_is_in_vain_for_another_reason_is_an_answer() -> None:
     given = (ones(0, 3), 0, ones(4))
     with pytest.raises(OperandError, match="index_select"):
         check_dtypes(torch.ops.aten.index_select.default, TAKEN["aten.index_select.default"], given, {})
+
+
+PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] = {
+    "mm": (torch.mm, ((3, 4), (4, 5)), "addmm_cuda"),
+    "addmm": (torch.addmm, ((5,), (3, 4), (4, 5)), "addmm_cuda"),
+    "addbmm": (torch.addbmm, ((3, 5), (2, 3, 4), (2, 4, 5)), "addmm_cuda"),
+    "linear": (F.linear, ((2, 3, 4), (5, 4), (5,)), "addmm_cuda"),
+    "bmm": (torch.bmm, ((2, 3, 4), (2, 4, 5)), "baddbmm_cuda"),
+    "baddbmm": (torch.baddbmm, ((2, 3, 5), (2, 3, 4), (2, 4, 5)), "baddbmm_cuda"),
+    "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), ((2, 3, 4), (2, 4, 5)), "baddbmm_cuda"),
+    "mv": (torch.mv, ((3, 4), (4,)), "addmv_impl_cuda"),
+    "addmv": (torch.addmv, ((3,), (3, 4), (4,)), "addmv_impl_cuda"),
+    "dot": (torch.dot, ((4,), (4,)), "dot"),
+    "vdot": (torch.vdot, ((4,), (4,)), "dot"),
+}
+"""Products, shapes of their operands, and what eager calls their kernels on a GPU."""
+
+
+class Checked(TorchDispatchMode):
+    """Looks at dtypes as tracing does, at each operator that is called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in TAKEN:
+            check_dtypes(func, TAKEN[str(func)], args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_integers_on_a_gpu_are_refused_without_one(name: str) -> None:
+    fn, shapes, kernel = PRODUCTS[name]
+
+    def multiplied(dtype: torch.dtype, device: str) -> None:
+        with FakeTensorMode():
+            given = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            with Checked():
+                fn(*given)
+
+    words = {torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", I32: "Int", I64: "Long"}
+    for dtype, word in words.items():
+        with pytest.raises(OperandError, match=f"\"{kernel}\" not implemented for '{word}'") as caught:
+            multiplied(dtype, "cuda")
+        assert isinstance(caught.value, NotImplementedError)
+        multiplied(dtype, "cpu")
+    for dtype in (F16, BF16, F32, F64):
+        multiplied(dtype, "cuda")
+
+
+def test_empty_products_of_integers_on_a_gpu_are_not_refused() -> None:
+    with FakeTensorMode():
+        empty, full, none = (torch.empty(n, 4, dtype=I64, device="cuda") for n in (0, 3, 0))
+        with Checked():
+            assert torch.mm(empty, full.t()).shape == (0, 3)
+            assert torch.mm(empty.t(), none).shape == (4, 4)
 
 
 def test_the_list_is_of_operators() -> None:

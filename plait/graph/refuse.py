@@ -87,13 +87,39 @@ def tensors_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def check_dtypes(op: OpOverload, taken: Taken, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises an OperandError of the class that eager raises, if eager refuses these dtypes."""
     given = tensors_of(op, args, kwargs)
-    if taken.surely(given):
-        return
-    error = _asked(op, taken, args, kwargs, given)
+    error = _of_a_gpu(op, given)
+    if error is None and not taken.surely(given):
+        error = _asked(op, taken, args, kwargs, given)
     if error is not None:
         said = (str(error).strip().splitlines() or [""])[0]
         what = f"{op}({', '.join(f'{n}: {_short(x.dtype)}' for n, x in given)}): {said}"
         raise refusal(error)(what, where=users_line())
+
+
+_GPU_PRODUCTS = {
+    "mm": "addmm_cuda", "addmm": "addmm_cuda", "addbmm": "addmm_cuda", "bmm": "baddbmm_cuda",
+    "baddbmm": "baddbmm_cuda", "mv": "addmv_impl_cuda", "addmv": "addmv_impl_cuda", "dot": "dot",
+    "vdot": "dot",
+}  # fmt: skip
+"""Products that a GPU's library makes of floats and complex numbers alone, and what eager calls its
+kernels. A table, for compilation launches nothing on a GPU, and there may be none; the list is of a CPU,
+which multiplies integers as well."""
+_WORDS = {
+    torch.bool: "Bool", torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short",
+    torch.int32: "Int", torch.int64: "Long",
+}  # fmt: skip
+
+
+def _of_a_gpu(op: OpOverload, given: list[tuple[str, torch.Tensor]]) -> Exception | None:
+    """What eager raises for a product of integers on a GPU. Nothing is multiplied where a tensor is
+    empty, and nothing refused; of dtypes that differ it says something else."""
+    kernel = _GPU_PRODUCTS.get(op._schema.name.removeprefix("aten::"))
+    dtypes = {x.dtype for _, x in given}
+    if kernel is None or len(dtypes) > 1 or not dtypes <= _WORDS.keys():
+        return None
+    if any(x.device.type != "cuda" or 0 in map(compat.hint_of, x.shape) for _, x in given):
+        return None
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{_WORDS[dtypes.pop()]}'")
 
 
 def users_line() -> str:

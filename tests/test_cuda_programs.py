@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -127,6 +128,53 @@ def test_a_number_on_the_host_is_copied_once(compile_only: None) -> None:
     made = record(lambda x, s: (torch.sin(x * s) @ x) * s, x, s, mode=mode)
     copies = [e for e in made.plan.steps if isinstance(e, Extern) and e.op == "aten::_to_copy"]
     assert len(copies) == 1 and not copies[0].fallback
+
+
+def test_quotients_by_a_number_are_products_with_its_reciprocal(compile_only: None) -> None:
+    """As eager's kernels on a GPU have it: 34 / 9 is 3.7777780. A tensor there divides."""
+    mode, (x, y, one) = fakes((8,), (8,), ())
+    with mode:
+        s = torch.empty(())
+    one_over = r"(\w+) = tl\.full\(\[\], 1\.0, tl\.float32\)[\s\S]*tl\.div_rn\(\1, "
+    by: dict[str, tuple[Callable[..., Any], int]] = {
+        "true": (lambda a, b: a / b, 1),
+        "floor": (lambda a, b: a // b, 2),
+        "trunc": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), 1),
+        "none": (lambda a, b: torch.div(a, b, rounding_mode=None), 1),
+        "of integers": (lambda a, b: a.long() / b, 1),
+    }
+    for name, (fn, n) in by.items():
+        for b, by_number in ((9, True), (9.5, True), (s, True), (y, False), (one, False)):
+            given = (x, b) if isinstance(b, torch.Tensor) else (x,)
+            made = record(_with(fn, b), *given, mode=mode)
+            divisions = made.kernel_source.count("tl.div_rn(")
+            assert bool(re.search(one_over, made.kernel_source)) is by_number, (name, b)
+            assert divisions == (1 if by_number else n), (name, b, made.kernel_source)
+
+
+def _with(fn: Callable[..., Any], b: Any) -> Callable[..., Any]:
+    return (lambda x, b: fn(x, b)) if isinstance(b, torch.Tensor) else (lambda x: fn(x, b))
+
+
+def test_a_factor_from_the_host_is_not_rounded_to_half(compile_only: None) -> None:
+    """It is no tensor to eager's kernels."""
+    mode, (x, one) = fakes((8,), ())
+    with mode:
+        x, s = x.bfloat16(), torch.empty(())
+    for op in (torch.mul, torch.div, torch.add):
+        sources = [record(_with(op, b), x, b, mode=mode).kernel_source for b in (s, one)]
+        assert ["= p_as_bf16(" in source for source in sources] == [False, True], op
+
+
+@pytest.mark.parametrize("length", [100, 100_000])
+def test_of_two_zeros_the_later_is_the_running_extreme(compile_only: None, length: int) -> None:
+    """Hardware takes -0.0 for less than 0.0; eager's scans take them for equal."""
+    mode, (x,) = fakes((3, length))
+    for op, helper in ((torch.cummin, "p_min_last"), (torch.cummax, "p_max_last")):
+        source = record(_with(op, 1), x, mode=mode).kernel_source
+        assert re.search(rf"tl.associative_scan\(\w+, 1, {helper}\)", source)
+        assert "tl.minimum" not in source.rpartition("def ")[2] and "_nan" not in source
+        assert ("p_at(" in source) is (length > 10_000)
 
 
 def test_a_copy_outlives_the_rule_that_declines(compile_only: None) -> None:

@@ -317,7 +317,8 @@ class Writer:
             return
         block = self._block(s)
         if s.running:
-            text = f"tl.associative_scan({block}, 1, {combiner(s.kind, s.value.dtype)})"
+            fn = combiner(s.kind, s.value.dtype, running=True)
+            text = f"tl.associative_scan({block}, 1, {fn})"
             self.accs[s.name] = self._define(text, True)
             self.running.add(s.name)
             return
@@ -375,11 +376,13 @@ class Writer:
         """One block of a reduction inside the loop."""
         names, block = begun[s.name], self._block(s)
         if s.running:
-            fn = combiner(s.kind, s.value.dtype)
+            fn = combiner(s.kind, s.value.dtype, running=True)
             scanned = self._define(f"tl.associative_scan({block}, 1, {fn})", True)
             whole = f"tl.broadcast_to({names[0]}, {scanned}.shape)"
             self.accs[s.name] = self._define(f"{fn}({whole}, {scanned})", True)
             total = f"tl.reduce({block}, 1, {fn})[:, None]"
+            if fn.endswith("_last"):  # which depends on the order
+                total = f"p_at({scanned}, rbase == {self.tile.groups[-1].block - 1})"
             self.loop_lines.append(f"{names[0]} = {fn}({names[0]}, {total})")
         elif s.kind.startswith("arg"):
             position = self._position(s)

@@ -133,9 +133,12 @@ _COMBINE = {
 }  # fmt: skip
 
 
-def combiner(kind: str, d: DType) -> str:
-    """The helper that combines two values of a reduction."""
+def combiner(kind: str, d: DType, running: bool = False) -> str:
+    """The helper that combines two values of a reduction, in any order; of a running one in theirs, so
+    that of -0.0 and 0.0 the later is the extreme, as in eager."""
     name = _COMBINE[kind]
+    if running and d.is_float and kind in ("max", "min"):
+        return f"{name}_last"
     return f"{name}_nan" if d.is_float and kind in ("max", "min") else name
 
 
@@ -169,8 +172,15 @@ _FUNCTIONS: dict[str, str] = dict((
     _binary("p_min", "tl.minimum(a, b)"),
     _binary("p_max_nan", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
     _binary("p_min_nan", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
+    _binary("p_max_last", "tl.where((a > b) | (a != a), a, b)"),
+    _binary("p_min_last", "tl.where((a < b) | (a != a), a, b)"),
     _binary("p_fmax", "tl.where((a > b) | (b != b), a, b)"),
     _binary("p_fmin", "tl.where((a < b) | (b != b), a, b)"),
+    # The element of each row where a mask is set, to its last bit.
+    ("p_at", """def p_at(a, mask):
+    bits = a.to(tl.int64 if a.dtype.primitive_bitwidth == 64 else tl.int32, bitcast=True)
+    return tl.reduce(tl.where(mask, bits, 0), 1, p_xor)[:, None].to(a.dtype, bitcast=True)
+"""),
     ("p_divisor", """def p_divisor(b):
     return tl.where(b == 0, b + 1, b)
 """),

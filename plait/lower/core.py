@@ -124,6 +124,7 @@ class Lowering:
         self.symbols: dict[str, tuple[str, str, int] | Size | None] = {}
         self._steps: dict[str, Fallback] = {}
         self.input_buffers: set[str] = set()
+        self.from_host: set[str] = set()  # buffers that hold a copy of a number in the host's memory
         self.donated: frozenset[str] = frozenset()  # inputs that are the graph's to use up
         self.functions: Mapping[str, tuple[Expr, Expr]] = {}  # symbols that stand for functions of sizes
         self.found: set[str] = set()  # symbols whose values are found at run time
@@ -203,6 +204,10 @@ class Lowering:
     def is_whole(self, x: View) -> bool:
         """Whether x is its buffer itself and not a proper view."""
         return x.index == x.vars and x.shape == self.buffers[x.buf].shape
+
+    def is_hosts(self, x: View) -> bool:
+        """Whether x is in the host's memory, or a number that was copied from there."""
+        return x.buf in self.from_host or self.buffers[x.buf].device == "cpu"
 
     def fix_layout(self, buf: str) -> None:
         """From now on the scheduler must keep this buffer's strides."""

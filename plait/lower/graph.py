@@ -371,6 +371,7 @@ class _Walk:
             device = (("device", Scalar("device", where)),)
             self.ctx.ops.append(Extern((out,), "aten::_to_copy", (given,), device, may_keep=False, fallback=False))
             found = self.moved[x, where] = self.ctx.whole(out)
+            self.ctx.from_host.add(out)
         return found
 
     def _check_devices(self, start: int) -> None:

@@ -140,7 +140,7 @@ def rounds_all(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
 
 def _rounds_factors(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
     """Of a product: neither numbers nor tensors in the CPU's memory that hold one."""
-    return [isinstance(x, View) and (bool(x.shape) or ctx.buffers[x.buf].device != "cpu") for x in xs]
+    return [isinstance(x, View) and (bool(x.shape) or not ctx.is_hosts(x)) for x in xs]
 
 
 def _rounds_terms(ctx: Lowering, xs: Sequence[Operand]) -> Sequence[bool]:
@@ -376,18 +376,24 @@ def _truediv(m: Maths, a: Node, b: Node) -> Node:
     return m("truediv", a, b)
 
 
-register(
-    overloads("div", "Tensor", "Scalar") + overloads("true_divide", "Tensor"), _truediv, FLOAT, rounds=_rounds_dividend
-)
+def _by_reciprocal(m: Maths, a: Node, b: Node) -> Node:
+    return m("mul", a, m("truediv", 1.0, b))
 
 
-def floor_divide(m: Maths, a: Node, b: Node) -> Node:
+def _divided(ctx: Lowering, b: Operand) -> Formula:
+    """How eager's kernel divides floats by b: those of a GPU multiply by the reciprocal of a number, which
+    may be a last bit off."""
+    number = not any(_rounds_factors(ctx, (b,)))
+    return _by_reciprocal if number and ctx.device() != "cpu" else _truediv
+
+
+def _floor_divide(m: Maths, a: Node, b: Node, divided: Formula) -> Node:
     """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it."""
     if not a.dtype.is_float:
         return m.divide("floordiv", a, b)
-    quotient = m("truediv", a, b)
+    quotient = divided(m, a, b)
     rem = m("fmod", a, b)
-    div = m("truediv", m("sub", a, rem), b)
+    div = divided(m, m("sub", a, rem), b)
     off = m("and", m("ne", rem, 0), m("ne", m("lt", b, 0), m("lt", rem, 0)))
     div = m("where", off, m("sub", div, 1), div)
     low = m("floor", div)
@@ -397,21 +403,35 @@ def floor_divide(m: Maths, a: Node, b: Node) -> Node:
     return m("where", m("or", over, m("eq", b, 0)), quotient, out)
 
 
-def _trunc_divide(m: Maths, a: Node, b: Node) -> Node:
+def _trunc_divide(m: Maths, a: Node, b: Node, divided: Formula) -> Node:
     if a.dtype.is_float:
-        return m("trunc", m("truediv", a, b))
+        return m("trunc", divided(m, a, b))
     return m.divide("truncdiv", a, b)
+
+
+def _quotient(ctx: Lowering, a: Operand, b: Operand, mode: str | None) -> View:
+    divided = _divided(ctx, b)
+    if mode is None:
+        return elementwise(ctx, divided, (a, b), FLOAT, rounds=_rounds_dividend)
+    whole = _floor_divide if mode == "floor" else _trunc_divide
+    return elementwise(ctx, lambda m, x, y: whole(m, x, y, divided), (a, b), rounds=_rounds_dividend)
+
+
+@lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
+def _div(ctx: Lowering, a: Operand, b: Operand) -> View:
+    return _quotient(ctx, a, b, None)
 
 
 @lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(ctx: Lowering, a: Operand, b: Operand, *, rounding_mode: str | None) -> View:
-    if rounding_mode is None:
-        return elementwise(ctx, _truediv, (a, b), FLOAT, rounds=_rounds_dividend)
-    formula = floor_divide if rounding_mode == "floor" else _trunc_divide
-    return elementwise(ctx, formula, (a, b), rounds=_rounds_dividend)
+    return _quotient(ctx, a, b, rounding_mode)
 
 
-register(overloads("floor_divide", "default", "Scalar"), floor_divide, rounds=_rounds_dividend)
+@lower(aten.floor_divide.default, aten.floor_divide.Scalar)
+def _floor_div(ctx: Lowering, a: Operand, b: Operand) -> View:
+    return _quotient(ctx, a, b, "floor")
+
+
 register(
     overloads("fmod", "Tensor", "Scalar"),
     lambda m, a, b: m.divide("fmod" if a.dtype.is_float else "rem", a, b),

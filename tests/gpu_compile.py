@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from plait.errors import Unsupported
 from plait.kernel.triton import EARLY, TritonKernel, emit_kernel
+from plait.runtime.cubin import NUMBERS
 from plait.runtime.triton_worker import load_module
 from tests.fuzz_kernels import Maker
 
@@ -27,7 +28,7 @@ def compiled(kernel: TritonKernel, capability: int, folder: Path) -> bytes:
     source = ASTSource(fn, dict(kernel.signature), {}, {})
     options = {
         "num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "debug": kernel.checks,
-        "sanitize_overflow": False,
+        "sanitize_overflow": False, **NUMBERS,
     }  # fmt: skip
     made = triton.compile(source, GPUTarget("cuda", capability, 32), options).asm
     before, wait, _ = made["ptx"].partition("griddepcontrol.wait")

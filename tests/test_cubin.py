@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,21 @@ def alignment_is_used(folder: Path) -> None:
     whole = replace(JOB, text=TEXT.replace(", x < n", ""), num_warps=1)  # four elements a thread
     aligned, free = pool.compile([whole, replace(whole, aligned=())], Config(cache_dir=str(folder)))
     assert aligned.image != free.image
+    pool.stop()
+
+
+def subnormal_numbers_are_kept(folder: Path) -> None:
+    """By the functions of Triton's library: `floor(-1e-45)` is -1, not 0."""
+    plain = ("tl.floor(v)", "tl.ceil(v)", "libdevice.log1p(v)", "libdevice.atan2(v, v)", "libdevice.rsqrt(v)")
+    own = {"libdevice.fmod(v, 3.0)": {"rcp.approx.ftz.f32"}, "libdevice.exp(v)": {"ex2.approx.ftz.f32"}}  # scaled
+    library = "from triton.language.extra.cuda import libdevice\n\n\n@triton.jit"
+    text = TEXT.replace("@triton.jit", library).replace("tl.store(", "v = tl.load(p0 + x)\n    tl.store(")
+    jobs = [replace(JOB, text=text.replace("tl.load(p0 + x, x < n) * 2", call), ptx=True) for call in (*plain, *own)]
+    pool = CubinPool(2)
+    made = pool.compile(jobs, Config(cache_dir=str(folder)))
+    for call, kernel in zip((*plain, *own), made, strict=True):
+        found = set(re.findall(r"[a-z0-9.]+\.ftz\.[a-z0-9.]+", kernel.image.decode(errors="ignore")))
+        assert found <= own.get(call, set()), (call, found)
     pool.stop()
 
 
@@ -364,6 +380,7 @@ CASES = {
     for f in (
         second_process_compiles_nothing, equal_jobs_are_compiled_once, alignment_is_used, refused_source,
         killed_worker_is_replaced, killed_server_is_replaced, deadly_job_is_tried_twice, stop_ends_a_job,
+        subnormal_numbers_are_kept,
         stopped_pool_starts_again, no_orphans, forked_child_compiles,
         starts_early_beside_a_gpu, no_process_can_be_started, what_a_thread_meets_is_raised,
         variables_of_the_compiler_count, idle_processes_end, ranks_share_processors, the_end_does_not_wait,

@@ -403,7 +403,8 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0"), before]
     _, table = compat.triton_operator()
     options = table.get_constant_args(launches(module)[0].kwargs["constant_args_idx"])
-    assert options == {"num_warps": 8, "num_stages": 1, "debug": True, "sanitize_overflow": False}
+    of_checks = {"debug": True, "sanitize_overflow": False}
+    assert options == {"num_warps": 8, "num_stages": 1, "enable_reflect_ftz": False, **of_checks}
 
 
 @needs_triton

@@ -52,6 +52,9 @@ _OTHER_VARIABLES = {
     "TRITON_LIBCUDA_PATH", "TRITON_STORE_BINARY_ONLY", "TRITON_DISABLE_LINE_INFO",
 }  # fmt: skip
 
+NUMBERS = {"enable_reflect_ftz": False}
+"""The option that has Triton's library of functions keep subnormal numbers, as eager's kernels do."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -75,7 +78,7 @@ class Job:
         """The job as a worker reads it, with what this process's environment tells the compiler."""
         options = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "debug": self.checks,
-            "sanitize_overflow": False, "launch_pdl": self.early,
+            "sanitize_overflow": False, "launch_pdl": self.early, **NUMBERS,
         }  # fmt: skip
         facts = {
             "name": self.name, "text": self.text, "signature": dict(self.signature),

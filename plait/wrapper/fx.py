@@ -31,6 +31,7 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.dtypes import TO_TORCH
 from plait.lower.pycall import PythonCall
 from plait.runtime import generated
+from plait.runtime.cubin import NUMBERS
 from plait.runtime.functions import FUNCTIONS
 from plait.runtime.fxops import PythonFunction, python_below_autograd, triton_function
 from plait.runtime.source import executed
@@ -435,7 +436,7 @@ class _Maker:
         self.set_gpu(self.kernels[i.kernel].device)
         operator_, table = compat.triton_operator()
         job = self.jobs[i.kernel]
-        options: dict[str, Any] = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+        options: dict[str, Any] = {"num_warps": job.num_warps, "num_stages": job.num_stages, **NUMBERS}
         if job.checks:
             options |= {"debug": True, "sanitize_overflow": False}
         values = [*(self.env[a] for a in i.args), *self.sizes(i.sizes)]

@@ -4,7 +4,8 @@ The state file holds the next seed, how many programs ended how, how many there 
 every failure with its program; `--shrink FILE` shrinks the failures of a state file to repros, `--seed N`
 looks at one program, `--report FILE` prints the tables. `--device cuda` compares with eager on a GPU;
 `--device interpreted` compiles the same programs for a GPU without one: Triton's interpreter runs their
-kernels on CPU tensors, and eager is that of the CPU.
+kernels on CPU tensors, and eager is that of the CPU, which divides by a number where a GPU multiplies
+by its reciprocal: the last bits of such quotients differ.
 """
 
 from __future__ import annotations

@@ -1,23 +1,35 @@
 """Accumulators of one kernel: declaration, update, combination over vectors and lanes.
 
 One accumulator (one a vector in flight) for each Reduce; argmax and argmin have a value and a position. Long f32 sums
-have two levels: a chunk is summed on its own and then added, so that the error grows with the square root of the length
-at most.
+have two levels: a chunk is summed on its own and then added to an f64, so that the error does not grow with the length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from plait.ir.dtypes import DType, b1, f32, i64
+from plait.ir.dtypes import DType, b1, f32, f64, i64
 from plait.ir.loops import Const, Node, node
 from plait.ir.sizes import Atom, Expr, Size, add, mul, product
-from plait.kernel.cpp_expr import Parts, ctype, literal, mask_part, memory, n_parts, scalar_op, splat, vector_op, vtype
+from plait.kernel.cpp_expr import (
+    Parts,
+    ctype,
+    literal,
+    mask_part,
+    memory,
+    n_parts,
+    scalar_cast,
+    scalar_op,
+    splat,
+    vector_cast,
+    vector_op,
+    vtype,
+)
 from plait.kernel.cpp_values import Values
 from plait.kernel.space import extent
 from plait.schedule.plan import Reduce
 
-CHUNK = 256
+CHUNK = 32
 """Additions to one accumulator before it is emptied into the second level."""
 _OP = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "or", "all": "and", "xor": "xor"}
 _ARG = {"argmax": "gt", "argmin": "lt"}
@@ -47,6 +59,9 @@ class Accumulators:
             for rep in range(reps if vector else 1):
                 d = s.value.dtype
                 first = identity(s.kind, d)
+                if self._is_long(s):
+                    self.whole[s.name, rep] = self._declare(f64, first, vector)
+                    continue
                 self.now[s.name, rep] = self._declare(d, first, vector)
                 if s.kind in _ARG:
                     self.positions[s.name, rep] = self._declare(i64, 0, vector)
@@ -77,25 +92,25 @@ class Accumulators:
         if s.kind != "sum" or s.value.dtype != f32 or s.running:
             return False
         n = product(extent(a) for a in self.v.nest.space.rvars)
-        return not isinstance(n, int) or n > 2 * CHUNK * self._points_an_addition()
+        return not isinstance(n, int) or n > CHUNK * self._points_an_addition()
+
+    def _long(self, reduces: Sequence[Reduce], reps: int) -> Iterator[tuple[Reduce, int]]:
+        """Long sums, once for each vector in flight."""
+        for s in filter(self._is_long, reduces):
+            yield from ((s, rep) for rep in range(reps if self.is_vector(s) else 1))
 
     def begin_chunk(self, reduces: Sequence[Reduce], reps: int) -> None:
-        """Sets long sums aside and starts new ones."""
-        for s in reduces:
-            if self._is_long(s):
-                vector = self.is_vector(s)
-                for rep in range(reps if vector else 1):
-                    self.whole[s.name, rep] = self.now[s.name, rep]
-                    self.now[s.name, rep] = self._declare(f32, 0.0, vector)
+        """Starts the next part of long sums."""
+        for s, rep in self._long(reduces, reps):
+            self.now[s.name, rep] = self._declare(f32, 0.0, self.is_vector(s))
 
     def end_chunk(self, reduces: Sequence[Reduce], reps: int) -> None:
-        """Adds the chunk to what was set aside."""
-        for s in reduces:
-            if self._is_long(s):
-                for rep in range(reps if self.is_vector(s) else 1):
-                    (whole,), (part,) = self.whole[s.name, rep], self.now[s.name, rep]
-                    self.v.line(f"{whole} += {part};")
-                    self.now[s.name, rep] = (whole,)
+        """Adds the parts to the sums."""
+        for s, rep in self._long(reduces, reps):
+            part = self.now[s.name, rep]
+            wide = vector_cast(part, f32, f64) if self.is_vector(s) else part
+            for whole, x in zip(self.whole[s.name, rep], wide, strict=True):
+                self.v.line(f"{whole} += {x};")
 
     # ---------------------------------------------------------------------------------------------- update
     def update(self, s: Reduce) -> None:
@@ -178,7 +193,7 @@ class Accumulators:
             if not (vector and v.nest.inner):
                 for rep in range(reps if vector else 1):
                     found = self.positions if s.kind in _ARG else self.now
-                    v.acc_values[s.name, rep] = found[s.name, rep]
+                    v.acc_values[s.name, rep] = self._rounded(s, rep) if self._is_long(s) else found[s.name, rep]
             elif s.kind in _ARG:
                 v.acc_values[s.name, 0] = (self._first_best(s, reps),)
             else:
@@ -186,14 +201,24 @@ class Accumulators:
 
     def _across(self, s: Reduce, reps: int) -> str:
         """All copies, registers and lanes combined into one scalar."""
-        v, d, op = self.v, s.value.dtype, _OP[s.kind]
-        parts = [(p,) for rep in range(reps) for p in self.now[s.name, rep]]
+        v, op, long = self.v, _OP[s.kind], self._is_long(s)
+        d = f64 if long else s.value.dtype
+        parts = [(p,) for rep in range(reps) for p in (self.whole if long else self.now)[s.name, rep]]
         while len(parts) > 1:
             pairs = list(zip(parts[::2], parts[1::2], strict=True))
             parts = [(v.define(vtype(d), _one_register(op, d, a[0], b[0])),) for a, b in pairs]
         t = "i32" if d == b1 else memory(d)
         text = f"h_{s.kind}_{t}({parts[0][0]})"
-        return v.define(ctype(d), f"{text} != 0" if d == b1 else text)
+        if long:
+            text = scalar_cast(text, f64, f32)
+        return v.define(ctype(s.value.dtype), f"{text} != 0" if d == b1 else text)
+
+    def _rounded(self, s: Reduce, rep: int) -> Parts:
+        """A long sum as f32."""
+        v, whole = self.v, self.whole[s.name, rep]
+        if not self.is_vector(s):
+            return (v.define(ctype(f32), scalar_cast(whole[0], f64, f32)),)
+        return tuple(v.define(vtype(f32), x) for x in vector_cast(whole, f64, f32))
 
     def _first_best(self, s: Reduce, reps: int) -> str:
         """The position of the best of all lanes; of equal ones the first."""

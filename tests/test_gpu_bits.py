@@ -116,6 +116,8 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
     "addmv": (torch.addmv, ((3,), (3, 4), (4,))),
     "dot": (torch.dot, ((4,), (4,))),
     "vdot": (torch.vdot, ((4,), (4,))),
+    "dot of nothing": (torch.dot, ((0,), (0,))),
+    "mv of nothing": (torch.mv, ((3, 0), (0,))),
     "no rows": (torch.mm, ((0, 4), (4, 5))),
     "nothing to add": (torch.mm, ((3, 0), (0, 5))),
     "addmm of nothing": (torch.addmm, ((5,), (3, 0), (0, 5))),

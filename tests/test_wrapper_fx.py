@@ -412,9 +412,10 @@ def test_every_gpu_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("suite", ["graphs", "models"])
 def test_in_the_interpreter(suite: str, tmp_path: Path) -> None:
     """PyTorch's operator launches our kernels, which Triton interprets on the CPU."""
+    files = ("tests/test_fuzz_graphs.py", "tests/test_frontend_cases.py")
     some_graphs = "test_random_graphs and 1 or negated or conjugated or complex"
     samples = {
-        "graphs": (["tests/test_fuzz_graphs.py", "tests/test_frontend_cases.py", "-k", some_graphs], 24),
+        "graphs": ([*files, "-m", "slow or not slow", "-k", some_graphs], 24),
         "models": (["tests/test_models.py", "-k", "step and bert or dynamic and vit"], 2),
     }
     passes(*samples[suite], tmp_path, timeout=300, TRITON_INTERPRET="1", PLAIT_WRAPPER="fx")

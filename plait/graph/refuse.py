@@ -111,13 +111,13 @@ _WORDS = {
 
 
 def _of_a_gpu(op: OpOverload, given: list[tuple[str, torch.Tensor]]) -> Exception | None:
-    """What eager raises for a product of integers on a GPU. Nothing is multiplied where a tensor is
+    """What eager raises for a product of integers on a GPU. Nothing is multiplied where a matrix is
     empty, and nothing refused; of dtypes that differ it says something else."""
     kernel = _GPU_PRODUCTS.get(op._schema.name.removeprefix("aten::"))
     dtypes = {x.dtype for _, x in given}
     if kernel is None or len(dtypes) > 1 or not dtypes <= _WORDS.keys():
         return None
-    if any(x.device.type != "cuda" or 0 in map(compat.hint_of, x.shape) for _, x in given):
+    if any(x.device.type != "cuda" or x.ndim > 1 and 0 in map(compat.hint_of, x.shape) for _, x in given):
         return None
     return NotImplementedError(f"\"{kernel}\" not implemented for '{_WORDS[dtypes.pop()]}'")
 

@@ -387,8 +387,9 @@ def _divided(ctx: Lowering, b: Operand) -> Formula:
     return _by_reciprocal if number and ctx.device() != "cpu" else _truediv
 
 
-def _floor_divide(m: Maths, a: Node, b: Node, divided: Formula) -> Node:
-    """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it."""
+def _floor_divide(m: Maths, a: Node, b: Node, divided: Formula, held: DType) -> Node:
+    """floor(a/b) as eager does it for floats: by the remainder, so that it never disagrees with it. held: what eager
+    holds the floor in."""
     if not a.dtype.is_float:
         return m.divide("floordiv", a, b)
     quotient = divided(m, a, b)
@@ -396,7 +397,7 @@ def _floor_divide(m: Maths, a: Node, b: Node, divided: Formula) -> Node:
     div = divided(m, m("sub", a, rem), b)
     off = m("and", m("ne", rem, 0), m("ne", m("lt", b, 0), m("lt", rem, 0)))
     div = m("where", off, m("sub", div, 1), div)
-    low = m("floor", div)
+    low = m.cast(m.cast(m("floor", div), held), div.dtype)
     low = m("where", m("gt", m("sub", div, low), 0.5), m("add", low, 1), low)
     out = m("where", m("ne", div, 0), low, m("copysign", m.const(0.0, a.dtype), quotient))
     over = m("and", m("isinf", quotient), m("not", m("isinf", a)))  # fmod of vectors is NaN then
@@ -413,8 +414,10 @@ def _quotient(ctx: Lowering, a: Operand, b: Operand, mode: str | None) -> View:
     divided = _divided(ctx, b)
     if mode is None:
         return elementwise(ctx, divided, (a, b), FLOAT, rounds=_rounds_dividend)
-    whole = _floor_divide if mode == "floor" else _trunc_divide
-    return elementwise(ctx, lambda m, x, y: whole(m, x, y, divided), (a, b), rounds=_rounds_dividend)
+    if mode == "trunc":
+        return elementwise(ctx, lambda m, x, y: _trunc_divide(m, x, y, divided), (a, b), rounds=_rounds_dividend)
+    held = ctx.out_dtype() if divided is _by_reciprocal else compute_dtype(ctx.out_dtype())
+    return elementwise(ctx, lambda m, x, y: _floor_divide(m, x, y, divided, held), (a, b), rounds=_rounds_dividend)
 
 
 @lower(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)

@@ -151,8 +151,8 @@ def _reduced(
     return ctx.pointwise(x.shape, x.dtype, body)
 
 
-# ------------------------------------------------------------------------------------------- x[i,
-# j] = v
+# -------------------------------------------------------------------------------------------
+# x[i, j] = v
 @lower(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False) -> Any:
     assert ctx.node is not None

@@ -246,3 +246,51 @@ class Extrema(torch.nn.Module):
 class Sums(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.amax(1), x.sum(), x.logsumexp(1)
+
+
+# ------------------------------------------------------------------------------------------ sizes of what is written
+def rows(n: int) -> torch.Tensor:
+    return torch.arange(n) % 8
+
+
+VALUES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int], tuple[torch.Tensor, ...]]]] = {
+    "rows": (lambda x, v, i: x.index_put((i,), v), lambda n: (torch.ones(n, 4), rows(6))),
+    "rows, added": (lambda x, v, i: x.index_put((i,), v, accumulate=True), lambda n: (torch.ones(n, 4), rows(6))),
+    "columns": (lambda x, v, i: x.index_put((i,), v), lambda n: (torch.ones(n - 2), rows(6))),
+    "a rank too many": (lambda x, v, i: x.index_put((i,), v.unsqueeze(0)), lambda n: (torch.ones(n, 4), rows(6))),
+    "behind a mask": (lambda x, v, m: x.index_put((m,), v), lambda n: (torch.ones(n - 2), torch.ones(8) > 0)),
+    "index_add": (lambda x, v, i: x.index_add(0, i, v), lambda n: (torch.ones(6, n - 2), rows(6))),
+    "index_copy": (lambda x, v, i: x.index_copy(0, i, v), lambda n: (torch.ones(6, n - 2), rows(6))),
+    "index_reduce": (lambda x, v, i: x.index_reduce(0, i, v, "amax"), lambda n: (torch.ones(n, 4), rows(6))),
+    "slice_scatter": (lambda x, v: x.slice_scatter(v, 0, 0, 6), lambda n: (torch.ones(n, 4),)),
+    "select_scatter": (lambda x, v: x.select_scatter(v, 0, 1), lambda n: (torch.ones(n - 2),)),
+    "diagonal_scatter": (lambda x, v: x.diagonal_scatter(v), lambda n: (torch.ones(n - 2),)),
+    "a diagonal below": (lambda x, v: x.diagonal_scatter(v, -3), lambda n: (torch.ones(n - 2),)),
+    "a diagonal above": (lambda x, v: x.diagonal_scatter(v, 1), lambda n: (torch.ones(n - 3),)),
+}
+"""Writes to x, of 8 x 4, and their arguments, which fit where n is 6."""
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_another_size_are_refused(name: str, dynamic: bool) -> None:
+    """Tracing does not compare them: what is missing would be read from memory of others."""
+    fn, given = VALUES[name]
+    run = torch.compile(fn, backend="plait", dynamic=dynamic)
+    for n in (6, 5, 7, 3, 6):
+        args = (torch.zeros(8, 4), *given(n))
+        want, _, values = outcome(fn, *args)
+        got, words, results = outcome(run, *args)
+        assert got is want or (want is not object and issubclass(got, want)), (n, words)
+        assert values is None or torch.equal(results, values)
+
+
+def test_values_of_another_size_are_refused_without_guards() -> None:
+    fn = lambda x, v, i: x.index_put((i,), v)
+    n = torch.export.Dim("n")
+    run = plait.compile(fn, (torch.zeros(8, 4), torch.ones(6, 4), rows(6)), dynamic_shapes=(None, {0: n}, None))
+    assert torch.equal(run(torch.zeros(8, 4), torch.ones(6, 4), rows(6))[:6], torch.ones(6, 4))
+    for k in (5, 7):
+        with pytest.raises(RuntimeError, match=f"shape mismatch.*{k}"):
+            run(torch.zeros(8, 4), torch.ones(k, 4), rows(6))

@@ -22,14 +22,14 @@ from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.extern import call_extern
 from plait.lower.inplace import is_scattered, may_write, strides_like
-from plait.lower.shape import all_of, broadcast, compare, result, scalar
+from plait.lower.shape import all_of, broadcast, compare, fit, result, scalar
 from plait.lower.view import clamp_start, wrap_dim, wrap_index
 
 aten = torch.ops.aten
 
 
-# ------------------------------------------------------------------------------------------- x[i,
-# j]
+# -------------------------------------------------------------------------------------------
+# x[i, j]
 @dataclass(frozen=True, slots=True)
 class Indexing:
     """What x[indices] means: `tensors` by dimension of x, all seen with shape `common`, whose dimensions start at
@@ -167,8 +167,11 @@ def unflatten(flat: Size, shape: tuple[Size, ...]) -> Index:
     return tuple(out)
 
 
-# ------------------------------------------------------------------------------------------- parts
-# replaced
+# -------------------------------------------------------------------------------------------
+# parts replaced
+_UNEQUAL = "expected src to have a size equal to the slice of self"
+
+
 @lower(aten.slice_scatter.default)
 def slice_scatter(
     ctx: Lowering, x: View, src: View, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1
@@ -177,11 +180,8 @@ def slice_scatter(
     size = x.shape[d]
     first = _clamped(0 if start is None else start, size)
     last = size if end is None else end
-    if ctx.is_found(first, last, size, src.shape[d]):
-        length = sz.ceildiv(sz.smax(clamp_start(last, size, -1, step) - first, 0), step)
-        said = "found {} where {} was traced: the size of a slice"
-        ctx.assert_true(sz.compare("eq", length, src.shape[d]), said, (length, src.shape[d]))
-    src = broadcast(src, (*x.shape[:d], src.shape[d], *x.shape[d + 1 :]))
+    length = sz.ceildiv(sz.smax(clamp_start(last, size, -1, step) - first, 0), step)
+    src = fit(ctx, src, (*x.shape[:d], length, *x.shape[d + 1 :]), _UNEQUAL)
     if src.shape[d] == size and first == 0:
         return result(ctx, lambda ops, i: ops.cast(src.load(ops, i), x.dtype))
     written = _written(ctx, x, src, lambda i: (*i[:d], sz.add(first, sz.mul(i[d], step)), *i[d + 1 :]))
@@ -233,6 +233,7 @@ def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> 
     d = wrap_dim(dim, len(x.shape))
     ctx.require_index(index, d, x.shape[d])
     at = wrap_index(index, x.shape[d])
+    src = fit(ctx, src, (*x.shape[:d], *x.shape[d + 1 :]), _UNEQUAL)
     written = _written(ctx, x, src, lambda i: (*i[:d], at, *i[d:]))
     if written is not None:
         return written
@@ -247,12 +248,15 @@ def select_scatter(ctx: Lowering, x: View, src: View, dim: int, index: Size) -> 
 def diagonal_scatter(ctx: Lowering, x: View, src: View, offset: int = 0, dim1: int = 0, dim2: int = 1) -> View:
     rank = len(x.shape)
     d1, d2 = wrap_dim(dim1, rank), wrap_dim(dim2, rank)
+    others = tuple(n for d, n in enumerate(x.shape) if d not in (d1, d2))
+    ends = sz.smin(sz.add(x.shape[d1], min(offset, 0)), sz.add(x.shape[d2], -max(offset, 0)))
+    src = fit(ctx, src, (*others, sz.smax(ends, 0)), _UNEQUAL)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         along = i[d1] if offset >= 0 else i[d2]
-        others = tuple(v for d, v in enumerate(i) if d not in (d1, d2))
+        rest = tuple(v for d, v in enumerate(i) if d not in (d1, d2))
         hit = compare(ops, "eq", sz.add(i[d2], sz.mul(i[d1], -1)), offset)
-        return _replaced(ops, x, i, [hit], src, (*others, along))
+        return _replaced(ops, x, i, [hit], src, (*rest, along))
 
     return result(ctx, body)
 

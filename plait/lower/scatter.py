@@ -24,7 +24,7 @@ from plait.lower.extern import call_extern
 from plait.lower.index import at_least_1d, indexing
 from plait.lower.inplace import strides_like
 from plait.lower.pointwise import convert
-from plait.lower.shape import broadcast, result, scalar
+from plait.lower.shape import fit, result, scalar
 from plait.lower.view import wrap_dim
 
 aten = torch.ops.aten
@@ -153,6 +153,9 @@ def _reduced(
 
 # -------------------------------------------------------------------------------------------
 # x[i, j] = v
+_MISMATCH = "shape mismatch: value tensor cannot be broadcast to indexing result"
+
+
 @lower(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False) -> Any:
     assert ctx.node is not None
@@ -163,7 +166,7 @@ def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: Vi
         return where or call_extern(ctx, ctx.node, args, {}, fallback=False)
     how = indexing(x, indices)
     check = ctx.node.target is aten.index_put.default
-    given = broadcast(values, how.shape)
+    given = fit(ctx, values, how.shape, _MISMATCH, ones=True)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
         return how.point(ops, x, i, check), ops.cast(given.load(ops, i), x.dtype)
@@ -189,7 +192,7 @@ def _put_where(ctx: Lowering, x: View, indices: Sequence[View | None], values: V
         values = values.remap(values.shape[:hits] + values.shape[hits + 1 :], lambda v: (*v[:hits], 0, *v[hits:]))
     if len(values.shape) > len(tail):
         return None
-    given = broadcast(values, tail)
+    given = fit(ctx, values, tail, _MISMATCH, ones=True)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         hit = ops.cast(mask.load(ops, i[first : first + rank]), b1)
@@ -216,13 +219,15 @@ def _index_along(
     d = wrap_dim(dim, len(flat.shape))
     shape = (*flat.shape[:d], index.shape[0], *flat.shape[d + 1 :])
     compute = compute_dtype(x.dtype)
+    if isinstance(src, View) and src.shape:
+        src = fit(ctx, src, shape, "source tensor shape must match self tensor shape, excluding one dimension")
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
         at = ops.checked(index.load(ops, (i[d],)), flat.shape[d], wrap, check)
         if not isinstance(src, View):
             value = scalar(ctx, ops, src, x.dtype)
         else:
-            value = src.load(ops, i if len(src.shape) == len(i) else ())
+            value = src.load(ops, i if src.shape else ())
         if alpha != 1:
             times = "and" if compute == b1 else "mul"
             value = ops.op(times, ops.cast(value, compute), scalar(ctx, ops, alpha, compute))

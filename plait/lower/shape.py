@@ -20,7 +20,7 @@ from plait.ir.dtypes import DType, b1, f64
 from plait.ir.loops import Node, Pointwise, loop_vars
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Body, Index, Lowering, View, lower
+from plait.lower.core import Body, Index, Lowering, NoRule, View, lower
 from plait.lower.pointwise import operand, wrap
 from plait.lower.view import reshape, wrap_dim
 
@@ -52,6 +52,22 @@ def broadcast(x: View, shape: tuple[Size, ...]) -> View:
         return tuple(0 if s == 1 else v[lead + d] for d, s in enumerate(x.shape))
 
     return x.remap(shape, fn)
+
+
+def fit(ctx: Lowering, x: View, shape: tuple[Size, ...], said: str, ones: bool = False) -> View:
+    """x, which is about to be read at all points of shape: tracing has not compared the two. ones: sizes of 1 are
+    repeated, and missing ones. Raises NoRule where x does not fit, for ATen raises eager's error; what only the call
+    tells is asserted, in the words said."""
+    lead = len(shape) - len(x.shape)
+    if lead < 0 or (lead and not ones):
+        raise NoRule(said)
+    for have, want in zip(x.shape, shape[lead:], strict=True):
+        if have != want and not (ones and have == 1):
+            same = sz.compare("eq", have, want)
+            if same == 0:
+                raise NoRule(said)
+            ctx.assert_true(same, f"{said}: found {{}} where {{}} is wanted", (have, want))
+    return broadcast(x, shape)
 
 
 def all_of(ops: Recorder, conditions: Sequence[Node]) -> Node:

@@ -105,8 +105,9 @@ def test_random_graphs_have_the_bits_of_native(target: str, n: int) -> None:
 
 @pytest.mark.parametrize("n", N_GRAPHS)
 def test_random_graphs_in_fx(n: int) -> None:
+    p = with_road(nth(n), way="compile", wrapper="fx", threads=1)
     with only("fx"):
-        passes(with_road(nth(n), way="compile", wrapper="fx", threads=1))
+        passes(p)
 
 
 # ---------------------------------------------------------------------------------------------- calls

@@ -75,6 +75,24 @@ POINTWISE = [
             torch.logaddexp({x}, {y});  torch.atan2({x}, {y});  {x} / ({y}.abs() + 1);
             torch.hypot({x}, {y});  F.softsign({x});  F.mish({x});  torch.asinh({x});
             torch.lerp({x}, {s}, 0.25);  torch.addcmul({x}, {s}, {s}, value=0.5);
+            F.elu({x});  F.selu({x});  F.celu({x}, 0.5);  F.hardswish({x});  F.hardsigmoid({x});
+            F.logsigmoid({x});  torch.exp2({x});  torch.log2({x}.abs() + 1);  torch.sinc({x});
+            torch.acos({x}.clamp(-1, 1));  torch.special.entr({x});  torch.special.i0e({x});
+            torch.logit({x}.sigmoid(), 1e-3);  torch.frac({x});  torch.deg2rad({x});
+            torch.float_power({x}, 2);  torch.xlogy({s}, {x}.abs() + 1);  torch.lgamma({x}.abs() + 1);
+            torch.special.log_ndtr({x});  torch.logaddexp2({x}, {y});  {x}.pow({s});
+            torch.addcdiv({x}, {s}, {s}.abs() + 1);  {x} ** 3;  {x} ** -0.5;  torch.log10({x}.abs());
+        """,
+    ),
+    *_rows(
+        "pointwise",
+        takes="n",
+        jumpy=True,
+        texts="""
+            torch.heaviside({x}, {s});  torch.rsub({x}, {y});  {x}.masked_fill({x} < {y}, 3);
+            torch.positive({x});  {x}.clamp({s}, {s});  {x}.clamp_min({y});  torch.clip({x}, max=2);
+            torch.logical_xor({x}, {y});  torch.logical_not({x});  torch.where({x} != 0, {x}, 0);
+            {x}.sgn();  torch.isposinf({x});  torch.isneginf({x});  {x}.ne(0) * {y};
         """,
     ),
     *_rows(
@@ -214,6 +232,14 @@ VIEWS = [
             {x}.rot90();  torch.tril({x});  torch.triu({x}, 1);  {x}.fliplr();
             F.pad({x}[None], (1, 1), mode='replicate');  torch.hstack([{x}, {s}]);
             torch.diag_embed({x});  torch.cat([{x}.mT, {x}.mT]);
+            torch.meshgrid({x}[0], {x}[..., 0], indexing='ij')[1];  torch.block_diag({x}, {x});
+            torch.column_stack([{x}, {s}]);  torch.dstack([{x}, {s}]);  {x}.flipud();  {x}.ravel();
+            F.pad({x}, (1, 0, 0, 2), value=True);  torch.atleast_3d({x});  {x}.repeat({d}, 2, 1);
+            torch.broadcast_to({x}, (2, *{x}.shape)).contiguous();  {x}.resolve_conj().clone();
+            torch.cartesian_prod({x}[0], {x}[..., 0]);  torch.vander({x}[0], 3);  {x}.new_zeros(3);
+            torch.combinations({x}[0]);  F.pixel_shuffle({x}[None].repeat(4, 1, 1), 2);
+            F.pad({x}[None], (1, 1), mode='circular');  F.pad({x}[None], (1, 0), mode='reflect');
+            {x}.view(1, *{x}.shape).expand(3, -1, -1).reshape(-1, {x}.shape[-1]);
         """,
     ),
 ]
@@ -239,11 +265,11 @@ REDUCTIONS = [
         texts="""
             {x}.amax({d});  {x}.amin({d});  {x}.max({d}).values;  {x}.min();  {x}.argmax({d});
             {x}.argmin({d});  {x}.max({d}).indices;  {x}.cummax({d}).values;
-            {x}.sort({d}, stable=True).values;  {x}.sort({d}, stable=True).indices;
-            {x}.topk(1, {d}).values;  {x}.median({d}).values;  {x}.argsort({d}, stable=True);
+            {x}.sort(dim={d}, stable=True).values;  {x}.sort(dim={d}, stable=True).indices;
+            {x}.topk(1, {d}).values;  {x}.median({d}).values;  {x}.argsort(dim={d}, stable=True);
             {x}.aminmax().max;  {x}.kthvalue(1, {d}).values;
             torch.sort({x}, dim={d}, stable=True, descending=True).values;  {x}.argmax();
-            torch.cummin({x}, {d}).values;  {x}.isin({y});
+            torch.cummin({x}, {d}).values;  torch.isin({x}, {y});
             torch.searchsorted({x}.sort(-1).values, {x});  torch.bucketize({x}, torch.arange(3., device={x}.device));
         """,
     ),
@@ -266,7 +292,36 @@ REDUCTIONS = [
             {x}.norm();  {x}.norm(dim={d});  {x}.logsumexp({d});  torch.softmax({x}, {d});
             torch.log_softmax({x}, {d});  torch.linalg.vector_norm({x}, 3, {d});
             torch.var_mean({x}, {d})[1];  {x}.logcumsumexp({d});  F.normalize({x}, dim={d});
-            torch.cov({x});  {x}.quantile(0.5, {d});
+            torch.cov({x});  {x}.quantile(0.5, {d});  F.softmin({x}, {d});  {x}.nanmean({d});
+            torch.dist({x}, {x} + 1);  torch.renorm({x}, 2, {d}, 1.0);  torch.trapezoid({x}, dim={d});
+            torch.corrcoef({x});  torch.cdist({x}, {x});  {x}.norm(1);  {x}.norm(float('inf'), {d});
+            torch.std_mean({x}, {d})[1];  torch.linalg.matrix_norm({x});  F.glu({x}.repeat(1, 2));
+            F.softmax({x}, {d}, dtype=torch.float64);  {x}.var((0, 1));  {x}.mean((0, 1), dtype=torch.float64);
+        """,
+    ),
+    *_rows(
+        "losses",
+        takes="f",
+        exact="no",
+        ndim=2,
+        texts="""
+            F.mse_loss({x}, {s});  F.l1_loss({x}, {s}, reduction='none');  F.huber_loss({x}, {s});
+            F.smooth_l1_loss({x}, {s}, beta=0.5);  F.kl_div({x}, {s}.abs(), reduction='batchmean');
+            F.binary_cross_entropy_with_logits({x}, {s}.sigmoid());  F.soft_margin_loss({x}, {s});
+            F.cosine_similarity({x}, {s}, {d});  F.pairwise_distance({x}, {s});
+            F.poisson_nll_loss({x}, {s}.abs());  F.hinge_embedding_loss({x}, {s}.sign());
+            F.gaussian_nll_loss({x}, {s}, {s}.abs() + 1);  F.triplet_margin_loss({x}, {s}, {x} * 2);
+            F.margin_ranking_loss({x}, {s}, {x}.sign());  F.binary_cross_entropy({x}.sigmoid(), {s}.sigmoid());
+        """,
+    ),
+    *_rows(
+        "sums",
+        takes="i",
+        ndim=1,
+        texts="""
+            {x}.sum({d});  {x}.prod({d});  {x}.cumsum({d});  {x}.cumprod({d});  {x}.float().mean();
+            {x}.abs().clamp(0, 9).flatten().bincount(minlength=10);  {x}.sum({d}, dtype=torch.int8);
+            {x}.amax({d}, keepdim=True);  {x}.aminmax(dim={d}).min;  {x}.diff(n=2, dim={d});
         """,
     ),
 ]

@@ -36,6 +36,14 @@ def _index(m: Maker, shape: tuple[str, ...], bound: str, values: str = "index", 
     return m.operand(shape, dtype, values, bound)
 
 
+def _written(m: Maker, shape: tuple[str, ...], dtype: str) -> str:
+    """Values of a shape to write; at times one that does not fit, or that does by chance only."""
+    if shape and m.rng.random() < 0.06:
+        k = m.rng.randrange(len(shape))
+        shape = m.rng.choice(((*shape[:k], m.dim(), *shape[k + 1 :]), shape[1:], (*shape, m.dim())))
+    return m.operand(shape, dtype)
+
+
 def _scatter_shape(m: Maker, shape: tuple[str, ...], d: int) -> tuple[str, ...]:
     count = m.rng.choice((m.dim(), shape[d], "1", "0", "40"))
     return tuple(count if k == d else s for k, s in enumerate(shape))
@@ -47,7 +55,7 @@ def scatter_add(m: Maker) -> str:
         return ""
     x, d, bound, shape = found
     s = _scatter_shape(m, shape, d)
-    i, v = _index(m, s, bound), m.operand(s, name_of(m.value(x).dtype))
+    i, v = _index(m, s, bound), _written(m, s, name_of(m.value(x).dtype))
     into = _zeros(m, x)
     text = f"{into}.scatter_add({d}, {i}, {v})"
     if m.rng.random() < 0.25:
@@ -62,7 +70,7 @@ def scatter_reduce(m: Maker) -> str:
     x, d, bound, shape = found
     s = _scatter_shape(m, shape, d)
     how = m.rng.choice(REDUCES)
-    i, v = _index(m, s, bound), m.operand(s, name_of(m.value(x).dtype))
+    i, v = _index(m, s, bound), _written(m, s, name_of(m.value(x).dtype))
     exact = {"amax": "bits", "amin": "bits", "mean": "no", "prod": "whole", "sum": "whole"}[how]
     if how == "mean" and not m.value(x).is_floating_point():
         exact = "whole"
@@ -79,7 +87,7 @@ def index_add(m: Maker) -> str:
     dtype = name_of(m.value(x).dtype)
     if m.rng.random() < 0.1:
         dtype = m.rng.choice(("float32", "float64", "float16", "int64"))
-    i, v = _index(m, (s[d],), bound, int32=True), m.operand(s, dtype)
+    i, v = _index(m, (s[d],), bound, int32=True), _written(m, s, dtype)
     how = m.rng.choice(("add", "add", "add2", "reduce"))
     if how == "reduce":
         mode = m.rng.choice(REDUCES[1:])
@@ -106,7 +114,7 @@ def index_put(m: Maker) -> str:
     if m.rng.random() < 0.1:
         dtype = m.rng.choice(("float32", "float64", "float16", "int64"))
     rest = shape[n:] if m.rng.random() < 0.7 else ()
-    v = m.operand((*s, *rest) if m.rng.random() < 0.8 else rest, dtype)
+    v = _written(m, (*s, *rest) if m.rng.random() < 0.8 else rest, dtype)
     if m.rng.random() < 0.3:
         c = m.add("in place", f"{x}.clone()")
         if not c or not m.add("in place", f"{c}.index_put_(({picked},), {v}, accumulate=True)", exact="whole", out=""):
@@ -125,7 +133,7 @@ def store_once(m: Maker) -> str:
     if any(e[i].unique().numel() != e[i].numel() for e in m.env):
         return ""
     s = tuple(m.operands[-1].shape[0] if k == d else n for k, n in enumerate(shape))
-    v = m.operand(s, name_of(m.value(x).dtype))
+    v = _written(m, s, name_of(m.value(x).dtype))
     colons = ":, " * d
     c = m.add("in place", f"{x}.clone()")
     texts = [
@@ -145,12 +153,36 @@ def masked(m: Maker) -> str:
     if shape is None:
         return ""
     b = m.operand(shape if m.rng.random() < 0.7 else shape[-1:], "bool", "bool")
-    v = m.operand(shape, name_of(m.value(x).dtype))
+    v = _written(m, shape, name_of(m.value(x).dtype))
     text = m.rng.choice(
         (f"{x}.masked_fill({b}, 2)", f"torch.where({b}, {x}, {v})", f"{x}.masked_scatter({b}, {v})",
          f"torch.index_put({x}, ({b},), torch.tensor(3).to({x}))")
     )  # fmt: skip
     return m.add("masked", text)
+
+
+def part(m: Maker) -> str:
+    """A copy of a tensor with a part of it replaced."""
+    found = _target(m, "a")
+    if found is None:
+        return ""
+    x, d, bound, shape = found
+    dtype = name_of(m.value(x).dtype)
+    rest = tuple(n for k, n in enumerate(shape) if k != d)
+    k = m.integer(0, 3) if m.rng.random() < 0.5 else m.rng.choice(("0", "-1"))
+    way = m.rng.randrange(4)
+    if way == 0:
+        text = f"torch.select_scatter({x}, {_written(m, rest, dtype)}, {d}, {k})"
+    elif way == 1:
+        like = _written(m, tuple("2" if n == d else s for n, s in enumerate(shape)), dtype)
+        end = m.rng.choice((f"{k} + 2", f"{k} + 2", f"{k} + 4, 2", "None"))
+        text = f"torch.slice_scatter({x}, {like}, {d}, {k}, {end})"
+    elif way == 2 and len(shape) == 2:
+        text = f"torch.diagonal_scatter({x}, {_written(m, (m.rng.choice(shape),), dtype)})"
+    else:
+        at = m.operand(shape, "bool", "bool")
+        text = f"torch.masked_scatter({x}, {at}, {_written(m, (m.rng.choice((bound, '40')),), dtype)})"
+    return m.add("parts", text)
 
 
 def gather(m: Maker) -> str:
@@ -180,7 +212,7 @@ def put(m: Maker) -> str:
         return ""
     x, _, _, shape = found
     s = m.shape(m.rng.randint(1, 2))
-    i, v = _index(m, s, "*".join(f"({n})" for n in shape)), m.operand(s, name_of(m.value(x).dtype))
+    i, v = _index(m, s, "*".join(f"({n})" for n in shape)), _written(m, s, name_of(m.value(x).dtype))
     return m.add("scatter add", f"{_zeros(m, x)}.put({i}, {v}, accumulate=True)", exact="whole")
 
 
@@ -207,5 +239,6 @@ def lone_gather(m: Maker) -> str:
 
 
 MAKERS: tuple[Callable[[Maker], str], ...] = (
-    scatter_add, scatter_reduce, index_add, index_put, store_once, masked, gather, put, lone_index, lone_gather,
+    scatter_add, scatter_reduce, index_add, index_put, store_once, masked, part, gather, put, lone_index,
+    lone_gather,
 )  # fmt: skip

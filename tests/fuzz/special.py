@@ -254,6 +254,49 @@ def layer(m: Maker) -> str:
     return m.add("layers", texts[way], exact=exact, jumpy=way == 5)
 
 
+def model(m: Maker) -> str:
+    """Attention, classes' losses, lookups, and layers of images."""
+    d = m.rng.choice(("float32", "float32", "float64", "bfloat16"))
+    n, c, h = m.dim(), m.rng.choice(("1", "2", "4")), m.rng.choice(("1", "2", "5", "8"))
+    way = m.rng.randrange(16)
+    x = m.operand((m.rng.choice(("1", "2", n)), c, h, m.rng.choice(("1", "3", "4", "8"))), d)
+    if way < 3:
+        k, v = (
+            m.operand((*m.operands[-1].shape[:2], m.rng.choice((h, "3")), m.operands[-1].shape[3]), d) for _ in "kv"
+        )
+        mask = m.operand((h, h), m.rng.choice(("bool", d)))
+        how = ("", ", is_causal=True", f", {mask}")[way]
+        return m.add("models", f"F.scaled_dot_product_attention({x}, {k}, {v}{how})", exact="no")
+    if way < 6:
+        y, t = m.operand((n, c), d), m.operand((n,), "int64", "index", c)
+        w = m.operand((c,), d, "whole", layout="plain")
+        more = m.rng.choice(("", ", ignore_index=0", f", weight={w}.abs()", ", reduction='sum'", ", reduction='none'"))
+        if way == 3 and m.rng.random() < 0.5:
+            more += ", label_smoothing=0.1"
+        loss = (f"cross_entropy({y}, ", f"nll_loss({y}, ", f"cross_entropy({y}.log_softmax(1), ")[way - 3]
+        return m.add("models", f"F.{loss}{t}{more})", exact="no")
+    if way < 8:
+        table, at = m.operand((c, h), d), m.operand((n, "3"), "int64", "index", c)
+        mode = m.rng.choice(("sum", "mean", "max"))
+        text = (f"F.embedding({at}, {table}, padding_idx=0)", f"F.embedding_bag({at}, {table}, mode={mode!r})")[way - 6]
+        return m.add("models", text, exact="no")
+    k, w1 = m.rng.choice((1, 2, 3)), m.operand(("4", c, "3"), d, layout="plain")
+    mode = m.rng.choice(("bilinear", "bicubic", "area", "nearest-exact"))
+    corners = m.rng.choice(("", ", align_corners=True")) if mode[:2] == "bi" else ""
+    texts = {
+        8: f"F.conv1d({x}[0].mT.transpose(0, 1).flatten(2)[None, :, 0], {w1}, padding=1, dilation=1)",
+        9: f"F.conv1d({x}.flatten(2), {w1}, stride={k}, padding={k}, dilation={k})",
+        10: f"F.interpolate({x}, size=({k + 2}, 5), mode={mode!r}{corners})",
+        11: f"F.unfold({x}, {k}, padding=1, stride=2)",
+        12: f"F.max_pool2d({x}, 2, ceil_mode=True, return_indices=True)[1]",
+        13: f"F.instance_norm({x}, eps=0.1)",
+        14: f"F.adaptive_max_pool2d({x}, ({k}, 2))",
+        15: f"F.lp_pool2d({x}, 2, 2)",
+    }
+    exact = {8: "whole", 9: "whole", 11: "bits", 14: "bits"}.get(way, "no")
+    return m.add("models", texts[way], exact=exact, jumpy=way in (12, 14))
+
+
 REFUSED = _texts("""
     {b}.argmax();  {b}.argmax(1);  {b} - {b};  F.binary_cross_entropy({x} * 3, {x});
     torch.cdist({x}, {x}.half());  F.layer_norm({x}, (3,));  F.linear({x}, {y});
@@ -265,6 +308,7 @@ REFUSED = _texts("""
     torch.index_select({x}, 0, {y});  {y}.int().lerp({y}.int(), 0.5);  F.nll_loss({x}, {y});
     torch.zeros(4).index_add_(0, torch.tensor([1]), torch.ones(1).double());  {x}.mm({y});
     F.batch_norm({x}.float(), {y}.half(), {y}.half());  F.cross_entropy({x}.float(), {y}.int());
+    torch.zeros(4, 4).index_put_((torch.tensor([1, 2]),), torch.ones(3, 4));
     torch.bmm({x}, {x});  torch.zeros(4).copy_({y}[None].expand(3, 4));  {b}.cumprod(0).chunk(0)
 """)
 
@@ -283,5 +327,5 @@ def refused(m: Maker) -> str:
 
 MAKERS: tuple[tuple[float, Callable[[Maker], str]], ...] = (
     (5, selected), (3, item), (4, size_function), (4, in_place), (2, alias), (4, dtype_view), (4, product),
-    (3, layer), (2, refused),
+    (3, layer), (3, model), (2, refused),
 )  # fmt: skip

@@ -199,3 +199,33 @@ def test_division_of_integers_by_zero_is_eagers_error(name: str) -> None:
             fn(a, b)
         with pytest.raises(want.type, match="ZeroDivisionError"):
             compiled(a, b)
+
+
+SUMS: dict[str, extremes.Fn] = {
+    "sum": lambda x: x.sum(-1),
+    "sum of columns": lambda x: x.sum(0),
+    "sum of all": lambda x: x.sum(),
+    "mean": lambda x: x.mean(-1),
+    "nansum": lambda x: x.nansum(-1),
+    "cumsum": lambda x: x.cumsum(1),
+    "einsum": lambda x: torch.einsum("ij->i", x),
+    "mm": lambda x: x @ x.new_ones(x.shape[1], 3),
+    "mv": lambda x: x @ x.new_ones(x.shape[1]),
+    "bmm": lambda x: x[None] @ x.new_ones(1, x.shape[1], 3),
+    "dot": lambda x: x[0].dot(x.new_ones(x.shape[1])),
+    "avg_pool1d": lambda x: F.avg_pool1d(x.mT[None], 2),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x[None], 1),
+    "sum in another dtype": lambda x: x.sum(1, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_sums_of_negative_zeros(columns: int, dtype: torch.dtype) -> None:
+    """A sum begins at 0, also one of a single element."""
+    x = torch.full((30, columns), -0.0, dtype=dtype)
+    for name, fn in SUMS.items():
+        if dtype == torch.bfloat16 and name in ("mm", "mv", "bmm", "dot"):
+            continue  # by libraries, as eager's
+        got, want = torch.compile(fn, backend="plait")(x), fn(x)
+        assert torch.equal(got.signbit(), want.signbit()), name

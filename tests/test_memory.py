@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,7 +139,8 @@ def live_bytes() -> int:
     for obj in gc.get_objects():
         if type(obj) in (Tensor, nn.Parameter) and obj.layout == torch.strided:
             storage = obj.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # one that was made while tracing has no memory
+                held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
 
 

@@ -89,6 +89,30 @@ def test_positions(name: str) -> None:
         assert values is None or torch.equal(results, values)
 
 
+STILL: dict[str, Case] = {
+    "index of one": lambda x, i: x[0, :1][i],
+    "index of an expanded row": lambda x, i: x[:1].expand(5, 3)[i],
+    "take from one": lambda x, i: x[0, 0].take(i),
+    "gather of one": lambda x, i: x[0, :1].gather(0, i[:1]),
+    "index of zeros": lambda x, i: torch.zeros(5)[i],
+    "index of equal numbers": lambda x, i: torch.full((5,), 3)[i],
+    "embedding of zeros": lambda x, i: F.embedding(i, torch.zeros(5, 2)),
+    "sum of an expanded row": lambda x, i: x[:1].expand(5, 3)[i].sum(),
+    "masked_scatter of one": lambda x, i: torch.masked_scatter(x, x > i[0] + 10, x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_positions_that_no_load_moves_with(name: str) -> None:
+    run = compiled(STILL[name])
+    for at in ((0, 0), (7, 0), (0, -9), (7, 7), (3, 1)):
+        i = torch.tensor(at)
+        want, _, values = outcome(STILL[name], X, i)
+        got, words, results = outcome(run, X, i)
+        assert got == want, (at, words)
+        assert values is None or torch.equal(results, values)
+
+
 LOSSES: dict[str, Case] = {
     "nll_loss": lambda x, t: F.nll_loss(x[:2], t),
     "nll_loss of each": lambda x, t: F.nll_loss(x[:2], t, reduction="none"),

@@ -211,7 +211,7 @@ void Program::copy_import(Frame& f, SlotId s, const at::Tensor& copy) const {
 void Program::substitute(Frame& f, SlotId s, const at::Tensor* tensor) const {
   f.refs[static_cast<size_t>(s)] = tensor;
   if (slots_[static_cast<size_t>(s)].needs_pointer)
-    patch(f, s, static_cast<char*>(tensor->unsafeGetTensorImpl()->mutable_data()));
+    patch(f, s, first_of(*tensor));
 }
 
 // Views from before the partition are of what their bases are now.
@@ -434,8 +434,7 @@ void Program::launch_recording(Frame& f, const PartitionInfo& p, Recording& r) c
     if (e.copy >= 0)
       f.tensors[s].unsafeGetTensorImpl()->set_storage_keep_dtype(given[static_cast<size_t>(e.copy)]);
     if (slots_[s].needs_pointer)
-      patch(f, p.exports[k].slot,
-            static_cast<char*>(f.tensors[s].unsafeGetTensorImpl()->mutable_data()));
+      patch(f, p.exports[k].slot, first_of(f.tensors[s]));
   }
   for (size_t k = 0; k < p.values.size(); ++k)
     f.values[static_cast<size_t>(p.values[k])] = r.values[k];

@@ -485,6 +485,15 @@ class Program {
 bool is_lazy(const at::Tensor& t);
 // On a GPU, and no multiple of 16, which kernels are compiled for.
 bool is_odd(const at::Tensor& t);
+// Where the elements of t begin. Torch calls the place of a tensor without elements null, but a view
+// of it has an offset of its own.
+inline char* first_of(const at::Tensor& t) {
+  c10::TensorImpl* impl = t.unsafeGetTensorImpl();
+  if (void* first = impl->mutable_data()) [[likely]]
+    return static_cast<char*>(first);
+  return static_cast<char*>(impl->unsafe_storage().unsafeGetStorageImpl()->mutable_data()) +
+         impl->storage_offset() * static_cast<int64_t>(impl->itemsize());
+}
 at::Tensor empty_matrix(int64_t rows, int64_t cols, bool single);  // row-major, float or double
 c10::ScalarType scalar_type(DType dtype);                          // throws LoadError for opaque
 const char* torch_name(DType dtype);                               // "float32"

@@ -212,7 +212,7 @@ std::unique_ptr<Frame> Program::take_frame() {
     f->refs[s] = &t;
     if (!slots_[s].needs_pointer) continue;
     require_reach(static_cast<SlotId>(s), t.unsafeGetTensorImpl());
-    patch(*f, static_cast<SlotId>(s), static_cast<char*>(t.unsafeGetTensorImpl()->mutable_data()));
+    patch(*f, static_cast<SlotId>(s), first_of(t));
   }
   return f;
 }
@@ -263,7 +263,6 @@ void Program::require_fit(const Input& input, const at::Tensor& t) const {
 }
 
 void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
-  c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   const size_t s = static_cast<size_t>(input.id);
   const SlotInfo& slot = slots_[s];
   if (f.owns_inputs) f.tensors[s] = t;
@@ -274,11 +273,10 @@ void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {
     f.copied.push_back({t, values, slot.written});
     f.tensors[s] = std::move(values);
     f.refs[s] = &f.tensors[s];
-    impl = f.tensors[s].unsafeGetTensorImpl();
   }
   if (!slot.needs_pointer) return;
-  if (slot.reaches) require_reach(input.id, impl);
-  patch(f, input.id, static_cast<char*>(impl->mutable_data()));
+  if (slot.reaches) require_reach(input.id, f.refs[s]->unsafeGetTensorImpl());
+  patch(f, input.id, first_of(*f.refs[s]));
 }
 
 void Program::define(Frame& f, SlotId s, at::Tensor value) const {
@@ -293,7 +291,7 @@ void Program::define(Frame& f, SlotId s, at::Tensor value) const {
   if (!f.tensors[i].defined())
     throw std::runtime_error("'" + slots_[i].name + "' is needed and was not returned");
   if (slots_[i].reaches) require_reach(s, f.tensors[i].unsafeGetTensorImpl());
-  patch(f, s, static_cast<char*>(f.tensors[i].unsafeGetTensorImpl()->mutable_data()));
+  patch(f, s, first_of(f.tensors[i]));
 }
 
 // Views of constant sizes lie in the storage of what they are views of.
@@ -480,10 +478,7 @@ void Program::bind_header(Frame& f, SlotId s, const char* pointer, const Extents
   if (cached && i.kind == SlotInfo::Kind::place && i.folded && i.meta.is_static) return;
   const at::Storage& storage = storage_of(f, s);
   const char* start = static_cast<const char*>(storage.unsafeGetStorageImpl()->data());
-  // The pointer of an empty tensor is null and says nothing of its offset.
-  const int64_t offset = f.pointers[static_cast<size_t>(i.root)] && start
-                             ? (pointer - start) / element_size(i.dtype)
-                             : 0;
+  const int64_t offset = (pointer - start) / element_size(i.dtype);
   if (cached)
     t.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
   else

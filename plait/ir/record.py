@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from plait.ir.checks import OUT_OF_RANGE, Bound, Check
 from plait.ir.dtypes import DType, b1, i64
-from plait.ir.loops import Const, Load, Node, arg_symbol, cast, const, index_exprs, is_arg, node, rewrite
+from plait.ir.loops import Const, Load, Node, arg_symbol, cast, const, index_exprs, is_arg, node, rewrite, walk
 from plait.ir.ops import CHECKED, OPS
 from plait.ir.sizes import Atom, Expr, Size, free_symbols, substitute, symbol
 
@@ -74,6 +74,11 @@ class Recorder:
         args = (value, self._mask()) if self._masks else (value,)
         return self.indirect(node("bounded", args, Bound(size, check), i64), size)
 
+    def kept(self, value: Node) -> Node:
+        """The value of a body, with every check made on the way: of an element whose place does not
+        move with the index, no load holds it."""
+        return keep_checks(value, tuple(self._indirect.values()))
+
     def nonzero(self, value: Node, check: Check) -> Node:
         """An integer that must not be 0: the call fails with `check` where it is."""
         if value.op == "const" and value.attr:
@@ -108,6 +113,18 @@ class Recorder:
             return exprs, ()
         env: dict[Atom, Size] = {a: arg_symbol(k, a.extent) for k, a in enumerate(order)}
         return tuple(substitute(e, env) for e in exprs), tuple(self._indirect[a] for a in order)
+
+
+def keep_checks(value: Node, others: tuple[Node, ...]) -> Node:
+    """value, in which every check below `others` is made too."""
+    lost = [n for n in walk(others) if n.op == "bounded"] if others else []
+    if lost:
+        there = set(walk((value,)))
+        for n in lost:
+            if n not in there:  # it is never below 0, so the other value is never taken
+                other = const(int(value.op == "const" and not value.attr), value.dtype)
+                value = node("where", (node("lt", (n, const(0, i64))), other, value))
+    return value
 
 
 def inline(root: Node, producers: dict[str, tuple[tuple[Expr, ...], Node]]) -> Node:
@@ -155,7 +172,7 @@ def _at(body: Node, vars_: tuple[Expr, ...], load: Load, load_args: tuple[Node, 
             new_args = (*new_args, m)
         return node("load", new_args, Load(n.attr.buf, exprs, m is not None), n.dtype)
 
-    value = rewrite(body, fn, memo)
+    value = keep_checks(rewrite(body, fn, memo), outer)
     if mask is None:
         return value
     return node("where", (mask, value, const(0, value.dtype)))

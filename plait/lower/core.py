@@ -220,7 +220,8 @@ class Lowering:
     ) -> View:
         """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise)."""
         vars_ = loop_vars("i", shape)
-        value = body(Recorder(), vars_)
+        ops = Recorder()
+        value = ops.kept(body(ops, vars_))
         if value.dtype != dtype:
             raise TypeError(f"the body gives {value.dtype}, not {dtype}")
         read = next((n.attr.buf for n in walk((value,)) if isinstance(n.attr, Load)), None)
@@ -241,7 +242,8 @@ class Lowering:
 
         The result dtype is the body's, i64 for argmax and argmin."""
         vars_, rvars = loop_vars("i", shape), loop_vars("r", rshape)
-        value = body(Recorder(), vars_, rvars)
+        ops = Recorder()
+        value = ops.kept(body(ops, vars_, rvars))
         if 0 in rshape and kind in _OF_NOTHING:  # a loop that reads nothing might still touch memory
             return (self.pointwise(shape, value.dtype, lambda ops, _: ops.const(_OF_NOTHING[kind], value.dtype)),)
         dtype = i64 if kind in ("argmax", "argmin") else value.dtype

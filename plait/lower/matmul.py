@@ -135,7 +135,10 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
         x, y = a.load(ops, (*i[:-1], r[0])), b.load(ops, (*i[:-2], r[0], i[-1]))
         return ops.op("mul", ops.cast(x, compute), ops.cast(y, compute))
 
-    return ctx.reduce((*a.shape[:-1], b.shape[-1]), (a.shape[-1],), "sum", body)
+    shape = (*a.shape[:-1], b.shape[-1])
+    if len(shape) == 2 and a.shape[-1] == 1:  # of one product each, eager's begin at no 0
+        return ctx.pointwise(shape, compute, lambda ops, i: body(ops, i, (0,)))
+    return ctx.reduce(shape, (a.shape[-1],), "sum", body)
 
 
 def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha: Any) -> View:

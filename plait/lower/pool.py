@@ -70,7 +70,10 @@ def _tap(ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: 
 
 
 def _chain(ops: Recorder, op: str, values: Iterator[Node]) -> Node:
-    return reduce(lambda a, b: ops.op(op, a, b), values)
+    first = next(values)
+    if op == "add" and first.dtype.is_float:  # a sum begins at 0, so that of -0 is 0
+        first = ops.op("add", first, ops.const(0.0, first.dtype))
+    return reduce(lambda a, b: ops.op(op, a, b), values, first)
 
 
 # ------------------------------------------------------------------------------------------- windows

@@ -35,8 +35,7 @@ def normalise(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
         elif isinstance(op, ir.Reduction) and all(extent(v) == 1 for v in op.rvars):
             ops += _single(op)
         elif isinstance(op, ir.Scan) and extent(op.vars[op.axis]) == 1:
-            zero = ir.const(0, i64)
-            values = (op.body, zero)
+            values = (_alone(op), ir.const(0, i64))
             ops += _pointwise(op, {}, values[: len(op.outs)])
         else:
             ops.append(op)
@@ -178,7 +177,13 @@ def _single(op: ir.Reduction) -> list[ir.Op]:
         return _pointwise(op, env, (x, ir.node("mul", (off, off)), ir.const(1, x.dtype)))
     if op.kind in ("argmax", "argmin"):
         return _pointwise(op, env, (ir.const(0, i64),))
-    return _pointwise(op, env, (x,))
+    return _pointwise(op, env, (_alone(op),))
+
+
+def _alone(op: ir.Reduction | ir.Scan) -> ir.Node:
+    """The combination of one element: a sum begins at 0, so that of -0 is 0."""
+    x = op.body
+    return ir.node("add", (x, ir.const(0.0, x.dtype))) if op.kind == "sum" and x.dtype.is_float else x
 
 
 def _pointwise(op: ir.Reduction | ir.Scan, env: dict[Atom, Size], values: tuple[ir.Node, ...]) -> list[ir.Op]:

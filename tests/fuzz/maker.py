@@ -257,6 +257,7 @@ class Maker:
             self.lines.append(line)
             self.ended = True
             return line.out
+        self._forget(line.out)
         return ""
 
     def _forget(self, name: str) -> None:

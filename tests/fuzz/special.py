@@ -22,7 +22,7 @@ def selected(m: Maker) -> str:
         return ""
     texts = [
         f"{x}[{x} > 0]", f"torch.masked_select({x}, {x} > 0)", f"{x}.nonzero()", f"torch.unique({x})",
-        f"{x}[{x} != 0]", f"torch.nonzero({x} > 0)[..., 0]", f"{x}[{x}.reshape({x}.shape[0], -1).sum(1) > 0]",
+        f"{x}[{x} != 0]", f"torch.nonzero({x} > 0)[..., 0]", f"{x}[{x}.reshape({x}.shape[0], -1).amax(1) > 0]",
         f"torch.unique_consecutive({x})", f"torch.argwhere({x} > 0)", f"torch.where({x} > 0)[0]",
     ]  # fmt: skip
     if m.value(x).ndim == 1:
@@ -261,9 +261,9 @@ def model(m: Maker) -> str:
     way = m.rng.randrange(16)
     x = m.operand((m.rng.choice(("1", "2", n)), c, h, m.rng.choice(("1", "3", "4", "8"))), d)
     if way < 3:
-        k, v = (
-            m.operand((*m.operands[-1].shape[:2], m.rng.choice((h, "3")), m.operands[-1].shape[3]), d) for _ in "kv"
-        )
+        shape = m.operands[-1].shape
+        keys = (*shape[:2], m.rng.choice((h, "3")), shape[3])
+        k, v = m.operand(keys, d), m.operand(keys, d)
         mask = m.operand((h, h), m.rng.choice(("bool", d)))
         how = ("", ", is_causal=True", f", {mask}")[way]
         return m.add("models", f"F.scaled_dot_product_attention({x}, {k}, {v}{how})", exact="no")

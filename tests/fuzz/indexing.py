@@ -162,11 +162,12 @@ def masked(m: Maker) -> str:
 
 
 def part(m: Maker) -> str:
-    """A copy of a tensor with a part of it replaced."""
+    """A copy of a tensor with a part of it replaced (eager copies elements that share memory as such)."""
     found = _target(m, "a")
     if found is None:
         return ""
     x, d, bound, shape = found
+    x = f"{x}.contiguous()"
     dtype = name_of(m.value(x).dtype)
     rest = tuple(n for k, n in enumerate(shape) if k != d)
     k = m.integer(0, 3) if m.rng.random() < 0.5 else m.rng.choice(("0", "-1"))

@@ -219,7 +219,8 @@ class Maker:
             results = [self._execute(line, env) for env in self.env]
         except Exception:  # noqa: BLE001 - whatever eager raises
             if self.rng.random() < self.errors and False not in self._last_resort(line):
-                self.lines.append(line)
+                bits = exact == "bits" and all(self.known[n].exact for n in reads)
+                self.lines.append(replace(line, exact=bits))
                 self.ended = True
             self._forget(line.out)
             return ""
@@ -254,7 +255,7 @@ class Maker:
         line = Line(self.fresh("t") if not text.startswith("torch._check") else "", text, "data-dependent size")
         found = self._last_resort(line)
         if found[0] is None and any(found) and False not in found:
-            self.lines.append(line)
+            self.lines.append(replace(line, exact=False))
             self.ended = True
             return line.out
         self._forget(line.out)

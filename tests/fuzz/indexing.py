@@ -167,8 +167,8 @@ def part(m: Maker) -> str:
     if found is None:
         return ""
     x, d, bound, shape = found
-    x = f"{x}.contiguous()"
     dtype = name_of(m.value(x).dtype)
+    x = f"{x}.contiguous()"
     rest = tuple(n for k, n in enumerate(shape) if k != d)
     k = m.integer(0, 3) if m.rng.random() < 0.5 else m.rng.choice(("0", "-1"))
     way = m.rng.randrange(4)

@@ -291,3 +291,15 @@ def test_list_of_choices_have_rules() -> None:
     listed = _listed("choice")
     assert listed == sorted(set(listed))
     assert [op for op in listed if _overload(op) not in RULES] == []
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_without_loops_have_gaps_as_eagers(dynamic: bool, wrapper: str) -> None:
+    """Complex numbers are copied by calls of ATen, also into memory with gaps."""
+    x, y = torch.complex(torch.randn(2, 5, 14), torch.randn(2, 5, 14))[..., ::2]
+    shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
+    run = plait.compile(lambda x: x.conj(), (x,), dynamic_shapes=shapes, options={"wrapper": wrapper})
+    for each in (x, y[:3] if dynamic else y):
+        got = run(each)
+        assert got.stride() == each.stride() and torch.equal(got, each.conj())

@@ -24,7 +24,9 @@ from plait.ir.loops import (
     Assert,
     Buffer,
     Extern,
+    ExternArg,
     Item,
+    ListArg,
     Load,
     Mutate,
     Node,
@@ -267,16 +269,22 @@ class Lowering:
         return out
 
     def _clone(self, x: View, strides: tuple[Size, ...] | None) -> View:
-        """A row-major copy of x by a call of ATen."""
+        """A copy of x by calls of ATen: row-major, or with these strides."""
         given = self.strided(x)
+        if given is None:
+            raise NoRule(f"a copy of {x.dtype} elements that no strides describe, without a loop")
         rows = sz.contiguous_strides(x.shape)
-        if given is None or (strides is not None and not _same_layout(x.shape, strides, rows)):
-            raise NoRule(f"a strided copy of {x.dtype} elements without a loop")
-        out = self.new_buffer(x.dtype, x.shape, rows, True, self.buffers[x.buf].device)
-        rowmajor = (("memory_format", Scalar("memory_format", "contiguous_format")),)
-        self.ops.append(
-            Extern((out,), "aten::clone", (given,), rowmajor, may_keep=False, fallback=False, origin=self.origin)
-        )
+        if strides is None or _same_layout(x.shape, strides, rows):
+            rowmajor = (("memory_format", Scalar("memory_format", "contiguous_format")),)
+            return self._called(x, "aten::clone", (given,), rowmajor, rows)
+        sizes = (ListArg(tuple(x.shape)), ListArg(tuple(strides)))
+        into = self._called(x, "aten::new_empty_strided", (given, *sizes), (), strides)
+        return self._called(x, "aten::copy", (self.tensor_arg(into), given), (), strides)
+
+    def _called(self, like: View, op: str, args: tuple[ExternArg, ...], named: Any, strides: tuple[Size, ...]) -> View:
+        """The result of an operator, of like's sizes and dtype."""
+        out = self.new_buffer(like.dtype, like.shape, strides, True, self.buffers[like.buf].device)
+        self.ops.append(Extern((out,), op, args, named, may_keep=False, fallback=False, origin=self.origin))
         return self.whole(out)
 
     # ---- strided memory, for extern operands, outputs and as_strided

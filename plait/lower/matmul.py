@@ -20,7 +20,7 @@ from plait.ir.dtypes import b1, bf16, f16, f32
 from plait.ir.loops import Buffer, Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern, call_op
 from plait.lower.shape import broadcast, scalar
@@ -131,7 +131,7 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
         raise NoRule("a product of bools")  # eager takes empty ones
     compute = compute_dtype(a.dtype)
 
-    def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+    def body(ops: Recorder, i: tuple[Expr, ...], r: Index) -> Node:
         x, y = a.load(ops, (*i[:-1], r[0])), b.load(ops, (*i[:-2], r[0], i[-1]))
         return ops.op("mul", ops.cast(x, compute), ops.cast(y, compute))
 

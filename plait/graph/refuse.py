@@ -248,19 +248,34 @@ def _taken() -> Mapping[str, Taken]:
     return read_list(LIST.read_text())
 
 
-_RANGES = {"aten.binary_cross_entropy.default": (0.0, 1.0, "all elements of input should be between 0 and 1")}
-"""What eager finds wrong with values of the first operand when it runs, where the decomposition does not look."""
+_RANGES = {
+    "aten.binary_cross_entropy.default": {
+        0: (0.0, 1.0, "all elements of input should be between 0 and 1"),
+        1: (0.0, 1.0, "all elements of target should be between 0 and 1"),
+    }
+}
+"""What eager finds wrong with values of an operand when it runs, where the decomposition does not look."""
+
+
+@cache
+def _looks_at(op: OpOverload, operand: int, count: int) -> bool:
+    """Whether this eager refuses a value beyond the range of one of `count` operands, all others in it."""
+    _, high, _ = _RANGES[str(op)][operand]
+    given = [high + (k == operand) for k in range(count)]
+    return answer(op, given, {}, torch.tensor, torch.device("cpu")) is not None
+
+
+def _in_ranges(op: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
+    ranges = _RANGES.get(str(op), {})
+    looked = {k: r for k, r in ranges.items() if _looks_at(op, k, len(ranges))}
+    return [torch.ops.plait.within(x, *looked[k]) if k in looked else x for k, x in enumerate(args)]
 
 
 def _checked(op: OpOverload, taken: Taken) -> Callable[[Any], Callable[..., Any]]:
-    values = _RANGES.get(str(op))
-
     def around(decomposition: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             check_dtypes(op, taken, args, kwargs)
-            if values is not None:
-                args = (torch.ops.plait.within(args[0], *values), *args[1:])
-            return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+            return NotImplemented if decomposition is None else decomposition(*_in_ranges(op, args), **kwargs)
 
         return run
 

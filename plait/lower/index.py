@@ -118,8 +118,10 @@ def index_select(ctx: Lowering, x: View, dim: int, index: View) -> View:
     index = at_least_1d(index)
     d = wrap_dim(dim, len(x.shape))
     size = x.shape[d] if x.shape else 1
+    if size == 0:
+        raise NoRule("there is nothing to select")  # which ATen refuses, also where the result is empty
     # Eager has a kernel of its own for dimension 1.
-    bound = out_of_bounds(d, size, "RuntimeError") if d == 1 or size == 0 else OUT_OF_RANGE
+    bound = out_of_bounds(d, size, "RuntimeError") if d == 1 else OUT_OF_RANGE
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         at = ops.checked(index.load(ops, i[d : d + 1] or (0,)), size, wrap=False, check=bound)

@@ -141,6 +141,11 @@ def untraced_operators() -> Iterator[None]:
         yield
 
 
+def is_transformed(x: torch.Tensor) -> bool:
+    """Whether torch.func has wrapped x, as for a gradient or a batch: it has no storage."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
 def hint_of(x: Any) -> Any:
     """The number that a symbolic size, float or bool has in the example, 2 where nobody knows; others unchanged."""
     if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -229,3 +229,16 @@ def test_sums_of_negative_zeros(columns: int, dtype: torch.dtype) -> None:
             continue  # by libraries, as eager's
         got, want = torch.compile(fn, backend="plait")(x), fn(x)
         assert torch.equal(got.signbit(), want.signbit()), name
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_powers_of_the_ends(dtype: torch.dtype) -> None:
+    """Of -0 and -infinity, eager's square roots are no powers, but in half precision on a CPU."""
+    x = torch.tensor([-math.inf, -0.0, 0.0, math.inf, math.nan, -1.0, 4.0] * 3).to(dtype)
+    powers = (0.5, -0.5, -1, -2, 2, 3, 1.5, -1.5)
+    got = torch.compile(lambda x: [x**p for p in powers], backend="plait")(x)
+    for p, have in zip(powers, got, strict=True):
+        want = x**p
+        assert torch.equal(have.isnan(), want.isnan()), p
+        assert torch.equal(have.signbit()[~want.isnan()], want.signbit()[~want.isnan()]), p
+        torch.testing.assert_close(have, want, equal_nan=True)

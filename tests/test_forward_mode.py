@@ -161,6 +161,17 @@ def test_transforms_inside_are_compiled() -> None:
     torch.testing.assert_close(torch.compile(inside, backend="plait", fullgraph=True)(X, T), inside(X, T))
 
 
+def test_transforms_of_transforms_inside_are_compiled() -> None:
+    """Their graphs write to tensors that stand for no memory."""
+
+    def squares(x: Tensor) -> Tensor:
+        return (x.sin() * x.sum()).sum()
+
+    for transform in (torch.func.hessian, torch.func.jacrev, torch.func.jacfwd):
+        run = torch.compile(transform(squares), backend="plait", options={"strict": True})
+        torch.testing.assert_close(run(X), transform(squares)(X))
+
+
 def test_the_step_to_eager_is_told_once() -> None:
     call = torch.compile(fn, backend="plait")
     _, warned = told(lambda: (tangents(call), tangents(call)))

@@ -84,6 +84,8 @@ def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[t
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
         return None
+    if any(map(compat.is_transformed, given)):  # by torch.func: it stands for no memory of its own
+        return None
     written = kwargs["out"] if kwargs.get("out") is not None else (*args, *kwargs.values())[0]
     shares = any(repeats(x) for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor))
     shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})

@@ -17,7 +17,7 @@ import torch
 from plait import compat
 from plait.graph.refuse import SHARED, repeats
 from plait.ir.checks import ZERO_DIVISION
-from plait.ir.dtypes import LOOP_DTYPES, DType, b1, i64
+from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f16, i64
 from plait.ir.loops import Const, Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -469,6 +469,7 @@ def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
 
     common = common_dtype((x, exponent))
     power = float(exponent) if common == compute_dtype(common) else _rounded(exponent, common)
+    roots = common != f16 or ctx.device() != "cpu"  # of -0 and -infinity, they are no powers
 
     def formula(m: Maths, a: Node) -> Node:
         if not a.dtype.is_float:
@@ -478,9 +479,9 @@ def _pow_scalar(ctx: Lowering, x: View, exponent: Scalar) -> View:
         match float(exponent):
             case 0.0 | 1.0 | 2.0 | 3.0:
                 return integer_power(m, a, int(exponent))
-            case 0.5:
+            case 0.5 if roots:
                 return m("sqrt", a)
-            case -0.5:
+            case -0.5 if roots:
                 return m("rsqrt", a)
             case -1.0:
                 return m("reciprocal", a)

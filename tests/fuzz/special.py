@@ -174,6 +174,8 @@ def alias(m: Maker) -> str:
 # ------------------------------------------------------------------------------ dtype views
 def dtype_view(m: Maker) -> str:
     x = m.pick("nb", 1, exact=True)
+    if any(bool(e[x].isnan().any()) for e in m.env):  # which of its bits are set, nobody says
+        return ""
     bits = m.value(x).element_size() * 8
     same = {
         8: ("int8", "uint8"),

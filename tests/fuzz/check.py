@@ -37,9 +37,11 @@ LOW = ("float32", "float16", "bfloat16")
 _ORDER = {
     "sums": re.compile(r"@|sum|mean|matmul|einsum|linear|conv|var|std|norm|prod|dot|mm|mv|_add|accumulate"),
     "bounds": re.compile(r"amin|amax|\.min\(|\.max\(|maximum|minimum|fmax|fmin|cl(am|i)p"),
+    "steps": re.compile(r"relu6|F\.[sc]?elu\(|hard|shrink"),
 }
 """Calls whose order of elements is free. Of sums it decides whether what overflows is an infinity or NaN, of the least
-and the greatest element which of 0.0 and -0.0 it is (of two, eager's vectors and tails differ)."""
+and the greatest element which of 0.0 and -0.0 it is (of two, eager's vectors and tails differ); so do the
+gradients of "steps" at NaN."""
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,10 @@ class _Run:
                 if (a is None) != (b is None):
                     raise Fault(f"gradient: {where}: {k} is {b}, eager {a}")
                 if a is not None and b is not None:
+                    leaf = [x for x, wanted in zip(e.inputs, self.grads, strict=True) if wanted][k]
+                    if "steps" in self.order and a.shape == b.shape and bool(leaf.isnan().any()):
+                        b = b.clone()
+                        b[leaf.isnan()] = a[leaf.isnan()]
                     truth = t.grads[k] if t is not None and k < len(t.grads) else None
                     compare(a, b, truth, False, f"{where}, gradient {k}", self.order, lambda k=k: nudged().grads[k])
         self._metadata(where, e, g)

@@ -363,14 +363,14 @@ class _Run:
         if self.road.grad:
             if len(e.grads) != len(g.grads):
                 raise Fault(f"number of gradients: {where}")
+            leaves = [x for x, wanted in zip(e.inputs, self.grads, strict=True) if wanted]
             for k, (a, b) in enumerate(zip(e.grads, g.grads, strict=True)):
                 if (a is None) != (b is None):
                     raise Fault(f"gradient: {where}: {k} is {b}, eager {a}")
                 if a is not None and b is not None:
-                    leaf = [x for x, wanted in zip(e.inputs, self.grads, strict=True) if wanted][k]
-                    if "steps" in self.order and a.shape == b.shape and bool(leaf.isnan().any()):
+                    if "steps" in self.order and self.road.grad == "backward" and bool(leaves[k].isnan().any()):
                         b = b.clone()
-                        b[leaf.isnan()] = a[leaf.isnan()]
+                        b[leaves[k].isnan()] = a[leaves[k].isnan()]
                     truth = t.grads[k] if t is not None and k < len(t.grads) else None
                     compare(a, b, truth, False, f"{where}, gradient {k}", self.order, lambda k=k: nudged().grads[k])
         self._metadata(where, e, g)

@@ -330,6 +330,21 @@ def test_functions_of_found_sizes_are_checked_before_they_are_used() -> None:
         torch.testing.assert_close(run(x), fn(x))
 
 
+def test_a_found_size_of_memory_that_is_written_over() -> None:
+    """It is read once the operator has made the memory, not once another loop has written into it."""
+
+    def f(x: Tensor, a: Tensor, y: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        x.masked_fill_(x > 0, 1)
+        own = torch.unique(a).clone()
+        sums = y.cumsum(1)
+        own.index_put_((i,), v, accumulate=True)
+        return sums, own
+
+    args = torch.arange(40), torch.ones(1), torch.ones(64, 2), torch.zeros(1, dtype=torch.int64), torch.tensor(2.0)
+    run = plait.compile(f, args)
+    torch.testing.assert_close(run(*args), f(*args))
+
+
 def test_empty_products_of_bools() -> None:
     a, b = torch.ones(4, 3).bool(), torch.ones(3, 0).bool()
     assert torch.equal(plait.compile(torch.matmul, (a, b))(a, b), a @ b)

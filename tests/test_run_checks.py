@@ -310,6 +310,22 @@ def test_values_of_another_size_are_refused(name: str, dynamic: bool) -> None:
         assert values is None or torch.equal(results, values)
 
 
+@pytest.mark.parametrize("dynamic", [False, True, None])
+def test_parts_that_are_not_there(dynamic: bool | None) -> None:
+    """Tracing does not look at the position either."""
+    for fn in (
+        lambda x, k: x.select_scatter(torch.ones(4), 0, k),
+        lambda x, k: (x * 2).select_scatter(torch.ones(3), 1, k),
+        lambda x, k: x.clone().select(0, k).zero_(),
+    ):
+        run = torch.compile(fn, backend="plait", dynamic=dynamic)
+        for k in (1, 3, -3, -4, 4, 2, 5):
+            want, _, values = outcome(fn, X[:3].repeat(1, 2)[:, :4].clone(), k)
+            got, words, results = outcome(run, X[:3].repeat(1, 2)[:, :4].clone(), k)
+            assert got is want, (k, words)
+            assert values is None or torch.equal(results, values)
+
+
 def test_values_of_another_size_are_refused_without_guards() -> None:
     fn = lambda x, v, i: x.index_put((i,), v)
     n = torch.export.Dim("n")

@@ -273,7 +273,9 @@ def _add_symbol_preds(program: ir.LoopProgram, bodies: Bodies, out: list[set[int
 def _integers(program: ir.LoopProgram) -> dict[int, frozenset[str]]:
     """The symbols whose values ops bring: of the ops that bring some, by place. A symbol that is computed comes with
     the last of its own symbols."""
-    definer = {name: k for k, op in enumerate(program.ops) for name in defines(op)}
+    definer: dict[str, int] = {}  # the first: others write into what it made
+    for k, op in enumerate(program.ops):
+        definer |= dict.fromkeys(defines(op) - definer.keys(), k)
     at: dict[str, int] = {}
     for k, op in enumerate(program.ops):
         if isinstance(op, ir.Item):

@@ -36,12 +36,13 @@ from tests.fuzz.traced import traced_strides
 LOW = ("float32", "float16", "bfloat16")
 _ORDER = {
     "sums": re.compile(r"@|sum|mean|matmul|einsum|linear|conv|var|std|norm|prod|dot|mm|mv|_add|accumulate"),
+    "products": re.compile(r"prod"),
     "bounds": re.compile(r"amin|amax|\.min\(|\.max\(|maximum|minimum|fmax|fmin|cl(am|i)p"),
     "steps": re.compile(r"relu6|F\.[sc]?elu\(|hard|shrink"),
 }
-"""Calls whose order of elements is free. Of sums it decides whether what overflows is an infinity or NaN, of the least
-and the greatest element which of 0.0 and -0.0 it is (of two, eager's vectors and tails differ); so do the
-gradients of "steps" at NaN."""
+"""Calls whose order of elements is free. Of sums it decides whether what overflows is an infinity or NaN,
+of products whether it meets a zero, of the least and the greatest element which of 0.0 and -0.0 it is (of
+two, eager's vectors and tails differ); so do the gradients of "steps" at NaN."""
 
 
 @dataclass(frozen=True)
@@ -481,6 +482,8 @@ def compare(
     bad = ~same & ~(dg <= 2 * de + slack) & (e.isfinite() | ~t.isfinite()) & (g.double() != t)
     if "sums" in order:
         bad &= ~(t.isinf() & g.isnan())
+    if "products" in order:
+        bad &= t.isfinite()
     if bool(bad.any()) and nudged is not None:
         moved = (_real(nudged()).double() - t.double()).abs()
         bad &= ~(dg <= 2 * de + slack + 4 * moved.nan_to_num(0.0, math.inf))

@@ -31,9 +31,16 @@ def traced_strides(f: Callable[..., Any], args: Sequence[Any], results: Sequence
         for size, n in zip(fake.shape, real.shape, strict=True) if isinstance(real, Tensor) else ():
             symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
             for symbol in symbols if len(symbols) == 1 else ():
-                roots = sympy.solve(size.node.expr - n, symbol)
+                roots = _roots(size.node.expr - n, symbol)
                 found |= {symbol: int(roots[0])} if len(roots) == 1 else {}
     return [_known(x, found) if isinstance(x, Tensor) else None for x in made]
+
+
+def _roots(expr: sympy.Expr, symbol: sympy.Symbol) -> list[Any]:
+    try:
+        return list(sympy.solve(expr, symbol))
+    except NotImplementedError:
+        return []
 
 
 def _known(x: Tensor, found: dict[Any, int]) -> tuple[int, ...] | None:

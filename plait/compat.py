@@ -121,6 +121,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 CHECKS: dict[Any, Callable[[Any], Callable[..., Any]]] = {}
 """Of operators whose operands are looked at first: wraps the decomposition, or the None that stands for no one."""
 
+is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether torch.func has wrapped a tensor, as for a gradient or a batch: it has no storage."""
+
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Core ATen decompositions, less those of `kept_whole`, and `DECOMPOSITIONS`.
@@ -141,18 +144,12 @@ def untraced_operators() -> Iterator[None]:
         yield
 
 
-def is_transformed(x: torch.Tensor) -> bool:
-    """Whether torch.func has wrapped x, as for a gradient or a batch: it has no storage."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
-
-
 def hint_of(x: Any) -> Any:
     """The number that a symbolic size, float or bool has in the example, 2 where nobody knows; others unchanged."""
     if not isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return x
-    if x.node.has_hint():
-        return x.node.hint
-    return x.node.pytype(x.node.expr if x.node.expr.is_number else 2)
+    number = x.node.expr if x.node.expr.is_number else 2
+    return x.node.hint if x.node.has_hint() else x.node.pytype(number)
 
 
 def _bool_power(x: torch.Tensor, exponent: Any) -> Any:

@@ -327,6 +327,14 @@ REDUCTIONS = [
 ]
 
 
+def pick(m: Maker, entries: list[Entry]) -> Entry:
+    """One of the entries, or one of a kind: kinds of few entries come up too."""
+    if m.rng.random() < 0.5:
+        return m.rng.choice(entries)
+    kind = m.rng.choice(sorted({e.kind for e in entries}))
+    return m.rng.choice([e for e in entries if e.kind == kind])
+
+
 def fill(m: Maker, entry: Entry) -> str:
     """Adds the entry's statement; its name, or ""."""
     x = m.pick(entry.takes, entry.ndim, entry.jumpy)

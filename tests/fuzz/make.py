@@ -48,11 +48,11 @@ def statement(m: Maker, road: Road) -> None:
     """Adds a statement of a random class, if it can."""
     way = m.rng.random()
     if way < 0.2:
-        catalog.fill(m, m.rng.choice(catalog.POINTWISE))
+        catalog.fill(m, catalog.pick(m, catalog.POINTWISE))
     elif way < 0.38:
-        catalog.fill(m, m.rng.choice(catalog.VIEWS))
+        catalog.fill(m, catalog.pick(m, catalog.VIEWS))
     elif way < 0.52:
-        catalog.fill(m, m.rng.choice(catalog.REDUCTIONS))
+        catalog.fill(m, catalog.pick(m, catalog.REDUCTIONS))
     elif way < 0.72:
         m.rng.choice(indexing.MAKERS)(m)
     else:

@@ -113,6 +113,9 @@ POINTWISE = [
         texts="{x} % {y};  {x} // {y};  torch.fmod({x}, {y});  torch.fmod({x}, 1e-30);",
     ),
     *_rows(
+        "remainders", takes="f", jumpy=True, exact="no", texts="torch.fmod({x} * 1e30, 1e-30);  ({x} * 1e30) % 1e-30"
+    ),
+    *_rows(
         "integers",
         takes="i",
         texts="""

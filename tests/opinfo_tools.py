@@ -166,7 +166,7 @@ def compiled(
     )
 
     def traced(*args: Any) -> Any:
-        with whole_resampling():  # the first call traces
+        with whole_resampling:  # the first call traces
             return made(*args)
 
     return traced

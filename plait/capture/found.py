@@ -7,15 +7,17 @@ nothing could be checked. And `divmod` takes sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx.node
+from torch.fx.experimental import _config, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
+
+from plait.capture.shared import Shared
 
 
 class IndexByFound(TorchFunctionMode):
@@ -61,30 +63,47 @@ _MAKERS = frozenset({
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor,
     aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
 })  # fmt: skip
-
 _METHODS = {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda b, a: (a // b, a % b)}
-_lock = Lock()
-_inside = 0  # who traces now, in any thread: the last to leave lets unused ones go again
 
 
-@contextmanager
-def numbers_kept() -> Iterator[None]:
-    """Inside, torch keeps calls that make such numbers though nobody uses them (`graph/dead.py` drops what is not
-    needed), and symbolic integers have a divmod, which torch leaves to Dynamo."""
-    global _inside
+def _keep() -> None:
     effects: set[Any] = torch.fx.node._side_effectful_functions
-    with _lock:
-        if _inside == 0:
-            effects |= _MAKERS
-            for name, method in _METHODS.items():
-                setattr(torch.SymInt, name, method)
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                effects -= _MAKERS
-                for name in _METHODS:
-                    delattr(torch.SymInt, name)
+    effects |= _MAKERS
+    for name, method in _METHODS.items():
+        setattr(torch.SymInt, name, method)
+
+
+def _let_go() -> None:
+    effects: set[Any] = torch.fx.node._side_effectful_functions
+    effects -= _MAKERS
+    for name in _METHODS:
+        delattr(torch.SymInt, name)
+
+
+numbers_kept = Shared(_keep, _let_go)
+"""Inside, torch keeps calls that make such numbers though nobody uses them (`graph/dead.py` drops what is not needed),
+and symbolic integers have a divmod, which torch leaves to Dynamo."""
+
+
+# Functions that are run before they are traced make views of their results once more, by sizes with symbols
+# of their own, which torch then looks for in the graph.
+_STRAY = "soft_pending_unbacked_not_found_error"
+_log = logging.getLogger(symbolic_shapes.__name__)
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Pending unbacked symbols")
+
+
+def _allow() -> None:
+    _log.addFilter(_is_told)
+    setattr(_config, _STRAY, True)
+
+
+def _forbid() -> None:
+    setattr(_config, _STRAY, False)
+    _log.removeFilter(_is_told)
+
+
+stray_symbols = Shared(_allow, _forbid)
+"""Inside, no node of a graph need hold such symbols."""

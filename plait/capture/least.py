@@ -26,6 +26,7 @@ from plait.graph.edit import shape_env_of
 
 _Point = Mapping[Any, Any]
 _UNKNOWN = object()
+_REFUSED = object()
 
 
 class _NegativeSize(Exception):
@@ -71,7 +72,7 @@ def _holds(graph: GraphModule, point: _Point) -> bool:
             traced = pytree.tree_map(lambda x: _at(x, point), node.meta.get("val"))
             if node.op == "call_function" and isinstance(node.target, OpOverload):
                 found = _run(node, values)
-                if found is None or not _alike(found, traced):
+                if found is _REFUSED or not _alike(found, traced):
                     return False
             values[node] = traced
     return True
@@ -89,7 +90,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _run(node: Node, values: Mapping[Node, Any]) -> Any:
-    """A node's result on fake tensors; None if it is refused, what nobody knows if its sizes depend on values."""
+    """A node's result on fake tensors; _REFUSED, or _UNKNOWN if its sizes depend on values."""
     given = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     leaves = pytree.tree_leaves(given)
     if any(x is _UNKNOWN for x in leaves):
@@ -98,7 +99,7 @@ def _run(node: Node, values: Mapping[Node, Any]) -> Any:
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001  whatever a kernel of fake tensors raises
-        return _UNKNOWN if compat.wants_values(error) else None
+        return _UNKNOWN if compat.wants_values(error) else _REFUSED
 
 
 def _at(x: Any, point: _Point) -> Any:

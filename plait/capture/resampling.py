@@ -7,37 +7,17 @@ gradient of such a load is a scatter with atomics, where the rules of lower/resa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
 
+from plait.capture.shared import Shared
+
 _AUTOGRAD, _COMPOSITE = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
 
-_lock = Lock()
 _changed: list[tuple[Any, dict[Any, Any]]] = []  # operators and the kernels that they had
-_inside = 0  # who traces now, in any thread: the last to leave puts the kernels back
-
-
-@contextmanager
-def whole_resampling() -> Iterator[None]:
-    """Inside, traces keep interpolation of bytes, and of known sizes if it needs a gradient, as operators."""
-    global _inside
-    with _lock:
-        if _inside == 0:
-            _change()
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                while _changed:
-                    _set_kernels(*_changed.pop())
 
 
 def _change() -> None:
@@ -50,6 +30,11 @@ def _change() -> None:
         mine = partial(_resampled, op, vec.py_kernels[_AUTOGRAD])
         _set_kernels(vec, vec.py_kernels | {_AUTOGRAD: mine, _COMPOSITE: mine})
         _set_kernels(op, {key: kernel for key, kernel in op.py_kernels.items() if key != _AUTOGRAD})
+
+
+def _undo() -> None:
+    while _changed:
+        _set_kernels(*_changed.pop())
 
 
 def _set_kernels(op: Any, kernels: Mapping[Any, Any]) -> None:
@@ -68,3 +53,7 @@ def _resampled(op: Any, loads: Callable[..., Any], x: torch.Tensor, size: Any, a
     if image or (known and x.requires_grad and torch.is_grad_enabled()):
         return op(x, sizes, align, *(factors or ()))
     return loads(x, size, align, factors)
+
+
+whole_resampling = Shared(_change, _undo)
+"""Inside, traces keep interpolation of bytes, and of known sizes if it needs a gradient, as operators."""

@@ -22,7 +22,7 @@ from torch.nn.utils import stateless
 
 from plait import compat
 from plait.capture.aliases import views_of_inputs
-from plait.capture.found import IndexByFound, numbers_kept
+from plait.capture.found import IndexByFound, numbers_kept, stray_symbols
 from plait.capture.least import with_least_sizes
 from plait.capture.plain import special_kind
 from plait.capture.resampling import whole_resampling
@@ -132,7 +132,7 @@ def trace(
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
-        with whole_resampling(), numbers_kept(), CheckWrites():
+        with whole_resampling, numbers_kept, stray_symbols, CheckWrites():
             graph, mutated = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"

@@ -39,19 +39,57 @@ def _back(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _pow_scalar(base: Any, exponent: Tensor) -> Any:
-    """Eager's result is row-major."""
-    return NotImplemented if _known_rows(exponent) else aten.pow.Scalar(base, exponent.contiguous())
+def _second_in_rows(op: Any) -> Callable[..., Any]:
+    """Eager raises 2 to the second operand first, and that result is row-major."""
+
+    def run(first: Any, exponent: Tensor) -> Any:
+        return NotImplemented if _known_rows(exponent) else op(first, exponent.contiguous())
+
+    return run
 
 
-def _copysign(x: Tensor, sign: Tensor) -> Any:
-    """In eager the first operand's order counts first."""
-    if _known_rows(x, sign):
-        return NotImplemented
-    x, sign = _of_one_shape(x, sign)
-    order = _order(x, sign)
-    made = aten.copysign.Tensor(x.permute(order).contiguous(), sign.permute(order).contiguous())
-    return made.permute(_back(order))
+def _in_turn(op: Any) -> Callable[..., Any]:
+    """In eager the first operand's order counts first, then the second's. Tensors without dimensions stay as they are,
+    for they do not decide the element type."""
+
+    def is_laid(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() > 0
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _known_rows(*args):
+            return NotImplemented
+        wide = _of_one_shape(*filter(is_laid, args))
+        order = _order(*wide)
+        given = iter([x.permute(order).contiguous() for x in wide])
+        made = op(*(next(given) if is_laid(x) else x for x in args), **kwargs)
+        return made.permute(_back(order))
+
+    return run
+
+
+def _in_format(op: Any) -> Callable[..., Any]:
+    """On a CPU eager's result lies as its first operand, if that is channels-last, and else row-major."""
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.device.type != "cpu" or _known_rows(x):
+            return NotImplemented
+        order = prims.suggest_memory_format(x)
+        if x.is_contiguous(memory_format=order):
+            return NotImplemented
+        return op(x.contiguous(memory_format=order), *args, **kwargs)
+
+    return run
+
+
+def _formatted(op: Any) -> Callable[..., Any]:
+    """On a CPU eager's result of a channels-last operand is so, too."""
+
+    def run(x: Tensor, *args: Any) -> Any:
+        if x.device.type != "cpu" or _known_rows(x):
+            return NotImplemented
+        return op(x.contiguous(), *args).contiguous(memory_format=prims.suggest_memory_format(x))
+
+    return run
 
 
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
@@ -80,11 +118,29 @@ def _index_fill(op: Any) -> Callable[..., Any]:
     return run
 
 
+_IN_TURN = (
+    aten.copysign.Tensor, aten.div.Tensor_mode, aten.floor_divide.default, aten.heaviside.default,
+    aten.logaddexp.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
+    aten.native_dropout_backward.default, aten.special_xlog1py.default, aten.xlogy.Tensor,
+)  # fmt: skip
+_IN_FORMAT = (
+    aten._batch_norm_with_update_functional.default, aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats,
+)  # fmt: skip
+
+_FORMATTED = (
+    aten.channel_shuffle.default, aten.max_unpool2d.default, aten.native_channel_shuffle.default,
+    aten.reflection_pad3d.default, aten.replication_pad3d.default,
+)  # fmt: skip
+
+
 def _register() -> None:
     laid: dict[Any, Callable[..., Any]] = {
-        aten.pow.Scalar: _pow_scalar,
-        aten.copysign.Tensor: _copysign,
         aten.index.Tensor: _index,
+        **{op: _second_in_rows(op) for op in (aten.pow.Scalar, aten.ldexp.Tensor)},
+        **{op: _in_turn(op) for op in _IN_TURN},
+        **{op: _in_format(op) for op in _IN_FORMAT},
+        **{op: _formatted(op) for op in _FORMATTED},
         **{op: _index_fill(op) for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)},
     }
     for op, run in laid.items():

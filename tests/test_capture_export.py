@@ -274,6 +274,23 @@ def test_size_as_a_result() -> None:
     agrees(lambda x: (x.shape[0] * 2, x + 1), (X,), (X[:3],), dynamic_shapes={"x": {0: Dim("n")}})
 
 
+class Beside(torch.nn.Module):
+    """A size that is known only when the parameter is met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[int, Tensor]:
+        return x.shape[0], x + self.weight
+
+
+def test_a_size_that_becomes_known_as_a_result() -> None:
+    x = torch.arange(3.0)
+    n, y = plait.compile(Beside(), (x,), ({0: Dim.AUTO},))(x)
+    assert n == 3 and torch.equal(y, x + 1)
+
+
 def test_dynamic_shapes_that_contradict() -> None:
     with pytest.raises(UserError, match="dynamic_shapes contradicts the program"):
         plait.compile(lambda x: x.view(2, 2, 6) + 1, (X,), dynamic_shapes={"x": {0: Dim("n")}})

@@ -52,6 +52,12 @@ def write(x: Tensor, i: Tensor) -> Tensor:
     return x
 
 
+def written_and_cut(x: Tensor, i: Tensor) -> Tensor:
+    x = x + 1
+    x[: i.item()] = 5.0
+    return x[i.item() :]
+
+
 def asserted_value(x: Tensor, i: Tensor) -> Tensor:
     n = i.item()
     torch._check(n == 3)
@@ -82,6 +88,7 @@ EXACT: dict[str, Case] = {
     "index of a computed number": (lambda x, i: x[(i + 0).item()] * 2, [(SQUARE, i) for i in INDICES]),
     "select": (lambda x, i: x.select(1, i.item()) * 2, [(SQUARE, i) for i in INDICES]),
     "write": (write, [(SQUARE, i) for i in INDICES]),
+    "written and cut": (written_and_cut, [(SQUARE, i) for i in INDICES]),
     "a row, seen": (lambda x, i: x.narrow(0, i.item(), 1), [(SQUARE, i) for i in INDICES]),
     "a column of a value, seen": (lambda x, i: (x * 2).narrow(1, i.item(), 1), [(SQUARE, i) for i in INDICES]),
 }
@@ -261,9 +268,10 @@ VARYING: dict[str, Callable[[Tensor], Any]] = {
     "all": lambda x: x.view(-1, 1).softmax(0).sum(1),
     "added": lambda x: x + torch.ones(2, 1),
     "joined": lambda x: torch.cat([x, x]).view(2, -1).sum(0),
+    "beside a constant": lambda x: x + torch.tensor(3).to(x),
 }
 LEAST = {"behind two": 4}  # of a part, too, tracing assumes that it has two elements
-EVERY_SIZE = {"rolled", "all", "added", "joined"}
+EVERY_SIZE = {"rolled", "all", "added", "joined", "beside a constant"}
 
 
 @pytest.mark.parametrize("packaged", [False, True])

@@ -214,3 +214,22 @@ def test_positions_outside_are_errors(fn, bad: int) -> None:
     low = lowered(fn, (x, torch.tensor([1])))
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         Evaluation(low, (x, torch.tensor([bad]))).run()
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_results_on_the_way_keep_their_elements(given: tuple[bool, bool], n: int) -> None:
+    """Several writes after one call of an operator: each may take the memory of the one before unless that is a
+    result."""
+
+    def fn(x, i, v, at, more):
+        first = x.put(i, v, accumulate=True)
+        second = first.index_put((i,), v[:, None], accumulate=True)
+        third = second.scatter_add(1, at, more)
+        return [r for r, wanted in zip((first, second), given, strict=True) if wanted] + [third, third.sum()]
+
+    x, i, at = torch.arange(12).view(4, 3), torch.tensor([2, 1, 2]), torch.zeros(4, n, dtype=torch.int64)
+    args = (x, i, torch.tensor([5, 6, 7]), at, torch.ones_like(at))
+    got = torch.compile(fn, backend="plait")(*args)
+    assert all(map(torch.equal, got, fn(*args)))
+    assert len({r.data_ptr() for r in got}) == len(got)

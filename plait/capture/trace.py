@@ -30,7 +30,7 @@ from plait.capture.writes import CheckWrites
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, output_of
-from plait.graph.refuse import answer
+from plait.graph.refuse import CLONE, SHARED, answer
 from plait.runtime.signature import CONSTANTS, VALUE, Signature
 
 
@@ -102,13 +102,14 @@ def trace(
     state = state_of(module)
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
+    is_result: list[bool] = []  # as first found: a size may be known only when the module is run again
     views: dict[int, InputView] = {}
 
     class Flat(torch.nn.Module):
         """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
 
         def forward(self, *flat: Any) -> tuple[Any, ...]:
-            nonlocal out_spec, out_leaves, views
+            nonlocal out_spec, out_leaves, is_result, views
             given = iter(flat[len(state) :])
             leaves = [
                 next(given) if value else real if fake is None else fake
@@ -124,8 +125,9 @@ def trace(
                     what = f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may hold tensors"
                     raise Unsupported(f"{who} of {what}", hint=_REGISTER)
             found = [x for _, x in paths]
-            out_leaves = tuple(VALUE if _is_value(x) else x for x in found)
-            results = tuple(x for x in found if _is_value(x))
+            is_result = is_result or [_is_value(x) for x in found]
+            out_leaves = tuple(VALUE if value else x for x, value in zip(found, is_result, strict=True))
+            results = tuple(x for x, value in zip(found, is_result, strict=True) if value)
             views = views_of_inputs(results, flat)
             return results
 
@@ -147,6 +149,8 @@ def trace(
                 where=line,
                 hint='torch.compile(fn, backend="plait"), which can break graphs',
             ) from error
+        if "internal overlap" in str(error):  # of a tensor that a view of it is written through
+            raise Unsupported(SHARED, where=line, hint=CLONE) from error
         found = _raised_by_eager(module, state, args, kwargs) if device is None else None
         note = f"raised while {who} traced {_name_of(module)}" + (f", at {line}" if line else "")
         if found is None:

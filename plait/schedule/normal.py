@@ -118,6 +118,8 @@ class _Takeovers:
     def take(self, op: ir.Scatter) -> None:
         """Lets a scatter write over its base: who reads the result reads the base from now on."""
         self.names[op.out] = op.base
+        if op.out in self.outputs:
+            self.outputs.add(op.base)
         self.last_read[op.base] = max(self.last_read[op.base], self.last_read.get(op.out, -1))
 
     def renamed(self, op: ir.Op) -> ir.Op:

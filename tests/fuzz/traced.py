@@ -13,18 +13,14 @@ import sympy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 
 def traced_strides(f: Callable[..., Any], args: Sequence[Any], results: Sequence[Any]) -> list[tuple[int, ...] | None]:
     """Of every result of f(*args); None where tracing does not tell. results: eager's, whose sizes tell those that
     tracing does not know."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    try:
-        fakes = [mode.from_tensor(x.detach(), static_shapes=True) if isinstance(x, Tensor) else x for x in args]
-        with mode, torch.no_grad():
-            made = torch.func.functionalize(f)(*fakes)
-    except Exception:  # noqa: BLE001 - what cannot be traced so is not judged so
+    made = _traced(f, args)
+    if made is None:
         return [None] * len(results)
     found: dict[Any, int] = {}
     for fake, real in zip(made, results, strict=True):
@@ -34,6 +30,25 @@ def traced_strides(f: Callable[..., Any], args: Sequence[Any], results: Sequence
                 roots = _roots(size.node.expr - n, symbol)
                 found |= {symbol: int(roots[0])} if len(roots) == 1 else {}
     return [_known(x, found) if isinstance(x, Tensor) else None for x in made]
+
+
+def found_sizes(f: Callable[..., Any], args: Sequence[Any], results: int) -> dict[str, bool]:
+    """Whether a size of a result of f(*args), named o0 to o(results - 1), is found when it runs. Nothing where tracing
+    does not tell."""
+    made = _traced(f, args) or ()
+    return {f"o{k}": isinstance(x, Tensor) and bool(free_unbacked_symbols(x)) for k, x in enumerate(made[:results])}
+
+
+def _traced(f: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any] | None:
+    """f(*args) on fake tensors of these sizes."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    try:
+        fakes = [mode.from_tensor(x.detach(), static_shapes=True) if isinstance(x, Tensor) else x for x in args]
+        with mode, torch.no_grad():
+            made: Sequence[Any] = torch.func.functionalize(f)(*fakes)
+    except Exception:  # noqa: BLE001 - what cannot be traced so is not judged so
+        return None
+    return made
 
 
 def _roots(expr: sympy.Expr, symbol: sympy.Symbol) -> list[Any]:

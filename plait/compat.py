@@ -767,10 +767,11 @@ def _exporting() -> Iterator[None]:
 
 def export_graph(
     env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor], who: str
-) -> tuple[GraphModule, tuple[int, ...]]:
+) -> tuple[GraphModule, tuple[int, ...], int]:
     """Traces flat(*inputs) functionally and without autograd.
 
-    Also gives the positions of mutated inputs; their new values are the graph's first outputs.
+    Also gives the positions of mutated inputs, and a number of tokens. The graph's first inputs and outputs are that
+    many tokens; then come the new values of mutated inputs.
     """
     try:
         with env.mode, tracing(TracingContext(env.mode)), _exporting():
@@ -781,10 +782,9 @@ def export_graph(
         what = f"{who} of a function that changes a tensor which is neither argument nor parameter nor buffer"
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
     assert isinstance(graph, GraphModule)
-    if signature.input_tokens:
-        raise Unsupported(f"{who} of a program with effect tokens (printing, torchbind)")
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
-    return graph, tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
+    mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
+    return graph, mutated, len(signature.input_tokens)
 
 
 def untraced(fn: Callable[P, T]) -> Callable[P, T]:

@@ -199,7 +199,8 @@ def serve() -> None:
 
 def sweep(names: Sequence[str], state: Path, limit: float) -> None:
     """Runs what is not in the state file yet, and adds a line for each case to it."""
-    todo = [n for n in names if n not in read_state(state)]
+    done = read_state(state)
+    todo = [n for n in names if n not in done]
     worker: Worker | None = None
     for k, name in enumerate(todo):
         if worker is None or worker.spent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -334,3 +335,63 @@ def test_values_of_another_size_are_refused_without_guards() -> None:
     for k in (5, 7):
         with pytest.raises(RuntimeError, match=f"shape mismatch.*{k}"):
             run(torch.zeros(8, 4), torch.ones(k, 4), rows(6))
+
+
+# ------------------------------------------------------------------------------------------- of values
+def checked(condition: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch._check(condition(x))
+        return x + 1
+
+    return fn
+
+
+def asserted(x: torch.Tensor) -> torch.Tensor:
+    torch._assert_async((x > 0).all())
+    return x + 1
+
+
+OF_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sum": checked(lambda x: x.sum().item() > 0),
+    "not": checked(lambda x: x.sum().item() != -3.0),
+    "two floats": checked(lambda x: x.sum().item() < x[0].item() * 4 + x.shape[0]),
+    "joined": checked(lambda x: (x.sum().item() > 0) & (x[0].item() < 9)),
+    "power": checked(lambda x: x.sum().item() ** 2 + x.sum().item() >= 6.5),
+    "assertion": asserted,
+    "inverse": lambda x: torch.linalg.inv(x.diag()) + 1,
+    "factors": lambda x: torch.linalg.inv(torch.linalg.cholesky(x.diag())) + 1,
+    "solution": lambda x: torch.linalg.solve(x.diag(), x) + 1,
+}
+VALUES = (1.0, -1.0, 20.0, 0.0, float("nan"))
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "package"])
+@pytest.mark.parametrize("name", OF_VALUES)
+def test_conditions_of_values_without_dynamo(name: str, wrapper: str, tmp_path: Path) -> None:
+    fn = OF_VALUES[name]
+    if wrapper == "package":
+        plait.package(fn, tmp_path / "p.plait", (torch.ones(3),))
+        run = plait.load(tmp_path / "p.plait")
+    else:
+        run = plait.compile(fn, (torch.ones(3),), options={"wrapper": wrapper})
+    for value in VALUES:
+        agrees(run, fn, torch.full((3,), value))
+
+
+@pytest.mark.parametrize("name", [n for n in OF_VALUES if n not in ("inverse", "factors", "solution")])
+def test_conditions_of_values(name: str) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = torch.compile(OF_VALUES[name], backend="plait", fullgraph=True, options={"strict": True})
+        for value in VALUES:
+            agrees(run, OF_VALUES[name], torch.full((3,), value))
+
+
+def agrees(run: Callable[..., Any], fn: Callable[..., Any], x: torch.Tensor) -> None:
+    """run(x) is fn(x), or raises an error of its class."""
+    try:
+        want = fn(x)
+    except Exception as error:  # noqa: BLE001 - whatever eager raises
+        with pytest.raises(type(error)):
+            run(x)
+    else:
+        torch.testing.assert_close(run(x), want, equal_nan=True)

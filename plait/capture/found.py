@@ -86,8 +86,9 @@ and symbolic integers have a divmod, which torch leaves to Dynamo."""
 
 
 # Functions that are run before they are traced make views of their results once more, by sizes with symbols
-# of their own, which torch then looks for in the graph.
+# of their own, which torch then looks for in the graph. And of two overloads it takes one for a pure function.
 _STRAY = "soft_pending_unbacked_not_found_error"
+_ASSERTION = aten._assert_async.default
 _log = logging.getLogger(symbolic_shapes.__name__)
 
 
@@ -95,15 +96,17 @@ def _is_told(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Pending unbacked symbols")
 
 
-def _allow() -> None:
+def _mend() -> None:
     _log.addFilter(_is_told)
     setattr(_config, _STRAY, True)
+    torch.fx.node._side_effectful_functions.add(_ASSERTION)
 
 
-def _forbid() -> None:
+def _undo() -> None:
+    torch.fx.node._side_effectful_functions.remove(_ASSERTION)
     setattr(_config, _STRAY, False)
     _log.removeFilter(_is_told)
 
 
-stray_symbols = Shared(_allow, _forbid)
-"""Inside, no node of a graph need hold such symbols."""
+mended_tracing = Shared(_mend, _undo)
+"""Inside, no node of a graph need hold such symbols, and assertions stay in it."""

@@ -22,14 +22,14 @@ from torch.nn.utils import stateless
 
 from plait import compat
 from plait.capture.aliases import views_of_inputs
-from plait.capture.found import IndexByFound, numbers_kept, stray_symbols
+from plait.capture.found import IndexByFound, mended_tracing, numbers_kept
 from plait.capture.least import with_least_sizes
 from plait.capture.plain import special_kind
 from plait.capture.resampling import whole_resampling
 from plait.capture.writes import CheckWrites
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.captured import InputView
-from plait.graph.edit import aten, output_of
+from plait.graph.edit import aten, drop_tokens, output_of
 from plait.graph.refuse import CLONE, SHARED, answer
 from plait.runtime.signature import CONSTANTS, VALUE, Signature
 
@@ -134,8 +134,8 @@ def trace(
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
-        with whole_resampling, numbers_kept, stray_symbols, CheckWrites():
-            graph, mutated = compat.export_graph(env, Flat(), inputs, who)
+        with whole_resampling, numbers_kept, mended_tracing, CheckWrites():
+            graph, mutated, tokens = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
         raise Unsupported(what, where=users_line(error), hint="call the function itself: its __wrapped__") from error
@@ -158,6 +158,7 @@ def trace(
             raise
         found.add_note(note)
         raise found from error
+    drop_tokens(graph.graph, tokens)
     _write_back(graph, mutated)
     assert out_spec is not None
     leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from plait.graph.edit import shape_env_of
+
+_EFFECTS = (torch.ops.higher_order.with_effects, torch.ops.aten._assert_async.default)  # torch takes them for pure
 
 
 def drop_dead(gm: GraphModule) -> int:
@@ -20,7 +23,7 @@ def drop_dead(gm: GraphModule) -> int:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if node.is_impure(impure_random=False) or _is_asserted(node):
+        if node.is_impure(impure_random=False) or node.target in _EFFECTS or _is_asserted(node):
             continue
         graph.erase_node(node)
         erased += 1

@@ -68,6 +68,17 @@ def output_of(graph: Graph) -> Node:
     return node
 
 
+def drop_tokens(graph: Graph, count: int) -> None:
+    """Takes the first inputs and outputs from a graph: tokens, which only say in which order effects happen."""
+    for token in [n for n in graph.nodes if n.op == "placeholder"][:count]:
+        for user in tuple(token.users):
+            user.args = (None, *user.args[1:])
+        graph.erase_node(token)
+    results = output_of(graph)
+    assert isinstance(results.args[0], (tuple, list))
+    results.args = (tuple(results.args[0][count:]),)
+
+
 def insert(before: Node, source: Node, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
     """A new node target(source, ...) before another one, from whose line it is."""
     with before.graph.inserting_before(before):

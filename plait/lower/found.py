@@ -10,7 +10,7 @@ it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -19,9 +19,19 @@ import torch.fx
 from plait.errors import Unsupported
 from plait.graph.edit import aten, is_view, maker_of, shape_env_of
 from plait.ir import sizes as sz
+from plait.ir.dtypes import i64
 from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import Lowering, Value, View
-from plait.lower.symbols import Binding, bindings, deferred_asserts, is_found, to_size, with_found
+from plait.lower.symbols import (
+    Binding,
+    bindings,
+    deferred_asserts,
+    is_found,
+    is_found_float,
+    to_size,
+    to_truth,
+    with_found,
+)
 
 _INF = float("inf")
 
@@ -162,18 +172,25 @@ class Found:
         for e in deferred_asserts(env):
             if e in self.conditions:
                 continue
-            known = self._known(e, env)
+            floats = [s for s in e.free_symbols if is_found_float(s)]
+            if any(str(s) not in self.ctx.floats for s in floats):
+                continue
+            known = self._known(e.free_symbols.difference(floats), env)
             if known is None:
                 continue
             self.conditions.add(e)
+            if floats:
+                said = f"the condition {e} that was traced does not hold, behind {origin}"
+                self._assert(truth(self.ctx, e, env), said, ())
+                continue
             listed = ", ".join(f"{s} is {{}}" for s in known)
             said = f"{listed}, which breaks the condition {e} that was traced, behind {origin}"
             self._assert(with_found(e, known), said, tuple(known.values()))
 
-    def _known(self, e: sympy.Basic, env: Any) -> dict[sympy.Basic, Size] | None:
-        """What the symbols of a condition are, None if that is not known yet."""
+    def _known(self, symbols: Iterable[sympy.Basic], env: Any) -> dict[sympy.Basic, Size] | None:
+        """What these symbols of a condition are, None if that is not known yet."""
         known: dict[sympy.Basic, Size] = {}
-        for s in sorted(e.free_symbols, key=str):
+        for s in sorted(symbols, key=str):
             if is_found(s):
                 found = self.values.get(s.name)
                 if found is None and s.name in self.ctx.symbols:
@@ -190,6 +207,13 @@ class Found:
         if condition not in self.asserted:
             self.asserted.add(condition)
             self.ctx.assert_true(condition, message, values)
+
+
+def truth(ctx: Lowering, condition: sympy.Basic, env: Any) -> Size:
+    """A condition of floats that are found at run time, as 0 or 1: a loop compares them."""
+    floats = ctx.float_readers()
+    holds = ctx.pointwise((), i64, lambda ops, i: ops.cast(to_truth(ops, condition, env, floats), i64))
+    return ctx.item(holds, sz.symbol(f"{holds.buf}_holds", lo=0, hi=1))
 
 
 def _begins_at_found(node: torch.fx.Node) -> bool:

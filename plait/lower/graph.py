@@ -35,10 +35,10 @@ from plait.ir.sizes import Atom, Expr, Size
 from plait.lower.core import ANY_DTYPE, NO_LOOPS, RULES, Lowering, NoRule, Value, View
 from plait.lower.dtypes import device_name, from_torch
 from plait.lower.extern import call_extern
-from plait.lower.found import Found
+from plait.lower.found import Found, truth
 from plait.lower.hop import call_higher_order
 from plait.lower.operands import is_object_input, object_input
-from plait.lower.symbols import definitions, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
+from plait.lower.symbols import definitions, is_found_float, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
 from plait.lower.view import dense_order
 
 aten = torch.ops.aten
@@ -289,7 +289,7 @@ class _Walk:
             return self._value(node.args[0])[node.args[1]]
         bound = node.meta.get("unbacked_bindings")
         if not bound and isinstance(val, (bool, int, torch.SymInt, torch.SymBool)):
-            return to_size(val)
+            return self._size(val)
         if isinstance(val, float) or (isinstance(val, torch.SymFloat) and not bound):
             return val
         ctx = self.ctx
@@ -317,8 +317,13 @@ class _Walk:
         if isinstance(a, dict):
             return {name: self._value(x) for name, x in a.items()}
         if isinstance(a, (torch.SymInt, torch.SymBool)):
-            return to_size(a)
+            return self._size(a)
         return a
+
+    def _size(self, value: int | torch.SymInt | torch.SymBool) -> Size:
+        if isinstance(value, torch.SymBool) and any(map(is_found_float, value.node.expr.free_symbols)):
+            return truth(self.ctx, value.node.expr, value.node.shape_env)
+        return to_size(value)
 
     def _lower(self, node: torch.fx.Node, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         target: Any = node.target

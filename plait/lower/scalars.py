@@ -7,7 +7,7 @@ import torch
 from plait.ir import sizes as sz
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, View, lower
-from plait.lower.symbols import bindings, to_size, unranged
+from plait.lower.symbols import bindings, is_found_float, to_size, unranged
 
 aten = torch.ops.aten
 
@@ -32,8 +32,9 @@ def _item(ctx: Lowering, x: View) -> Size | torch.SymFloat:
 def _assert_scalar(ctx: Lowering, condition: Size | bool, message: str) -> None:
     assert ctx.node is not None
     given = ctx.node.args[0]
-    if isinstance(given, torch.fx.Node) and isinstance(given.meta["val"], torch.SymBool):
-        condition = unranged(given.meta["val"])
+    val = given.meta["val"] if isinstance(given, torch.fx.Node) else given
+    if isinstance(val, torch.SymBool) and not any(map(is_found_float, val.node.expr.free_symbols)):
+        condition = unranged(val)
     ctx.assert_true(int(condition) if isinstance(condition, bool) else condition, message)
 
 

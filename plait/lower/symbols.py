@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ from plait import compat
 from plait.errors import InexpressibleSize, Unsupported
 from plait.graph.edit import shape_env_of
 from plait.ir import sizes as sz
-from plait.ir.dtypes import f64
+from plait.ir.dtypes import b1, f64
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -443,8 +443,13 @@ def deferred_asserts(env: Any) -> list[sympy.Basic]:
 
 
 def is_found(symbol: sympy.Basic) -> bool:
-    """Whether a symbol stands for a number that is found at run time."""
+    """Whether a symbol stands for an integer that is found at run time."""
     return isinstance(symbol, sympy.Symbol) and symbol_is_type(symbol, SymT.UNBACKED_INT)
+
+
+def is_found_float(symbol: sympy.Basic) -> bool:
+    """Whether a symbol stands for a float that is found at run time."""
+    return isinstance(symbol, sympy.Symbol) and symbol_is_type(symbol, SymT.UNBACKED_FLOAT)
 
 
 def with_found(e: sympy.Basic, found: Mapping[sympy.Basic, Size]) -> Size:
@@ -531,3 +536,23 @@ def _float_node(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
         args = [_float_node(ops, a, env, floats) for a in e.args]
         return reduce(lambda a, b: ops.op(_FLOAT_BINARY[type(e)], a, b), args)
     raise Unsupported(f"the float {e} ({type(e).__name__})", hint="compute it outside of the compiled function")
+
+
+_COMPARED = {
+    sympy.Eq: "eq", sympy.Ne: "ne", sympy.StrictLessThan: "lt", sympy.LessThan: "le",
+    sympy.StrictGreaterThan: "gt", sympy.GreaterThan: "ge",
+}  # fmt: skip
+_JOINED = {sympy.And: "and", sympy.Or: "or"}
+
+
+def to_truth(ops: Recorder, e: Any, env: Any, floats: Floats) -> Node:
+    """A condition of floats and sizes as a b1 node.
+
+    Raises Unsupported for what loop bodies cannot express."""
+    if isinstance(e, sympy.Not):
+        return ops.op("not", to_truth(ops, e.args[0], env, floats))
+    if type(e) in _JOINED:
+        return reduce(partial(ops.op, _JOINED[type(e)]), (to_truth(ops, a, env, floats) for a in e.args))
+    if type(e) in _COMPARED:
+        return ops.op(_COMPARED[type(e)], *(_float_node(ops, a, env, floats) for a in e.args))
+    return ops.cast(ops.index(to_size(e, env)), b1)

@@ -58,6 +58,18 @@ def written_and_cut(x: Tensor, i: Tensor) -> Tensor:
     return x[i.item() :]
 
 
+def written_column(x: Tensor, i: Tensor) -> Tensor:
+    x = x + 1
+    x[1:, i] = torch.arange(3.0)
+    x[i, i] += 7
+    return x
+
+
+def written_argument(x: Tensor, i: Tensor) -> Tensor:
+    x[..., i.item()] = x[i]
+    return x * 2
+
+
 def asserted_value(x: Tensor, i: Tensor) -> Tensor:
     n = i.item()
     torch._check(n == 3)
@@ -88,6 +100,9 @@ EXACT: dict[str, Case] = {
     "index of a computed number": (lambda x, i: x[(i + 0).item()] * 2, [(SQUARE, i) for i in INDICES]),
     "select": (lambda x, i: x.select(1, i.item()) * 2, [(SQUARE, i) for i in INDICES]),
     "write": (write, [(SQUARE, i) for i in INDICES]),
+    "write to a column": (written_column, [(SQUARE, i) for i in INDICES]),
+    "write to an argument": (written_argument, [(SQUARE, i) for i in INDICES]),
+    "places of a tensor": (lambda x, i: x[None, i, 1:] * x[i : i + 1, 1:], [(SQUARE, i) for i in INDICES]),
     "written and cut": (written_and_cut, [(SQUARE, i) for i in INDICES]),
     "a row, seen": (lambda x, i: x.narrow(0, i.item(), 1), [(SQUARE, i) for i in INDICES]),
     "a column of a value, seen": (lambda x, i: (x * 2).narrow(1, i.item(), 1), [(SQUARE, i) for i in INDICES]),

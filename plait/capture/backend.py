@@ -20,7 +20,7 @@ from plait.capture import ladder
 from plait.capture.aliases import dynamo_views, input_views, view_like
 from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import watch_limits
-from plait.capture.found import mended_tracing
+from plait.capture.found import index_by_found, mended_tracing
 from plait.capture.masks import simplify_masks
 from plait.capture.program import compile_captured
 from plait.capture.registration import allow_again
@@ -114,7 +114,7 @@ class _OneGraph:
             simplify_masks(gm)
             self.dynamo_views = dynamo_views(gm)
         compat.see_other_types(view_like)
-        with whole_resampling, mended_tracing:
+        with whole_resampling, mended_tracing, index_by_found(gm):
             wrapped = compat.aot_compile(
                 gm,
                 example_inputs,

@@ -8,11 +8,14 @@ nothing could be checked. And `divmod` takes sizes.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.fx.node
+from torch.fx import GraphModule
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
@@ -21,22 +24,56 @@ from plait.capture.shared import Shared
 
 
 class IndexByFound(TorchFunctionMode):
-    """Inside, tensors can be indexed by such numbers."""
+    """Inside, tensors can be read and written at such numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__:
-            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            x, given, *value = args
+            items = tuple(map(_number, given if isinstance(given, tuple) else (given,)))
             if any(map(_is_found, items)):
-                return _taken(args[0], items)
+                x, items = _selected(x, items)
+            elif not any(isinstance(i, slice) for i in items):
+                items = given
+            return func(x, items, *value)
         return func(*args, **(kwargs or {}))
+
+
+def index_by_found(gm: torch.nn.Module) -> AbstractContextManager[Any]:
+    """For the tracing of a Dynamo graph: an `IndexByFound` if a tensor stands for a number in an index there."""
+    nodes = gm.graph.nodes if isinstance(gm, GraphModule) else ()
+    wanted = any(n.target in _INDEXED and any(map(_is_position, n.all_input_nodes[1:])) for n in nodes)
+    return IndexByFound() if wanted else nullcontext()
+
+
+_INDEXED = (operator.getitem, operator.setitem)
+
+
+def _is_position(node: torch.fx.Node) -> bool:
+    x = node.meta.get("example_value")
+    return isinstance(x, torch.Tensor) and x.dim() == 0 and _is_integer(x.dtype)
+
+
+def _number(item: Any) -> Any:
+    """An item of an index with numbers in place of tensors that stand for one, as Python's indexing has them."""
+    if isinstance(item, slice):
+        return slice(_number(item.start), _number(item.stop), _number(item.step))
+    if isinstance(item, torch.Tensor) and item.dim() == 0 and _is_integer(item.dtype):
+        return item.item()
+    return item
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    """Whether elements are positions: those of bool and uint8 are masks."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype in (torch.bool, torch.uint8))
 
 
 def _is_found(item: Any) -> bool:
     return isinstance(item, torch.SymInt) and bool(free_unbacked_symbols(item))
 
 
-def _taken(x: torch.Tensor, items: Sequence[Any]) -> torch.Tensor:
-    """x[items]. PyTorch takes integers out of an index before it looks at tensors in it."""
+def _selected(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """A view of x and an index that together are x[items], with no such number in the index. PyTorch takes integers
+    out of an index before it looks at tensors in it."""
     spans = [_span(i) for i in items]
     rest: list[Any] = list(items)
     dim = sum(x.dim() - sum(spans) if i is Ellipsis else n for i, n in zip(items, spans, strict=True))
@@ -46,7 +83,7 @@ def _taken(x: torch.Tensor, items: Sequence[Any]) -> torch.Tensor:
             x = x.select(dim, items[k])
             spans[k] = 0
             del rest[k]
-    return x[tuple(rest)]
+    return x, tuple(rest)
 
 
 def _span(item: Any) -> int:

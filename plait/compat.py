@@ -140,7 +140,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
 @contextmanager
 def untraced_operators() -> Iterator[None]:
     """Operators inside run on what they are given, while tracing is under way."""
-    with _disable_current_modes(), torch._C._DisableAutocast():
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch._C._DisablePythonDispatcher():
         yield
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.fx
 import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_function
 from torch._ops import OpOverload
 from torch.testing._internal.common_methods_invocations import op_db
 
+from plait.capture.early import Kernels, early_kernels
 from plait.graph.refuse import LIST, Taken, tensors_of
 from tests.opinfo_tools import UNTRACEABLE, Case, name_of, pick, traceable
 
@@ -26,7 +28,8 @@ DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
-_SAMPLES, _CALLS = 5, 10
+_BY_PARTS = ("aten.matmul.default",)  # the operators that it is made of are looked at
+_SAMPLES, _CALLS = 13, 24  # a number that beats with no order of samples
 _HEADER = """\
 # Operators whose kernels on CPU do not take every dtype, in torch 2.13: made by `python -m tests.eager_dtypes`.
 # A line: the operator, the dtypes that it surely takes, `mixes` if they may differ among its tensors, and after a bar
@@ -81,7 +84,8 @@ def ops() -> list[Any]:
 
 
 def recorded(op: Any, samples: int) -> Iterator[Call]:
-    """The functional calls that some float32 samples of an op come to, before anything is decomposed."""
+    """The functional calls that some float32 samples of an op come to: by kernels that decompose
+    before autograd, and before anything else is decomposed."""
     for case in pick(op, torch.float32, samples):
         if traceable(case) and all(x.layout == torch.strided for x in case.inputs()):
             yield from _calls_of(case)
@@ -99,7 +103,17 @@ def _calls_of(case: Case) -> list[Call]:
     def record(gm: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         return lambda *args: Recorder(gm).run(*args)
 
+    def early(op: OpOverload, kernels: Kernels) -> Kernels:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found.append(Call(op, args, kwargs))
+            with torch._C._DisablePythonDispatcher():
+                return op(*args, **kwargs)
+
+        return kernels if op._schema.is_mutable else dict.fromkeys(kernels, run)
+
     with torch.no_grad():
+        with early_kernels(early), enable_python_dispatcher():
+            case.run([x.detach().clone() for x in case.inputs()])
         run = aot_function(lambda *xs: case.run(xs), fw_compiler=record, decompositions={})
         run(*(x.detach().clone() for x in case.inputs()))
     return found
@@ -165,7 +179,7 @@ def main() -> None:
         found += recorded(op, _SAMPLES)
     lines = []
     for name, calls in sorted(by_operator(found).items()):
-        if taken := taken_by(calls):
+        if name not in _BY_PARTS and (taken := taken_by(calls)):
             lines.append(line_of(name, taken))
     LIST.write_text(_HEADER + "\n".join(lines) + "\n")
 

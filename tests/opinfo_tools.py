@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from plait import compat
-from plait.capture.resampling import whole_resampling
+from plait.capture.early import early_changes
 from plait.compile import compile_graph
 from plait.config import Config
 from plait.graph.captured import Captured, GraphKind
@@ -166,7 +166,7 @@ def compiled(
     )
 
     def traced(*args: Any) -> Any:
-        with whole_resampling:  # the first call traces
+        with early_changes:  # the first call traces
             return made(*args)
 
     return traced

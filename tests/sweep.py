@@ -1,4 +1,5 @@
-"""Everything at once: all op samples in all dtypes, forward and gradient, all error inputs and all models of the zoo.
+"""Everything at once: all op samples in all dtypes, forward and gradient, all error inputs, samples made
+not to fit, and all models of the zoo.
 
 It takes hours, so it keeps state: `python -m tests.sweep --state FILE` goes on where it stopped, `--shard 1/2` takes
 every second case (shards may share a state file), and `--tables` writes what is known as committed tables. Each case
@@ -24,11 +25,13 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from tests import opinfo_tools as tools
 from tests.error_inputs import compare, errors_table
+from tests.unfit import DTYPES, compare_unfit, is_asked, lost, unfit_table
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-GROUPS = ("errors", "zoo", "forward", "strided", "gradient", "dynamic")
+GROUPS = ("errors", "unfit", "zoo", "forward", "strided", "gradient", "dynamic")
 _BATCH = 10  # samples that share a compile
 _LIFE = 40  # cases that a worker runs before a fresh one takes over
+_REFUSALS = ("errors", "unfit")  # groups with tables of their own
 _TEXT = 300  # characters of a failure that are kept
 State = dict[str, dict[str, Any]]
 
@@ -41,6 +44,9 @@ def all_cases(groups: Iterable[str]) -> Iterator[str]:
             yield from _zoo_cases()
         elif group == "errors":
             yield from (f"errors/{tools.name_of(op)}" for op in op_db if op.error_inputs_func is not None)
+        elif group == "unfit":
+            asked = ((op, d) for op in op_db if is_asked(op) for d in DTYPES)
+            yield from (f"unfit/{tools.name_of(op)}/{d}" for op, d in asked if _takes(op, d))
         else:
             yield from (f"{group}/{tools.name_of(op)}/{d}" for op in op_db for d in _dtypes(op, group))
 
@@ -57,6 +63,10 @@ def _dtypes(op: Any, group: str) -> list[str]:
         known = () if behind else op.supported_dtypes("cpu")
     names = sorted(str(d).removeprefix("torch.") for d in known)
     return [n for n in names if n == "float32"] if group == "dynamic" else names
+
+
+def _takes(op: Any, dtype: str) -> bool:
+    return getattr(torch, dtype) in op.supported_dtypes("cpu")
 
 
 def _behind_dynamo(op: Any) -> bool:
@@ -82,6 +92,8 @@ def run_case(name: str) -> dict[str, Any]:
     torch._dynamo.reset()
     if group == "errors":
         return {"errors": compare(_op(rest[0]))}
+    if group == "unfit":
+        return {"unfit": compare_unfit(_op(rest[0]), getattr(torch, rest[1]))}
     if group == "zoo":
         return _zoo(*rest)
     return _samples(group, _op(rest[0]), getattr(torch, rest[1]))
@@ -228,11 +240,11 @@ def sweep_table(state: State) -> str:
     """By op and dtype: how many samples passed, with `e` where ATen was called for want of a rule, and how many of
     them failed."""
     cells: dict[str, dict[str, list[str]]] = {}
-    totals = {group: [0, 0, 0, 0] for group in GROUPS if group != "errors"}
+    totals = {group: [0, 0, 0, 0] for group in GROUPS if group not in _REFUSALS}
     failures: list[str] = []
     for name, row in sorted(state.items()):
         group, *rest = name.split("/")
-        if group == "errors":
+        if group in _REFUSALS:
             continue
         extern, failed = bool(row["fallbacks"]), len(row["failures"])
         total = totals[group]
@@ -259,7 +271,11 @@ def write_tables(state: State) -> None:
     errors = {name.split("/")[1]: row["errors"] for name, row in state.items() if "errors" in row}
     if errors:
         (RESULTS / "error-inputs.md").write_text(errors_table(errors))
-    if any(not name.startswith("errors/") for name in state):
+    asked = {n.partition("/")[2]: row for n, row in state.items() if n.startswith("unfit/")}
+    unfit = {name: row.get("unfit") or lost(row["failures"][0]) for name, row in asked.items()}
+    if unfit:
+        (RESULTS / "unfit-inputs.md").write_text(unfit_table(unfit))
+    if any(not name.startswith(_REFUSALS) for name in state):
         (RESULTS / "sweep.md").write_text(sweep_table(state))
 
 

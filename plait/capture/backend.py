@@ -20,11 +20,11 @@ from plait.capture import ladder
 from plait.capture.aliases import dynamo_views, input_views, view_like
 from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import watch_limits
+from plait.capture.early import early_changes
 from plait.capture.found import index_by_found, mended_tracing
 from plait.capture.masks import simplify_masks
 from plait.capture.program import compile_captured
 from plait.capture.registration import allow_again
-from plait.capture.resampling import whole_resampling
 from plait.capture.training import TrainingGraph
 from plait.capture.writes import check_writes
 from plait.compile import Program
@@ -114,7 +114,7 @@ class _OneGraph:
             simplify_masks(gm)
             self.dynamo_views = dynamo_views(gm)
         compat.see_other_types(view_like)
-        with whole_resampling, mended_tracing, index_by_found(gm):
+        with early_changes, mended_tracing, index_by_found(gm):
             wrapped = compat.aot_compile(
                 gm,
                 example_inputs,

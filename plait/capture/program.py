@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import plait.graph.strides  # noqa: F401 - puts its decompositions into the table
+import plait.graph.fits  # noqa: F401 - with strides.py, puts its checks into the table
 from plait.compile import Program, compile_graph
 from plait.config import Config
 from plait.errors import InternalError, PlaitError, warn_once

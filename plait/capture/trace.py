@@ -22,10 +22,10 @@ from torch.nn.utils import stateless
 
 from plait import compat
 from plait.capture.aliases import views_of_inputs
+from plait.capture.early import early_changes
 from plait.capture.found import IndexByFound, mended_tracing, numbers_kept
 from plait.capture.least import with_least_sizes
 from plait.capture.plain import special_kind
-from plait.capture.resampling import whole_resampling
 from plait.capture.writes import CheckWrites
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.captured import InputView
@@ -134,7 +134,7 @@ def trace(
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
-        with whole_resampling, numbers_kept, mended_tracing, CheckWrites():
+        with early_changes, numbers_kept, mended_tracing, CheckWrites():
             graph, mutated, tokens = compat.export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"

@@ -73,7 +73,10 @@ class View:
         return tuple(sz.substitute(e, env) for e in self.index)
 
     def load(self, ops: Recorder, point: Index) -> Node:
-        """Records the load of element `point`."""
+        """Records the load of element `point`. Of nothing it is 0: whatever leads there, such as
+        a check of indices that fails, is no reason to read what is not there before."""
+        if any(s == 0 for s in self.shape):
+            return ops.const(0, self.dtype)
         return ops.load(self.buf, self.at(point), self.dtype)
 
     def remap(self, shape: tuple[Size, ...], fn: Callable[[tuple[Expr, ...]], Index]) -> View:

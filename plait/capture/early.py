@@ -1,0 +1,72 @@
+"""Python kernels that torch gives operators before autograd.
+
+They decompose an operator before any table of decompositions is asked, and by rules of their own:
+what eager's kernel refuses, they may take. While AOTAutograd traces, `early_changes` puts before
+each of them the look at operands that the table would have put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from plait import compat
+from plait.capture.resampling import AUTOGRAD, COMPOSITE, whole
+from plait.capture.shared import Shared
+
+Kernels = Mapping[Any, Callable[..., Any]]  # by dispatch key
+_EARLY = frozenset((AUTOGRAD, COMPOSITE))
+_OTHER_WHILE_TRACED = (torch.ops.aten.max_pool1d.default,)
+"""Operators whose own decomposition in C++ asks whether they are traced, and takes more then."""
+
+
+@cache
+def early_operators() -> tuple[OpOverload, ...]:
+    """ATen's operators with such kernels, which torch registers when it is imported, and those
+    that are given one."""
+    packets = [p for p in vars(torch.ops.aten).values() if isinstance(p, OpOverloadPacket)]
+    found = [op for p in packets for op in vars(p).values() if isinstance(op, OpOverload)]
+    early = (op for op in found if _EARLY & op.py_kernels.keys())
+    return (*early, *_OTHER_WHILE_TRACED)
+
+
+def early_kernels(change: Callable[[OpOverload, Kernels], Kernels]) -> Shared:
+    """A context in which the early kernels of an operator are change(op, kernels)."""
+    before: list[tuple[OpOverload, Kernels]] = []
+
+    def make() -> None:
+        for op in early_operators():
+            before.append((op, dict(op.py_kernels)))
+            own = {COMPOSITE: partial(op._op_dk, COMPOSITE)}
+            _set_kernels(op, change(op, before[-1][1] or own))
+
+    def undo() -> None:
+        while before:
+            _set_kernels(*before.pop())
+
+    return Shared(make, undo)
+
+
+def _set_kernels(op: Any, kernels: Kernels) -> None:
+    """Replaces the kernels of an operator that are Python, and forgets which one was found for
+    which key."""
+    if op.py_kernels != kernels:
+        op.py_kernels.clear()
+        op.py_kernels.update(kernels)
+        op._dispatch_cache.clear()
+
+
+def _changed(op: OpOverload, kernels: Kernels) -> Kernels:
+    kernels = whole(op, kernels)
+    around = compat.CHECKS.get(op)
+    if around is None:
+        return kernels
+    return {key: around(k) if key in _EARLY else k for key, k in kernels.items()}
+
+
+early_changes = early_kernels(_changed)
+"""Inside, operands are looked at, and interpolation is kept whole where that is better."""

@@ -274,7 +274,7 @@ def write_tables(state: State) -> None:
     asked = {n.partition("/")[2]: row for n, row in state.items() if n.startswith("unfit/")}
     unfit = {name: row.get("unfit") or lost(row["failures"][0]) for name, row in asked.items()}
     if unfit:
-        (RESULTS / "unfit-inputs.md").write_text(unfit_table(unfit))
+        (RESULTS / "unfit-inputs.md").write_text(unfit_table(unfit, len(list(all_cases(["unfit"])))))
     if any(not name.startswith(_REFUSALS) for name in state):
         (RESULTS / "sweep.md").write_text(sweep_table(state))
 

@@ -239,6 +239,7 @@ def test_no_changed_sample_goes_otherwise(name: str) -> None:
 
 
 def test_the_table_counts_crashes() -> None:
-    text = unfit_table({"a/bool": lost("the process ended with -11"), "b/bool": {"asked": 3, "rows": []}})
+    text = unfit_table({"a/bool": lost("the process ended with -11"), "b/bool": {"asked": 3, "rows": []}}, 7)
     assert "| 3 | 0 | 0 | 1 |" in text and "the process ended with -11" in text and "| b/bool | 3 | 0 | 0 | 0 |" in text
+    assert "of 2 ops and dtypes out of 7" in text
     assert "unfit/cummax/float32" in set(all_cases(["unfit"]))

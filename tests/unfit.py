@@ -164,7 +164,7 @@ _HEAD = """\
 
 Samples of PyTorch's ops in which one number, size, index or dtype is changed, through
 `torch.compile(backend="plait")` on CPU: those where eager raises, or gives other dtypes or sizes,
-and fake tensors do not say so. {asked} were asked about, of {cases} ops and dtypes.
+and fake tensors do not say so. {asked} were asked about, of {cases} ops and dtypes out of {total}.
 `python -m tests.sweep unfit`, then `--tables`. Left out is where eager itself crashes.
 
 | as eager | another class of error | not refused | another result |
@@ -178,11 +178,13 @@ and fake tensors do not say so. {asked} were asked about, of {cases} ops and dty
 """
 
 
-def unfit_table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The committed table. found: op/dtype -> what compare_unfit gave."""
+def unfit_table(found: Mapping[str, Mapping[str, Any]], total: int) -> str:
+    """The committed table. found: op/dtype -> what compare_unfit gave. total: how many there are."""
     rows = [(name, row) for name, result in sorted(found.items()) for row in result["rows"]]
     asked, others = sum(r["asked"] for r in found.values()), _counts(row for _, row in rows)
-    text = _HEAD.format(asked=asked, cases=len(found), alike=asked - sum(others), others=" | ".join(map(str, others)))
+    text = _HEAD.format(
+        asked=asked, cases=len(found), total=total, alike=asked - sum(others), others=" | ".join(map(str, others))
+    )
     for name, row in rows:
         kinds = (row.get(k) or "runs" for k in ("eager", "plait", "dynamo", "aot"))
         cells = (row["count"], row.get("what", ""), *kinds, row.get("says", ""))

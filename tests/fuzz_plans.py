@@ -46,8 +46,9 @@ HEADING = "## Damaged plans"
 HANG_S = 120
 ROOM = 512 << 20  # bytes of address space that plans may ask for
 REFUSED = (PlanError, LoadError)
-FAILED = (RuntimeError, TypeError, ValueError, IndexError, MemoryError, NotImplementedError)
-"""What a call may raise: what the executor and torch's operators do."""
+FAILED = (RuntimeError, TypeError, ValueError, IndexError, MemoryError, NotImplementedError, AttributeError)
+"""What a call may raise: what the executor and torch's operators do. AttributeError: a dtype or a layout
+that torch has not."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,8 @@ def _compiled() -> Iterator[Base]:
     attention = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     table = torch.nn.Embedding(20, 8)
     token = observers.set((made.append,))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # ATen divides by a number of heads of 0
     try:
         for module, x, dynamic in (
             (mlp, torch.randn(24, 48), True),
@@ -249,6 +252,7 @@ def _compiled() -> Iterator[Base]:
         with torch.no_grad():
             torch.compile(lambda i: table(i).cumsum(0).sort().values, backend="plait")(torch.ones(4, 3).long())
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         observers.reset(token)
     for record in made:
         yield base(record.wrapper, _arguments(record.wrapper))

@@ -362,7 +362,7 @@ OF_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
     "factors": lambda x: torch.linalg.inv(torch.linalg.cholesky(x.diag())) + 1,
     "solution": lambda x: torch.linalg.solve(x.diag(), x) + 1,
 }
-VALUES = (1.0, -1.0, 20.0, 0.0, float("nan"))
+FILLS = (1.0, -1.0, 20.0, 0.0, float("nan"))
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "package"])
@@ -374,7 +374,7 @@ def test_conditions_of_values_without_dynamo(name: str, wrapper: str, tmp_path: 
         run = plait.load(tmp_path / "p.plait")
     else:
         run = plait.compile(fn, (torch.ones(3),), options={"wrapper": wrapper})
-    for value in VALUES:
+    for value in FILLS:
         agrees(run, fn, torch.full((3,), value))
 
 
@@ -382,7 +382,7 @@ def test_conditions_of_values_without_dynamo(name: str, wrapper: str, tmp_path: 
 def test_conditions_of_values(name: str) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         run = torch.compile(OF_VALUES[name], backend="plait", fullgraph=True, options={"strict": True})
-        for value in VALUES:
+        for value in FILLS:
             agrees(run, OF_VALUES[name], torch.full((3,), value))
 
 

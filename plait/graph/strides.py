@@ -147,8 +147,12 @@ def _register() -> None:
         compat.CHECKS[op] = partial(_checked, compat.CHECKS.get(op), run)
 
 
-def _checked(checks: Callable[[Any], Any] | None, run: Callable[..., Any], _: Any) -> Any:
-    return run if checks is None else checks(run)
+def _checked(checks: Callable[[Any], Any] | None, run: Callable[..., Any], decomposed: Any) -> Any:
+    def laid(*args: Any, **kwargs: Any) -> Any:
+        made = run(*args, **kwargs)
+        return decomposed(*args, **kwargs) if made is NotImplemented and decomposed is not None else made
+
+    return laid if checks is None else checks(laid)
 
 
 _register()

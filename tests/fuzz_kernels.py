@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,18 +200,23 @@ class Maker:
                 shape.append(n)
         full = any(a in self.rvars for a in axes)
         if axes and r.random() < 0.1:
-            return self.indirect(d, index, shape, full)
+            return self.indirect(d, index, shape, axes)
         b = self.buffer(d, shape, True)
         if axes and r.random() < 0.15:
-            a = r.choice(axes)
-            full |= a in self.rvars
-            mask = self.ops.op("lt", self.ops.index(a), self.ops.const(max(1, self.number(self.sizes[a]) // 2), i64))
-            x = self.ops.masked(mask, lambda: self.ops.load(b.name, tuple(index), d), 1)
-            return self.computable(Value(x, True, full))
+            return self.part(axes, lambda _: self.ops.load(b.name, tuple(index), d))
         return self.computable(Value(self.ops.load(b.name, tuple(index), d), True, full))
 
-    def indirect(self, d: DType, index: list[Size], shape: list[Size], full: bool) -> Value:
-        """A gather through an index buffer; now and then an index is out of range."""
+    def part(self, axes: list[Expr], read: Callable[[Node], Node]) -> Value:
+        """What `read` gives at the first points along one of the axes, where its argument holds, and 1 at the
+        others."""
+        a = self.r.choice(axes)
+        mask = self.ops.op("lt", self.ops.index(a), self.ops.const(max(1, self.number(self.sizes[a]) // 2), i64))
+        found = self.ops.kept(self.ops.masked(mask, lambda: read(mask), 1))
+        return self.computable(Value(found, True, any(b in self.rvars for b in axes)))
+
+    def indirect(self, d: DType, index: list[Size], shape: list[Size], axes: list[Expr]) -> Value:
+        """A gather through an index buffer, or from one place of it under a check; now and then an index is out of
+        range."""
         n = self.r.choice([1, 5, 40])
         self.numbers[n] = n
         where = self.buffer(i64, shape, True)
@@ -218,8 +224,19 @@ class Maker:
         old = self.arrays[where.name]
         self.arrays[where.name] = self.np.integers(-n, n + (1 if bad else 0), old.size).astype(np.int64)
         table = self.buffer(d, [n], True)
-        k = self.ops.checked(self.ops.load(where.name, tuple(index), i64), n)
-        return self.computable(Value(self.ops.load(table.name, (k,), d), True, full))
+
+        at = self.ops.load(where.name, tuple(index), i64)
+
+        def read(mask: Node | None = None) -> Node:
+            """Where the mask does not hold, the index is out of range."""
+            given = at if mask is None else self.ops.op("where", mask, at, self.ops.const(-99, i64))
+            k = self.ops.checked(given, n)
+            return self.ops.load(table.name, (k if n > 1 else 0,), d)
+
+        if self.r.random() < 0.5:
+            return self.part(axes, read)
+        found = self.ops.kept(read()) if n == 1 else read()
+        return self.computable(Value(found, True, any(a in self.rvars for a in axes)))
 
     def computable(self, v: Value) -> Value:
         """Arithmetic is on f32, f64, integers and bools."""

@@ -223,6 +223,23 @@ def test_an_index_out_of_range_is_an_index_error(target: str) -> None:
             run(SQUARE, torch.tensor(i))
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dims", [(), (0,), ((0, 1),)], ids=["all", "one", "two"])
+def test_a_found_size_of_1_is_not_squeezed_as_another(dims: tuple[Any, ...], target: str) -> None:
+    """A graph has one number of dimensions, and that of eager's result depends on the size."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.nonzero().mT.squeeze(*dims) + 1
+
+    run = plait.compile(fn, (torch.ones(3),), options={"wrapper": target})
+    for n in (3, 2, 0):
+        x = (torch.arange(3) < n).float()
+        assert torch.equal(run(x), fn(x))
+    if dims != (0,):
+        with pytest.raises(RuntimeError, match=r"is 1, which breaks the condition Ne\(u\d+, 1\) that was traced"):
+            run(torch.tensor([0.0, 1.0, 0.0]))
+
+
 def test_few_where_many_were_traced() -> None:
     x, y = torch.randn(100_000), torch.randn(100_000)
     run = plait.compile(lambda x, y: x[x > -99] * y, (x, y))

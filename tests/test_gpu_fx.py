@@ -8,7 +8,6 @@ import torch
 from tests import test_gpu
 from tests.fuzz.check import passes, with_road
 from tests.fuzz.make import generate
-from tests.test_gpu_fuzz import KNOWN
 from tests.test_models import trains_as_eager
 
 
@@ -27,7 +26,7 @@ def test_training_step(name: str) -> None:
     trains_as_eager(name, *test_gpu.moved(name))
 
 
-@pytest.mark.parametrize("seed", [s for s in range(8) if s not in KNOWN])
+@pytest.mark.parametrize("seed", range(8))
 def test_random_graphs(seed: int) -> None:
     passes(with_road(generate(seed, "cuda"), wrapper="fx"))
 

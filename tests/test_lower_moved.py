@@ -27,6 +27,9 @@ MASKED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (r(3, 5, 7), MASK, r(15, 7)),
     ),
     "rows of a mask": (lambda x, m, s: x.masked_scatter(m[:, None], s), (r(3, 4, 5), MASK, r(40))),
+    "one element, kept": (lambda x, m, s: x.masked_scatter(m, s), (r(1), torch.tensor([False]), r(1))),
+    "one element, replaced": (lambda x, m, s: x.masked_scatter(m, s), (r(1), torch.tensor([True]), r(1))),
+    "from one element": (lambda x, m, s: x.masked_scatter(m, s), (r(4), torch.arange(4) == 2, r(1))),
     "transposed": (lambda x, m, s: x.masked_scatter(m.t(), s), (r(3, 5).t(), MASK, r(4, 5).t())),
     "half": (lambda x, m, s: x.masked_scatter(m, s), (r(3, 5).half(), MASK, r(20).half())),
 }

@@ -187,6 +187,29 @@ def test_views_of_copies_that_begin_at_a_found_number(name: str, wrapper: str) -
             assert facts(got, [x]) == facts(want, [x])
 
 
+PARTS: dict[str, tuple[Callable[[Tensor, int], Any], list[int]]] = {
+    "a size that may be 0": (lambda x, k: (lambda y: (y, y.split(1, 0)[-1]))(x[..., k:].contiguous()), [2, 3, 6]),
+    "nothing, behind the end": (lambda x, k: x.gather(0, x[:k].long()).split(5, 1)[-1], [0, 0]),
+    "a pad that may be 0": (lambda x, k: F.pad(x.t(), (0, k)), [1, 0, 2, -1, -2]),
+    "a pad at both ends": (lambda x, k: F.pad(x.t(), (k, -1, -1, k)), [-1, 0, 1]),
+}
+"""What a number decides about the place or the order of a result."""
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("dynamic", [False, True, None])
+@pytest.mark.parametrize("name", PARTS)
+def test_numbers_that_decide_where_results_lie(name: str, dynamic: bool | None, wrapper: str) -> None:
+    fn, numbers = PARTS[name]
+    compiled = torch.compile(fn, backend="plait", dynamic=dynamic, options={"wrapper": wrapper})
+    for k in numbers:
+        x = floats()
+        got, want = compiled(x, k), fn(x, k)
+        for g, w in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+            assert torch.equal(g, w)
+        assert facts(got, [x]) == facts(want, [x])
+
+
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
 @pytest.mark.parametrize("name", FOUND)
 def test_views_of_found_sizes_share_memory(name: str, wrapper: str) -> None:

@@ -162,12 +162,12 @@ class Verifier {
     constant_extent(i.shape, 1);  // symbols of a signature are defined by the body
   }
 
-  // A slot of known memory: [start, start + extent) has to lie in the memory.
+  // A slot of known memory: [start, start + extent) has to lie in the memory. Nothing lies anywhere.
   void inside(State& state, const Shape& shape, SlotId s) {
     const auto span = extent(shape, item(s));
     if (!state.bytes) return;
     if (state.start < 0 ||
-        (span && (state.start > *state.bytes || *span > *state.bytes - state.start)))
+        (span && *span > 0 && (state.start > *state.bytes || *span > *state.bytes - state.start)))
       fail(name(s) + " reaches beyond its memory");
   }
 

@@ -87,6 +87,16 @@ _BY_DIMENSION = """
 """.split()  # fmt: skip
 
 
+def _squeezed(x: Tensor, dims: int | Sequence[int] | None = None) -> Any:
+    """Tracing takes a size that a run finds for another than 1. Where it is 1, eager has a dimension less."""
+    given = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    for dim in given:
+        n = x.shape[dim] if x.dim() else 1
+        if isinstance(n, torch.SymInt) and free_unbacked_symbols(n) and not _is(n == 1):
+            _demand(n != 1, f"squeeze: the size of dimension {dim} is 1 in this run, and was traced as another one")
+    return NotImplemented
+
+
 # ------------------------------------------------------------------------------------------- indices
 def _index_source(x: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **kwargs: Any) -> Any:
     n, dim = index.numel(), dim % max(x.dim(), 1)
@@ -318,6 +328,9 @@ _RULES: dict[OpOverload, Rule] = {
     aten.pixel_unshuffle.default: _pixel_unshuffle,
     aten.smooth_l1_loss.default: _smooth_l1_loss,
     aten.soft_margin_loss.default: _soft_margin_loss,
+    aten.squeeze.default: _squeezed,
+    aten.squeeze.dim: _squeezed,
+    aten.squeeze.dims: _squeezed,
     aten.sub.Tensor: _sum,
     **{
         op: partial(_in_single, op)

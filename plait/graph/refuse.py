@@ -21,6 +21,7 @@ import torch
 import torch.fx.traceback
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 import plait.runtime.philox  # noqa: F401  (defines plait::within)
 from plait import compat
@@ -195,7 +196,7 @@ def _device(given: list[tuple[str, torch.Tensor]], taken: Taken) -> torch.device
     if where.type == "cpu":
         return where
     if where.type == "cuda" and torch.cuda.is_available():  # an index into nothing would break its context
-        return None if any(0 in x.shape for _, x in given) else where
+        return None if any(guard_or_false(n == 0) for _, x in given for n in x.shape) else where
     mixed = len({x.dtype for name, x in given if name not in taken.others}) > 1
     return torch.device("cpu") if mixed else None
 

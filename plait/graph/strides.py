@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch._prims_common as prims
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 import plait.graph.refuse  # noqa: F401 - what is refused is looked at first
 from plait import compat
@@ -109,6 +110,16 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return out.permute(order).contiguous().permute(_back(order))
 
 
+def _constant_pad(x: Tensor, pad: Sequence[Any], value: Any = 0) -> Any:
+    """Where nothing is added, eager copies what is left, in the order of x. Tracing asks that of constants alone."""
+    if _known_rows(x) or not all(guard_or_false(n <= 0) for n in pad):
+        return NotImplemented
+    for k, n in enumerate(pad):
+        dim = x.ndim - 1 - k // 2
+        x = x.narrow(dim, 0 if k % 2 else -n, x.shape[dim] + n)
+    return x.clone()
+
+
 def _index_fill(op: Any) -> Callable[..., Any]:
     """In eager the result lies as a copy of the first operand."""
 
@@ -137,6 +148,7 @@ _FORMATTED = (
 def _register() -> None:
     laid: dict[Any, Callable[..., Any]] = {
         aten.index.Tensor: _index,
+        aten.constant_pad_nd.default: _constant_pad,
         **{op: _second_in_rows(op) for op in (aten.pow.Scalar, aten.ldexp.Tensor)},
         **{op: _in_turn(op) for op in _IN_TURN},
         **{op: _in_format(op) for op in _IN_FORMAT},

@@ -632,29 +632,26 @@ class Writer:
         return f"({text}).to(tl.int64)" if isinstance(n.attr, Expr) else _constant(n.attr, i64)
 
     def _bounded(self, n: Node, args: tuple[str, ...]) -> str:
+        """Asserts on the device that the index is in range at every point of the tensor where its mask holds. The value
+        is in range everywhere: other checks are hung on it (`keep_checks`), and other indices are computed from it."""
         assert isinstance(n.attr, Bound)
-        held = self._held(n, f"({args[0]} >= 0) & ({args[0]} < {self.expr(n.attr.size)})", args)
-        return f"tl.where({held}, {args[0]}, 0)"
+        self.checks = True
+        names = self._names(self._all_deps(n))
+        inner = self.along in names
+        good = self._define(f"({args[0]} >= 0) & ({args[0]} < {self.expr(n.attr.size)})", inner)
+        outside = self.mask(names)
+        if n in self.inner_only and "r" not in names:
+            outside.append(self._has_points())
+        held = [good, *(f"~{mask}" for mask in args[1:]), *([f"~({_and(outside)})"] if outside else [])]
+        check = check_of(n)
+        assert check is not None
+        lines = self.loop_lines if inner else self.outer_lines
+        lines.append(f"tl.device_assert({' | '.join(held)}, {check.message!r})")
+        return f"tl.where({good}, {args[0]}, 0)"
 
     def _nonzero(self, n: Node, args: tuple[str, ...]) -> str:
         """No check: an integer that eager divides by 0 on a GPU is no error, and its quotient any number."""
         return f"tl.where({args[0]} == 0, 1, {args[0]})"
-
-    def _held(self, n: Node, ok: str, args: tuple[str, ...]) -> str:
-        """Asserts on the device that a promise holds at every point of the tensor; the variable that says where."""
-        self.checks = True
-        names = self._names(self._all_deps(n))
-        inner = self.along in names
-        held = self._define(f"({ok}) | ~{args[1]}" if len(args) > 1 else ok, inner)
-        outside = self.mask(names)
-        if n in self.inner_only and "r" not in names:
-            outside.append(self._has_points())
-        asserted = f"{held} | ~({_and(outside)})" if outside else held
-        check = check_of(n)
-        assert check is not None
-        lines = self.loop_lines if inner else self.outer_lines
-        lines.append(f"tl.device_assert({asserted}, {check.message!r})")
-        return held
 
     def _has_points(self) -> str:
         """The condition that rows have points."""

@@ -335,17 +335,19 @@ def _owner(ctx: Lowering) -> tuple[View, torch.Tensor]:
 
 
 def dense_order(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> list[int] | None:
-    """The dimensions from outermost to innermost in memory if a tensor fills its memory without gaps, else None."""
+    """The dimensions from outermost to innermost in memory if a tensor fills its memory without gaps, else None.
+
+    Where a size may be 0, PyTorch counts it as 1 in strides."""
     order: list[int] = [d for d, s in enumerate(shape) if s == 1]
     left = [d for d, s in enumerate(shape) if s != 1]
-    want: Size = 1
+    wanted: tuple[Size, ...] = (1,)
     while left:
-        inner = next((d for d in reversed(left) if sz.known_eq(strides[d], want)), None)
+        inner = next((d for d in reversed(left) if any(sz.known_eq(strides[d], n) for n in wanted)), None)
         if inner is None:
             return None
         order.append(inner)
         left.remove(inner)
-        want = sz.mul(want, shape[inner])
+        wanted = tuple(sz.mul(strides[inner], n) for n in (shape[inner], sz.smax(shape[inner], 1)))
     return order[::-1]
 
 

@@ -322,7 +322,7 @@ REDUCTIONS = [
         takes="i",
         ndim=1,
         texts="""
-            {x}.sum({d});  {x}.prod({d});  {x}.cumsum({d});  {x}.cumprod({d});  {x}.float().mean();
+            {x}.sum({d});  {x}.prod({d});  {x}.cumsum({d});  {x}.cumprod({d});  {x}.float().mean()~;
             {x}.abs().clamp(0, 9).flatten().bincount(minlength=10);  {x}.sum({d}, dtype=torch.int8);
             {x}.amax({d}, keepdim=True);  {x}.aminmax(dim={d}).min;  {x}.diff(n=2, dim={d});
         """,

@@ -84,6 +84,73 @@ def test_views_of_an_input_at_an_odd_address(road: str, wrapper: str) -> None:
             assert of_x[0] == of_x[1]
 
 
+ODD: dict[str, Any] = {
+    "rows with gaps": lambda: r(4, 16, dtype=torch.half).t()[1:],
+    "columns with gaps": lambda: r(5, 16)[:, 3:7],
+    "windows": lambda: r(65)[1:].as_strided((15, 4), (2, 1)),
+    "repeated": lambda: r(65)[1:5].expand(6, 4),
+}
+"""Tensors that begin at an odd address and do not fill their memory row by row."""
+
+
+class Beside(nn.Module):
+    def __init__(self, held: Tensor) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return F.pad(x, (-1, 1), value=3), x.sum(0), self.held * x, self.held.amax(0)
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "by graphs"])
+@pytest.mark.parametrize("road", ["compile", "export"])
+@pytest.mark.parametrize("name", ODD)
+def test_inputs_and_constants_at_an_odd_address(name: str, road: str, wrapper: str) -> None:
+    """Their copies have their strides."""
+    x, options = ODD[name](), {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    module = Beside(ODD[name]())
+    if road == "export":
+        compiled = plait.compile(module, (x,), options=options)
+    else:
+        compiled = torch.compile(module, backend="plait", options=options)
+    for _ in range(4):
+        x = ODD[name]()
+        for got, want in zip(compiled(x), module(x), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "by graphs"])
+@pytest.mark.parametrize("name", ["rows with gaps", "columns with gaps"])
+def test_writes_to_an_input_at_an_odd_address(name: str, wrapper: str) -> None:
+    options: dict[str, Any] = {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    compiled = torch.compile(lambda x: x.mul_(2).sum(), backend="plait", options=options)
+    for _ in range(4):
+        x = ODD[name]()
+        whole = torch.as_strided(x, (64 if x.dtype == torch.half else 80,), (1,), 0)
+        want = whole.clone()
+        torch.as_strided(want, x.shape, x.stride(), x.storage_offset()).mul_(2)
+        compiled(x)
+        assert torch.equal(whole, want)
+
+
+def test_numbers_of_sizes_come_back_from_a_graph() -> None:
+    """A bool and a float of a size that the device finds, where Dynamo ends the graph."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.unique(x)
+        n = y.shape[0]
+        return y * int(n > 3), y * float(n * 0.5)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        for wrapper in ("native", "python", "cpp", "fx"):
+            torch._dynamo.reset()
+            compiled = torch.compile(fn, backend="plait", dynamic=True, options={"wrapper": wrapper})
+            for k in (2, 5, 3):
+                x = torch.arange(40, device=CUDA).remainder(k).float()
+                for got, want in zip(compiled(x), fn(x), strict=True):
+                    assert torch.equal(got, want)
+
+
 CASES: dict[str, tuple[Any, Any]] = {
     "pointwise": (lambda x, y: F.gelu(x + y) * 2, lambda: (r(64, 33), r(33))),
     "transposed": (lambda x, y: x.t() + y, lambda: (r(130, 70), r(70, 130))),

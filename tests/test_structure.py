@@ -117,3 +117,29 @@ def test_every_module_says_what_it_is() -> None:
     for path in SOURCES:
         doc = ast.get_docstring(ast.parse(path.read_text()))
         assert doc, f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("test_gpu*.py")), ids=lambda p: p.stem)
+def test_what_tests_for_a_gpu_import_is_there(path: Path) -> None:
+    """They are not collected where there is none."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or str(node.module).partition(".")[0] not in ("tests", "plait"):
+            continue
+        module = ROOT / str(node.module).replace(".", "/")
+        for name in (a.name for a in node.names):
+            files = [module / f"{name}.py", module / name / "__init__.py"]
+            source = next((p for p in (module.with_suffix(".py"), module / "__init__.py") if p.exists()), None)
+            assert any(f.exists() for f in files) or (source and name in names_of(source)), (node.module, name)
+
+
+def names_of(path: Path) -> set[str]:
+    """The names that a file defines or imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(a.asname or a.name) for a in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found

@@ -124,3 +124,11 @@ def test_kernels_are_ranges_of_the_profiler(wrapper: str) -> None:
     with torch.profiler.profile() as profile:
         fn(torch.ones(8))
     assert any(e.name.startswith("plait_") for e in profile.events())
+
+
+@pytest.mark.parametrize("strides", [(1, 16), (16, 1), (2, 1), (0, 1), (0, 0)])
+def test_a_copy_of_what_begins_at_an_odd_address_has_its_strides(strides: tuple[int, int]) -> None:
+    x = torch.randn(101)[1:].as_strided((5, 4), strides)
+    copy = generated.GpuKernel.readable(x)
+    assert copy.data_ptr() % 16 == 0 and copy.stride() == x.stride()
+    assert torch.equal(copy, x)

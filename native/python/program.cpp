@@ -6,13 +6,16 @@
 
 #include "python/program_object.h"
 #include "python/tensors.h"
+#include "torch/dispatch_guard.h"
 
 namespace plait {
 
-// The only element of a float64 or bool tensor.
+// The only element of a float64 or bool tensor, on any device.
 static PyObject* number(const at::Tensor& t) {
   TORCH_CHECK(t.numel() == 1, "a number of ", t.numel(), " elements is returned");
-  const void* data = t.const_data_ptr();
+  const DispatchGuard guard;
+  const at::Tensor here = t.cpu();
+  const void* data = here.const_data_ptr();
   return t.scalar_type() == c10::kDouble ? PyFloat_FromDouble(*static_cast<const double*>(data))
                                          : PyBool_FromLong(*static_cast<const bool*>(data));
 }

@@ -313,7 +313,7 @@ class Loader {
   void learn(const Constant& i) {
     SlotInfo& s = define(i.slot, Kind::constant);
     const at::Tensor& t = p_.constants_[static_cast<size_t>(i.index)];
-    if (is_odd(t)) p_.constants_[static_cast<size_t>(i.index)] = t.clone();
+    if (is_odd(t)) p_.constants_[static_cast<size_t>(i.index)] = materialised(t);
     s.offset = i.index;
     s.dtype = from_scalar_type(t.scalar_type());
     s.meta.is_static = true;

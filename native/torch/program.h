@@ -485,6 +485,8 @@ class Program {
 bool is_lazy(const at::Tensor& t);
 // On a GPU, and no multiple of 16, which kernels are compiled for.
 bool is_odd(const at::Tensor& t);
+// Its values in memory of their own, with its strides, gaps and all.
+at::Tensor materialised(const at::Tensor& t);
 // Where the elements of t begin. Torch calls the place of a tensor without elements null, but a view
 // of it has an offset of its own.
 inline char* first_of(const at::Tensor& t) {

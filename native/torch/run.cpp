@@ -107,7 +107,8 @@ void refuse_negative(int64_t size, int64_t stride) {
     throw std::runtime_error("a tensor would have a negative size or stride");
 }
 
-// Its values in memory, with its strides.
+}  // namespace
+
 at::Tensor materialised(const at::Tensor& t) {
   const DispatchGuard guard;
   at::Tensor result = at::empty_strided(t.sizes(), t.strides(), t.options());
@@ -117,8 +118,6 @@ at::Tensor materialised(const at::Tensor& t) {
   to.copy_(from);
   return result;
 }
-
-}  // namespace
 
 bool is_odd(const at::Tensor& t) {
   return !t.device().is_cpu() && t.has_storage() &&

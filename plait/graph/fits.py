@@ -91,7 +91,7 @@ def _squeezed(x: Tensor, dims: int | Sequence[int] | None = None) -> Any:
     """Tracing takes a size that a run finds for another than 1. Where it is 1, eager has a dimension less."""
     given = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     for dim in given:
-        n = x.shape[dim] if x.dim() else 1
+        n: Any = x.shape[dim] if x.dim() else 1
         if isinstance(n, torch.SymInt) and free_unbacked_symbols(n) and not _is(n == 1):
             _demand(n != 1, f"squeeze: the size of dimension {dim} is 1 in this run, and was traced as another one")
     return NotImplemented

@@ -98,7 +98,7 @@ class GpuKernel:
     ) -> None:
         """Runs `grid` programs. Copies of tensors are used that do not start at a multiple of 16 bytes; those at the
         positions `writes` are copied back."""
-        used = [_for_gpu(t) for t in tensors]
+        used = [self.readable(t) for t in tensors]
         with torch.cuda.device(self.device):
             if (pack := self.pack) is not None:
                 self.loaded = load_cubin(loadable(pack), self.name, self.device.index, len(used) + len(sizes))
@@ -108,16 +108,20 @@ class GpuKernel:
             if used[k] is not tensors[k]:
                 tensors[k].copy_(used[k])
 
-
-def _for_gpu(t: Tensor) -> Tensor:
-    plain = without_lazy_bits(t)
-    return plain if plain.data_ptr() % 16 == 0 else plain.clone(memory_format=torch.preserve_format)
+    @staticmethod
+    def readable(t: Tensor) -> Tensor:
+        """t, or a copy that starts at a multiple of 16 bytes and has the strides of t, which the kernel goes by."""
+        plain = without_lazy_bits(t)
+        return plain if plain.data_ptr() % 16 == 0 else _copied(plain)
 
 
 def without_lazy_bits(t: Tensor) -> Tensor:
     """t, or its values in memory with its strides if a bit of t says conjugate or negate: kernels know no such bits."""
-    if not (t.is_neg() or t.is_conj()):
-        return t
+    return _copied(t) if t.is_neg() or t.is_conj() else t
+
+
+def _copied(t: Tensor) -> Tensor:
+    """The values of t in memory of their own, with its strides, gaps and all."""
     held = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
     whole = [slice(0, 1) if r == 0 else slice(None) for r in t.stride()]
     held[tuple(whole)].copy_(t[tuple(whole)])

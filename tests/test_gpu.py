@@ -173,6 +173,10 @@ CASES: dict[str, tuple[Any, Any]] = {
     "sort": (lambda x: x.sort(-1).values + 1, lambda: (r(7, 300),)),
     "int64": (lambda x: (x * 3 // 2, x % 5), lambda: (torch.arange(-50, 50, device=CUDA),)),
     "empty": (lambda x: (x + 1, x.sum(0)), lambda: (r(0, 5),)),
+    "small numbers": (
+        lambda x, y: (F.cosine_similarity(x, y, 0), (x * y).clamp_min(1e-8), (y + 1e-30).abs() + 1e-9, F.normalize(y)),
+        lambda: (r(8, 4, dtype=torch.bfloat16), torch.zeros(8, 4, dtype=torch.bfloat16, device=CUDA)),
+    ),
     "a number on the host": (lambda x, s: x * s + s, lambda: (r(8), torch.tensor(3.0))),
     "both devices": (lambda x, y: (x + 1, y * 2, x.cpu() + y), lambda: (r(8), torch.randn(8))),
     "misaligned": (lambda x: x * 2, lambda: (r(65)[1:],)),

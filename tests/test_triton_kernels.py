@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,13 +25,13 @@ import torch
 from plait.config import Config
 from plait.errors import Unsupported
 from plait.ir.checks import ZERO_DIVISION
-from plait.ir.dtypes import DType, bf16, f32, i16, i64
+from plait.ir.dtypes import DType, bf16, f16, f32, i16, i64
 from plait.ir.loops import Buffer, Load, cast, const, loop_vars, node
 from plait.ir.ops import OPS, SPECIAL
 from plait.ir.sizes import Expr, evaluate, floordiv, free_symbols, smin, symbol
 from plait.kernel.space import linear_space
 from plait.kernel.triton import TritonTarget, emit_kernel
-from plait.kernel.triton_ops import _FUNCTIONS
+from plait.kernel.triton_ops import _FUNCTIONS, literal
 from plait.kernel.triton_tiles import Tile, plan_tile
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.gpu_rows import kernel_of
@@ -56,6 +57,35 @@ def run(*args: str, **env: str) -> str:
 
 def test_every_op_has_a_row() -> None:
     assert set(TritonTarget.table) == {*OPS, *SPECIAL}
+
+
+CONSTANTS = """
+import re, sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+namespace, path = {}, sys.argv[1]
+exec(compile(open(path).read(), path, "exec"), namespace)
+for name in sorted(k for k in namespace if k.startswith("constant_")):
+    source = ASTSource(fn=namespace[name], signature={"p": "*fp32"}, constexprs={})
+    found = re.search(r"mov.b32[^,]*, (-?\\d+);", triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    print(found[1])
+"""
+
+
+@needs_triton
+def test_constants_are_what_they_say(tmp_path: Path) -> None:
+    """In what Triton compiles: its interpreter makes them otherwise."""
+    wanted: list[float] = []
+    source = "import triton\nimport triton.language as tl\n"
+    for k, (d, dtype) in enumerate([(bf16, torch.bfloat16), (f16, torch.float16), (f32, torch.float32)]):
+        for n, value in enumerate((1e-8, -1e-6, 1e-30, 3.5, 1e30, 7e-5)):
+            number = literal(value, d)
+            source += f"@triton.jit\ndef constant_{k}{n}(p):\n    tl.store(p, ({number}).to(tl.float32))\n"
+            wanted.append(torch.tensor(value).to(dtype).item())
+    (tmp_path / "kernels.py").write_text(source)
+    found = run("-c", CONSTANTS, str(tmp_path / "kernels.py")).split()
+    assert [struct.unpack("f", struct.pack("I", int(n) & 0xFFFFFFFF))[0] for n in found] == wanted
 
 
 @needs_triton

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 
-from plait.ir.dtypes import DType, b1, f32
+from plait.ir.dtypes import DType, b1, bf16, f32
 from plait.ir.loops import Const
 from plait.ir.ops import OPS
 
@@ -100,10 +100,12 @@ def render(op: str, d: DType, args: tuple[str, ...]) -> str:
 
 
 def literal(value: Const, d: DType) -> str:
-    """A scalar of exactly that dtype."""
+    """A scalar of exactly that dtype. Triton makes 0 of small bfloat16 constants: a cast rounds those."""
     if d.is_float:
         x = float(value)
         text = repr(x) if math.isfinite(x) else f"float('{x}')"
+        if d == bf16:
+            return f"tl.full([], {text}, tl.float32).to(tl.bfloat16)"
     else:
         bits = 8 * d.nbytes
         number = int(value) & ((1 << bits) - 1) if d != b1 else int(bool(value))

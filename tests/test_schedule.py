@@ -8,8 +8,9 @@ import pytest
 
 from plait.config import Config
 from plait.ir.loops import Node
-from plait.ir.sizes import Expr, Size, evaluate, symbol
+from plait.ir.sizes import Expr, Size, evaluate, floordiv, symbol
 from plait.schedule import schedule
+from plait.schedule.cost import HINT, hint
 from plait.schedule.plan import Kernel, Plan, Reduce, Store
 from tests.schedule_tools import Builder, check, kernels
 
@@ -379,3 +380,9 @@ def test_many_tiny_updates_are_one_kernel() -> None:
     one = b.map("exp", b.input(1))
     b.output(*(b.map("add", b.input(1), one) for _ in range(24)))
     assert len(kernels(plan_of(b))) == 1
+
+
+def test_a_size_that_divides_by_zero_at_the_plausible_value() -> None:
+    s = symbol("s", lo=0)
+    assert hint(floordiv(s * 100, s % 64), {}) == HINT
+    assert hint(floordiv(s * 100, s % 64), {"s": 3}) == 100

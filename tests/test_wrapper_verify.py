@@ -431,3 +431,12 @@ def test_every_pass_keeps_the_example_legal() -> None:
     assert AssertScalar in kinds
     assert Alloc in kinds
     assert Free in kinds
+
+
+def test_memory_of_sizes_that_divide_by_zero() -> None:
+    """At values of s0 where a program fails before it comes so far."""
+    size = "8*s0 // (s0 % 3)"
+    body = "s0 = int_input()\narena = take_arena({room})\na = place(arena, 0, f32[{size}] @ (1,))\nreturn ()"
+    verify(parse(body.format(room=f"4*({size})", size=size)), "made")
+    with pytest.raises(InternalError, match="it ends beyond"):
+        verify(parse(body.format(room=f"({size})", size=size)), "made")

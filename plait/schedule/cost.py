@@ -21,7 +21,10 @@ def hint(e: Size, hints: Hints) -> int:
     """A plausible value of a size."""
     if isinstance(e, int):
         return e
-    return evaluate(e, {a.name: _hint_of(a, hints) for a in free_symbols(e)})
+    try:
+        return evaluate(e, {a.name: _hint_of(a, hints) for a in free_symbols(e)})
+    except ArithmeticError:  # a quotient by what is 0 at these values
+        return HINT
 
 
 def _hint_of(a: Atom, hints: Hints) -> int:

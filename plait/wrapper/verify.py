@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from plait.errors import InternalError
@@ -311,12 +312,13 @@ _SAMPLES = (0, 1, 2, 3, 5, 8, 17, 64, 127, 1000)
 def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
     """Values of all symbols: one set for a program without symbols, else a handful, within the symbols' ranges.
 
-    Those at which a function of sizes has no value are left out.
+    Those at which a function of sizes has no value, or a size divides by zero, are left out.
 
     A symbol that is an expression takes its value from the others."""
     atoms = {a.name: a for i in p.body for e in sizes(i) for a in sz.free_symbols(e)}
     given = {i.name: i.value for i in p.body if isinstance(i, ins.Symbol) and isinstance(i.value, (int, Expr))}
     free = [n for n in sorted(atoms) if n not in given]
+    placed = [e for i in p.body if isinstance(i, (ins.Arena, ins.Place)) for e in sizes(i)]
     if not atoms:
         return [{}]
     out = []
@@ -327,12 +329,11 @@ def _samples(p: ins.WrapperProgram) -> list[dict[str, int]]:
             lo = 0 if atom.lo == float("-inf") else int(atom.lo)
             value = lo + (step if j == 0 else _SAMPLES[(k + j) % len(_SAMPLES)])
             env[name] = int(min(value, atom.hi))
-        for name, source in given.items():
-            try:
+        with suppress(ArithmeticError, ValueError):  # a call at these sizes fails there
+            for name, source in given.items():
                 env[name] = sz.evaluate(source, env)
-            except (ArithmeticError, ValueError):  # a call at these sizes fails there
-                break
-        else:
+            for e in placed:
+                sz.evaluate(e, env)
             out.append(env)
     return out
 

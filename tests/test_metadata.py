@@ -188,6 +188,7 @@ def test_views_of_copies_that_begin_at_a_found_number(name: str, wrapper: str) -
 
 
 PARTS: dict[str, tuple[Callable[[Tensor, int], Any], list[int]]] = {
+    "a float of a size": (lambda x, k: (lambda y: (y, y.tensor_split(2)[1]))(x * x.shape[0] ** -k), [1, 2]),
     "a size that may be 0": (lambda x, k: (lambda y: (y, y.split(1, 0)[-1]))(x[..., k:].contiguous()), [2, 3, 6]),
     "nothing, behind the end": (lambda x, k: x.gather(0, x[:k].long()).split(5, 1)[-1], [0, 0]),
     "a pad that may be 0": (lambda x, k: F.pad(x.t(), (0, k)), [1, 0, 2, -1, -2]),

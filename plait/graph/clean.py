@@ -16,6 +16,7 @@ from plait.graph.channels import channels_last
 from plait.graph.constants import fold_constants
 from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
+from plait.graph.edit import know_replaced
 from plait.graph.fma import gather_products
 from plait.graph.noop import drop_noops
 from plait.graph.random import replace_random
@@ -24,7 +25,8 @@ from plait.graph.streams import order_streams
 Pass = Callable[[GraphModule], int]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
-    ("order streams", order_streams),  # first: nodes that other passes make have no stream
+    ("know replaced", know_replaced),  # first: others take copies away, whose views lie elsewhere
+    ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("channels last", channels_last),  # before copies that change nothing go
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left

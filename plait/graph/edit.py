@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 aten = torch.ops.aten
 DEVICES = ("cuda",)
@@ -187,6 +187,23 @@ def replace(node: Node, value: Node) -> None:
         value.meta["memory"] = (*memory_of(value), *memory_of(node))
     node.replace_all_uses_with(value, propagate_meta=False)
     node.graph.erase_node(node)
+
+
+def know_replaced(gm: GraphModule) -> int:
+    """Notes at a node the memory of one that PyTorch's own passes have put it in the place of: views still say that
+    they lie there."""
+    found = 0
+    for node in gm.graph.nodes:
+        source = node.args[0] if node.args else None
+        if node.target in _HIDDEN_VIEWS or not is_view(node) or not isinstance(source, Node):
+            continue
+        view, memory = value_of(node), memory_of(source)
+        if all(isinstance(x, FakeTensor) and x.layout == torch.strided for x in (view, *memory)):
+            storages = [x.untyped_storage()._cdata for x in memory]
+            if view.untyped_storage()._cdata not in storages:
+                source.meta["memory"] = (*memory, view)
+                found += 1
+    return found
 
 
 def memory_of(node: Node) -> tuple[Any, ...]:

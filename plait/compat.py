@@ -657,8 +657,7 @@ def _derived_sizes(fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any
     for arg, dim, expr in _symbolic_sizes(fakes):
         if not expr.is_symbol:
             own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
-            equal = sympy.Eq(own, expr, evaluate=False)
-            yield _condition(equal, {**where, own: (arg, dim)})
+            yield _condition(sympy.Eq(own, expr, evaluate=False), {**where, own: (arg, dim)})
 
 
 def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tuple[int, int | None, Any]]:
@@ -671,9 +670,10 @@ def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tu
 
 
 def _symbolic_strides(fakes: Sequence[Any]) -> dict[Any, str]:
-    """The symbols of strides that vary on their own, as texts."""
-    given = [(arg, x.stride()) for arg, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
-    found: list[tuple[str, Any]] = [(f"args[{arg}].stride({d})", s) for arg, all_ in given for d, s in enumerate(all_)]
+    """The symbols of strides and offsets that vary on their own, as texts."""
+    given = [(f"args[{arg}].", x) for arg, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
+    found: list[tuple[str, Any]] = [(f"{own}storage_offset()", x.storage_offset()) for own, x in given]
+    found += [(f"{own}stride({d})", s) for own, x in given for d, s in enumerate(x.stride())]
     return {s.node.expr: text for text, s in found if isinstance(s, torch.SymInt) and s.node.expr.is_symbol}
 
 

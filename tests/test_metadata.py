@@ -367,3 +367,18 @@ def test_gradients_of_views_at_one_place_of_varying_sizes(wrapper: str) -> None:
         x = torch.arange(20.0).as_strided((size, 6), (2, 1)).requires_grad_()
         (grad,) = torch.autograd.grad(compiled(x).sum(), [x])
         assert torch.equal(grad, torch.tensor([0.0] * (size - 1) + [1.0])[:, None].expand(size, 6))
+
+
+def test_a_view_of_an_input_that_begins_anywhere() -> None:
+    """Where a slice begins stands behind where its input does, of which tracing makes a condition."""
+
+    def fn(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return x[-k:], x[-k:] * 2
+
+    auto = torch.export.Dim.AUTO
+    compiled = plait.compile(fn, (torch.randn(9, 3)[2:6], 3), ({0: auto, 1: auto}, auto))
+    for whole in (torch.randn(9, 3), torch.randn(40, 5)):
+        for start, k in ((0, 2), (2, 3), (4, 4)):
+            x = whole[start : start + 5]
+            got, want = compiled(x, k), fn(x, k)
+            assert torch.equal(got[1], want[1]) and facts(got, [x]) == facts(want, [x])

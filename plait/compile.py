@@ -28,7 +28,7 @@ from plait.runtime.cubin import triton_version
 from plait.runtime.process import workers
 from plait.runtime.store import Built
 from plait.runtime.toolchain import check_isa, find_toolchain
-from plait.schedule import schedule
+from plait.schedule import LOOP_STEPS, schedule
 from plait.schedule.cost import buffer_nbytes
 from plait.schedule.layout import unaligned
 from plait.schedule.plan import Kernel, Plan
@@ -162,7 +162,8 @@ def _constant_devices(lowered: Lowered) -> tuple[str, ...]:
 
 
 def _log(captured: Captured, cfg: Config) -> PassLog:
-    return PassLog(cfg, captured.name, {"lower": _verify_loops, "schedule": verify_plan})
+    loops = {step: partial(verify_loops, passname=step) for step in LOOP_STEPS}
+    return PassLog(cfg, captured.name, {"lower": _verify_lowered, "schedule": verify_plan, **loops})
 
 
 def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]:
@@ -201,7 +202,7 @@ def _spent(captured: Captured) -> set[str]:
     return {f"arg{k}" for k in (*captured.donated_inputs, *tangents)}
 
 
-def _verify_loops(lowered: Lowered) -> None:
+def _verify_lowered(lowered: Lowered) -> None:
     verify_loops(lowered.program, "lower")
 
 

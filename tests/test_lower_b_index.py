@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,3 +235,22 @@ def test_results_on_the_way_keep_their_elements(given: tuple[bool, bool], n: int
     got = torch.compile(fn, backend="plait")(*args)
     assert all(map(torch.equal, got, fn(*args)))
     assert len({r.data_ptr() for r in got}) == len(got)
+
+
+PARTS_ADDED: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, int], tuple[int, int]]] = {
+    "a part of a larger one": (lambda x, i, v: x[:, :3] + torch.zeros(4, 3).index_add(0, i, v), (4, 6), (3, 3)),
+    "to a part of what is scattered": (
+        lambda x, i, v: x + torch.zeros(4, 6).index_add(0, i, v)[:, :3], (4, 3), (3, 6)
+    ),
+    "rows of a larger one": (lambda x, i, v: x[:4] + torch.zeros(4, 6).index_add(0, i, v), (9, 6), (3, 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", PARTS_ADDED)
+def test_parts_that_are_added_to_what_is_scattered_into_zeros(name: str, dynamic: bool) -> None:
+    """The sum is scattered into the part, not into all that it is a part of."""
+    fn, of_x, of_values = PARTS_ADDED[name]
+    args = (r(*of_x), torch.tensor([1, 1, 3]), r(*of_values))
+    got = torch.compile(fn, backend="plait", dynamic=dynamic)(*args)
+    torch.testing.assert_close(got, fn(*args))

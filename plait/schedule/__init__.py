@@ -41,6 +41,10 @@ class _Quiet:
         return fn(*args, **kwargs)
 
 
+LOOP_STEPS = ("drop dead loops", "normal form", "inline", "drop inlined loops", "settle layouts")
+"""The steps of `schedule` that give a loop program."""
+
+
 def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     """The plan of a program. log: runs and times each step."""
     log = log or _Quiet()
@@ -59,4 +63,4 @@ def schedule(program: LoopProgram, cfg: Config, log: Log | None = None) -> Plan:
     return log("plan memory", plan_memory, plan, cfg)
 
 
-__all__ = ["Log", "Plan", "schedule"]
+__all__ = ["LOOP_STEPS", "Log", "Plan", "schedule"]

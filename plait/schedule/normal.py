@@ -62,7 +62,8 @@ def _without_zeros(program: ir.LoopProgram, bodies: Bodies) -> ir.LoopProgram:
             scatter = ops[at]
             if not isinstance(scatter, ir.Scatter) or scatter.base not in zeros or scattered.buf == rest.buf:
                 continue
-            if uses[scattered.buf] > 1:
+            shapes = {program.buffers[b].shape for b in (op.out, scattered.buf, rest.buf)}
+            if uses[scattered.buf] > 1 or len(shapes) > 1:  # of a larger one the loop reads a part
                 continue
             if not {b for p in program.ops[at:k] for b in updates(p)}.isdisjoint(reads(scatter, bodies)):
                 continue

@@ -133,6 +133,20 @@ def test_writes_to_an_input_at_an_odd_address(name: str, wrapper: str) -> None:
         assert torch.equal(whole, want)
 
 
+@pytest.mark.parametrize("wrapper", ["native", "python", "fx"])
+@pytest.mark.parametrize("kernel", [(2, 2, 0), (3, 1, 1), (3, 2, 1)])
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32, torch.float64])
+def test_gradients_of_windows_with_several_maxima(dtype: torch.dtype, kernel: tuple[int, ...], wrapper: str) -> None:
+    """The first of them gets the gradient."""
+    x = torch.randint(-3, 4, (1, 2, 64, 8), device=CUDA).to(dtype)
+    compiled = torch.compile(F.max_pool2d, backend="plait", options={"wrapper": wrapper})
+    got, want = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for run, y in ((compiled, got), (F.max_pool2d, want)):
+        z = run(y, *kernel)
+        z.backward(torch.arange(z.numel(), device=CUDA).remainder(7).view_as(z).to(dtype))
+    assert torch.equal(got.grad, want.grad)
+
+
 def test_numbers_of_sizes_come_back_from_a_graph() -> None:
     """A bool and a float of a size that the device finds, where Dynamo ends the graph."""
 

@@ -178,7 +178,7 @@ def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]
 
 def _wrap(captured: Captured, lowered: Lowered, plan: Plan, cfg: Config, log: PassLog) -> WrapperProgram:
     """The instructions around kernels."""
-    wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg)
+    wrapper = log("build wrapper", build, plan, captured.name, captured.bumped_inputs, cfg, captured.guarded)
     if cfg.nan_asserts or cfg.finite_asserts:
         wrapper = log("finite checks", check_finite, wrapper, cfg.finite_asserts)
     if captured.watcher is not None:

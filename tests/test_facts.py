@@ -388,3 +388,31 @@ def test_a_found_size_of_memory_that_is_written_over() -> None:
 def test_empty_products_of_bools() -> None:
     a, b = torch.ones(4, 3).bool(), torch.ones(3, 0).bool()
     assert torch.equal(plait.compile(torch.matmul, (a, b))(a, b), a @ b)
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "package"])
+def test_strides_that_vary_are_checked(target: str, tmp_path: Path) -> None:
+    """Nobody guards them without Dynamo: they are another size's multiple only where they were in the example."""
+    auto = torch.export.Dim.AUTO
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.sum(), y * 2
+
+    def given(m: int, step: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(2, m)[1:], torch.arange(17.0 * width).view(17, width)[:, : m * step : step]
+
+    shapes = ({0: auto, 1: auto}, {0: auto, 1: auto})
+    if target == "package":
+        plait.package(fn, tmp_path / "p.plait", given(3, 2, 6), shapes)
+        run = plait.load(tmp_path / "p.plait")
+    else:
+        run = plait.compile(fn, given(3, 2, 6), shapes, options={"wrapper": target})
+    for m, step, width in ((3, 2, 6), (5, 2, 10), (4, 3, 12), (5, 1, 5)):
+        args = given(m, step, width)
+        torch.testing.assert_close(run(*args), fn(*args))
+    for m, step, width in ((3, 2, 7), (4, 2, 20), (3, 1, 8)):
+        with pytest.raises(RuntimeError, match=r"strides \[\d+, \d\], expected"):
+            run(*given(m, step, width))
+    with pytest.raises(RuntimeError, match=r"strides|condition"):  # in the example, 2 was an offset too
+        small = plait.compile(fn, given(2, 2, 4), shapes)
+        small(*given(4, 2, 8))

@@ -45,6 +45,7 @@ class Captured:
     input_views: the outputs (by position) that are inputs or views of them, where they lie.
     watcher: what the program shows its intermediates to, see `wrapper/watch.py`.
     ladder: steps down the ladder that were taken before, on the way here.
+    guarded: whether Dynamo or AOTAutograd looks at inputs before a call; else the program checks strides that vary.
     """
 
     graph: torch.fx.GraphModule
@@ -57,3 +58,4 @@ class Captured:
     input_views: Mapping[int, InputView] = field(default_factory=dict)
     watcher: Callable[[str, str, torch.Tensor | None], None] | None = None
     ladder: tuple[Fallback, ...] = ()
+    guarded: bool = True

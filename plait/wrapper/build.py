@@ -14,7 +14,7 @@ from plait.config import Config
 from plait.errors import InternalError
 from plait.ir.dtypes import DType, opaque
 from plait.ir.loops import Alias, Assert, Buffer, Extern, ExternArg, Item, ListArg, Mutate, Number, Scalar, TensorArg
-from plait.ir.sizes import Expr, Size, free_symbols
+from plait.ir.sizes import Expr, Size, contiguous_strides, free_symbols
 from plait.schedule.deps import tensor_args
 from plait.schedule.plan import Kernel, Plan, Step
 from plait.wrapper import instructions as ins
@@ -25,11 +25,14 @@ ARENA = "arena"
 _GPU_ALIGNMENT = 16  # bytes, for which kernels are compiled; arguments with less are copied
 
 
-def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Config | None = None) -> ins.WrapperProgram:
+def build(
+    plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Config | None = None, guarded: bool = True
+) -> ins.WrapperProgram:
     """The program of a plan. Nothing is freed yet: `passes/place_frees.py` does it.
 
     bumped_inputs: positions of mutated inputs whose autograd version the program bumps (for others, the caller does).
-    cfg: says which checks it makes beyond the necessary ones; None: none.
+    cfg: says which checks it makes beyond the necessary ones; None: none. guarded: whether others look at the strides
+    of inputs before a call.
     Raises InternalError if the plan contradicts itself.
     """
     b = _Builder(plan, frozenset(plan.program.inputs[k] for k in bumped_inputs), cfg or Config())
@@ -38,7 +41,7 @@ def build(plan: Plan, name: str, bumped_inputs: tuple[int, ...] = (), cfg: Confi
     b.define_symbols()
     for i in b.inputs:
         if isinstance(i, ins.TensorInput):
-            if b.cfg.size_asserts:
+            if b.cfg.size_asserts or not (guarded or _is_known(i)):
                 b.check_layout(i.name)
             b.check_alignment(i.name)
     b.define_tables()
@@ -107,6 +110,11 @@ def _read_as_memory(plan: Plan) -> set[str]:
         ):
             found.add(a.buf)
     return found
+
+
+def _is_known(i: ins.TensorInput) -> bool:
+    """Whether callers compare all strides with numbers, or ask for a row-major tensor."""
+    return all(isinstance(step, int) for step in i.strides) or i.strides == contiguous_strides(i.shape)
 
 
 class _Builder:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from plait.config import Config
-from plait.ir.loops import Node
+from plait.ir.loops import LoopProgram, Node
 from plait.ir.sizes import Expr, Size, evaluate, floordiv, symbol
-from plait.schedule import schedule
+from plait.schedule import LOOP_STEPS, schedule
 from plait.schedule.cost import HINT, hint
 from plait.schedule.plan import Kernel, Plan, Reduce, Store
 from tests.schedule_tools import Builder, check, kernels
@@ -386,3 +386,18 @@ def test_a_size_that_divides_by_zero_at_the_plausible_value() -> None:
     s = symbol("s", lo=0)
     assert hint(floordiv(s * 100, s % 64), {}) == HINT
     assert hint(floordiv(s * 100, s % 64), {"s": 3}) == 100
+
+
+def test_every_step_that_gives_loops_is_verified() -> None:
+    found = []
+
+    def log(step: str, fn: Callable[..., object], *args: object) -> object:
+        result = fn(*args)
+        if isinstance(result, LoopProgram):
+            found.append(step)
+        return result
+
+    b = Builder()
+    b.output(b.map("sqrt", b.input(4, 5)))
+    schedule(b.program(), Config(), log)
+    assert tuple(found) == LOOP_STEPS

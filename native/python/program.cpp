@@ -14,7 +14,7 @@ namespace plait {
 static PyObject* number(const at::Tensor& t) {
   TORCH_CHECK(t.numel() == 1, "a number of ", t.numel(), " elements is returned");
   const DispatchGuard guard;
-  const at::Tensor here = t.cpu();
+  const at::Tensor here = t.is_cpu() ? t : t.cpu();
   const void* data = here.const_data_ptr();
   return t.scalar_type() == c10::kDouble ? PyFloat_FromDouble(*static_cast<const double*>(data))
                                          : PyBool_FromLong(*static_cast<const bool*>(data));

@@ -35,9 +35,14 @@ _serial = itertools.count()  # makes graph names unique within the process
 
 def captured_from(traced: Traced) -> Captured:
     """A traced program as the compiler takes it."""
-    name = f"export_{next(_serial)}"
-    views = traced.views
-    return Captured(traced.graph, name, "inference", bumped_inputs=traced.mutated, input_views=views, guarded=False)
+    return Captured(
+        traced.graph,
+        f"export_{next(_serial)}",
+        "inference",
+        bumped_inputs=traced.mutated,
+        input_views=traced.views,
+        guarded=False,
+    )
 
 
 def argument_specs(traced: Traced) -> list[InputSpec]:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_o
 import plait.graph.strides  # noqa: F401 - what it puts in order is looked at before
 from plait import compat
 from plait.errors import refusal
-from plait.graph.refuse import users_line
+from plait.graph.refuse import or_else, users_line
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -372,13 +372,7 @@ def _put(op: OpOverload, rule: Rule) -> None:
 
 
 def _fitted(checks: Callable[[Any], Rule] | None, rule: Rule, decomposition: Any) -> Rule:
-    inner = decomposition if checks is None else checks(decomposition)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        made = rule(*args, **kwargs)
-        return inner(*args, **kwargs) if made is NotImplemented and inner is not None else made
-
-    return run
+    return or_else(rule, decomposition if checks is None else checks(decomposition))
 
 
 _register()

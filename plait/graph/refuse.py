@@ -272,6 +272,16 @@ def _in_ranges(op: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
     return [torch.ops.plait.within(x, *looked[k]) if k in looked else x for k, x in enumerate(args)]
 
 
+def or_else(first: Callable[..., Any], then: Callable[..., Any] | None) -> Callable[..., Any]:
+    """first, and where it gives NotImplemented, `then`, if there is one."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        made = first(*args, **kwargs)
+        return then(*args, **kwargs) if made is NotImplemented and then is not None else made
+
+    return run
+
+
 def _checked(op: OpOverload, taken: Taken) -> Callable[[Any], Callable[..., Any]]:
     def around(decomposition: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

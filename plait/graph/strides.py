@@ -15,8 +15,8 @@ import torch._prims_common as prims
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-import plait.graph.refuse  # noqa: F401 - what is refused is looked at first
 from plait import compat
+from plait.graph.refuse import or_else  # what is refused is looked at first
 
 aten = torch.ops.aten
 
@@ -160,10 +160,7 @@ def _register() -> None:
 
 
 def _checked(checks: Callable[[Any], Any] | None, run: Callable[..., Any], decomposed: Any) -> Any:
-    def laid(*args: Any, **kwargs: Any) -> Any:
-        made = run(*args, **kwargs)
-        return decomposed(*args, **kwargs) if made is NotImplemented and decomposed is not None else made
-
+    laid = or_else(run, decomposed)
     return laid if checks is None else checks(laid)
 
 

@@ -510,9 +510,10 @@ class ExportEnv:
         args, kwargs = _apart(args), _apart(kwargs)
         try:
             self.dynamic_shapes, self._root_checks = _without_roots(module, args, kwargs, dynamic_shapes)
-            found = non_strict_utils.make_fake_inputs(  # type: ignore[no-untyped-call]
-                module, args, kwargs, self.dynamic_shapes
-            )
+            make: Any = non_strict_utils.make_fake_inputs
+            # Strides and offsets that are equal in the example may differ at a call.
+            with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                found = make(module, args, kwargs, self.dynamic_shapes)
         except (ConstraintViolationError, TorchUserError, AssertionError, IndexError, TypeError, ValueError) as error:
             if dynamic_shapes is None:
                 raise
@@ -790,8 +791,7 @@ def export_graph(
 def untraced(fn: Callable[P, T]) -> Callable[P, T]:
     """fn, unseen by Dynamo: a backward pass that a compiled function runs itself after a graph break calls the compiler
     while Dynamo looks at every frame."""
-    hidden: Callable[P, T] = torch._dynamo.disable(fn)  # type: ignore[no-untyped-call]
-    return hidden
+    return torch._dynamo.disable(fn)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def operator_home(name: str) -> str:

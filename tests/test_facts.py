@@ -413,6 +413,20 @@ def test_strides_that_vary_are_checked(target: str, tmp_path: Path) -> None:
     for m, step, width in ((3, 2, 7), (4, 2, 20), (3, 1, 8)):
         with pytest.raises(RuntimeError, match=r"strides \[\d+, \d\], expected"):
             run(*given(m, step, width))
-    with pytest.raises(RuntimeError, match=r"strides|condition"):  # in the example, 2 was an offset too
-        small = plait.compile(fn, given(2, 2, 4), shapes)
-        small(*given(4, 2, 8))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_strides_that_are_equal_in_the_example_only(target: str) -> None:
+    auto = torch.export.Dim.AUTO
+
+    def given(n: int, *steps: int) -> tuple[torch.Tensor, ...]:
+        wide = [torch.arange(12.0 * n * step).view(n, 12 * step)[:, ::step] for step in steps]
+        return *wide, torch.arange(40.0)[steps[0] : 30]
+
+    def fn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + 1, y * 2, z.sum()
+
+    run = plait.compile(fn, given(4, 2, 2), ({0: auto}, {0: auto}, {0: auto}), options={"wrapper": target})
+    for case in ((4, 2, 2), (3, 2, 3), (5, 3, 2), (4, 1, 5)):
+        args = given(*case)
+        torch.testing.assert_close(run(*args), fn(*args))

@@ -17,19 +17,21 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 
 
 def traced_strides(f: Callable[..., Any], args: Sequence[Any], results: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    """Of every result of f(*args); None where tracing does not tell. results: eager's, whose sizes tell those that
-    tracing does not know."""
+    """Of every result of f(*args); None where tracing does not tell, or gives another number of dimensions (it does
+    not know that a found size is 1, and does not squeeze it). results: eager's, whose sizes tell those that tracing
+    does not know."""
     made = _traced(f, args)
     if made is None:
         return [None] * len(results)
     found: dict[Any, int] = {}
-    for fake, real in zip(made, results, strict=True):
-        for size, n in zip(fake.shape, real.shape, strict=True) if isinstance(real, Tensor) else ():
+    alike = [isinstance(x, Tensor) and x.dim() == y.dim() for x, y in zip(made, results, strict=True)]
+    for fake, real in (pair for pair, is_alike in zip(zip(made, results, strict=True), alike, strict=True) if is_alike):
+        for size, n in zip(fake.shape, real.shape, strict=True):
             symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
             for symbol in symbols if len(symbols) == 1 else ():
                 roots = _roots(size.node.expr - n, symbol)
                 found |= {symbol: int(roots[0])} if len(roots) == 1 else {}
-    return [_known(x, found) if isinstance(x, Tensor) else None for x in made]
+    return [_known(x, found) if is_alike else None for x, is_alike in zip(made, alike, strict=True)]
 
 
 def found_sizes(f: Callable[..., Any], args: Sequence[Any], results: int) -> dict[str, bool]:

@@ -532,11 +532,12 @@ def ceildiv(a: Size, b: Size) -> Size:
 def compare(op: str, a: Size, b: Size) -> Size:
     """1 where `a op b`, else 0; op: 'eq', 'ne', 'lt', 'le'. Decided at once where ranges allow."""
     d = add(a, mul(b, -1))
-    lo, hi = bounds(d)
+    (lo, hi), (alo, ahi), (blo, bhi) = bounds(d), _values(a), _values(b)
+    lo, hi = max(lo, alo - bhi), min(hi, ahi - blo)
     if op == "le":
-        return 1 if known_nonneg(mul(d, -1)) else 0 if lo > 0 else _atom(op, a, b)
+        return 1 if hi <= 0 or known_nonneg(mul(d, -1)) else 0 if lo > 0 else _atom(op, a, b)
     if op == "lt":
-        return 1 if known_nonneg(add(mul(d, -1), -1)) else 0 if known_nonneg(d) else _atom(op, a, b)
+        return 1 if hi < 0 or known_nonneg(add(mul(d, -1), -1)) else 0 if lo >= 0 or known_nonneg(d) else _atom(op, a, b)
     differ = lo > 0 or hi < 0
     if op == "eq":
         return 1 if d == 0 else 0 if differ else _atom(op, a, b)
@@ -546,6 +547,13 @@ def compare(op: str, a: Size, b: Size) -> Size:
 
 
 # -------------------------------------------------------------------------------------------- ranges
+def _values(e: Size) -> tuple[Bound, Bound]:
+    """What e may be at run time: constants are any integers (torch 2.11 compares sizes with 2 ** 64 - 4), all else is
+    computed in 64 bits."""
+    lo, hi = bounds(e)
+    return (lo, hi) if isinstance(e, int) else (max(lo, -(2**63)), min(hi, 2**63 - 1))
+
+
 def _times(x: tuple[Bound, Bound], y: tuple[Bound, Bound]) -> tuple[Bound, Bound]:
     ends = [0 if p == 0 or q == 0 else p * q for p in x for q in y]
     return min(ends), max(ends)

@@ -95,6 +95,11 @@ REFUSED: dict[str, Program] = {
     "group_norm": (
         lambda x, w: torch.native_group_norm(x, w, None, 0, 2, 1, 1, 1e-5), (ones(0, 2), ones(1)),
     ),
+    "batch norm of nothing": (
+        lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5), (ones(0, 3, 4),),
+    ),
+    "addmv": (lambda x, a, b: torch.addmv(x, a, b, beta=0), (zeros(3), zeros(4, 5), zeros(5))),
+    "no repeats": (lambda x, n: x.repeat_interleave(n, output_size=0), (ones(3), torch.tensor([1, 2, 0]))),
     "_softmax_backward_data": (
         lambda g, y: aten._softmax_backward_data(g, y, 0, torch.float32), (ones(1, 4), ones(5, 4)),
     ),
@@ -163,6 +168,8 @@ RESULTS: dict[str, Program] = {
         (torch.randn(3, 4).half(), torch.rand(4)),
     ),
     "pixel_unshuffle of nothing": (lambda x: F.pixel_unshuffle(x, 3), (ones(0, 1, 6, 6),)),
+    "batch_norm of nothing": (lambda x: F.batch_norm(x, None, None, training=True), (ones(0, 3, 4),)),
+    "no repeats of anything": (lambda x, n: x.repeat_interleave(n, output_size=0), (ones(3), zeros(3))),
     "index_select of one": (lambda x, i: x.index_select(0, i), (ones(), zeros(1))),
     "index_add of nothing": (
         lambda x, i, y: x.index_add(0, i, y), (ones(4, 0), zeros(1), ones(1, 0)),

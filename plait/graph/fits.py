@@ -261,6 +261,12 @@ def _group_norm(x: Tensor, weight: Any, bias: Any, n: Any, c: Any, size: Any, gr
     return _in_single(op, x, weight, bias, n, c, size, groups, eps)
 
 
+def _batch_norm(x: Tensor, *args: Any) -> Any:
+    if args[4] and x.device.type == "cpu":
+        _demand(x.numel() > 0, f"input tensor must have at least one element, but got input_sizes = {list(x.shape)}")
+    return NotImplemented
+
+
 # ------------------------------------------------------------------------------------------- others
 def _softmax_backward(grad: Tensor, out: Tensor, *_: Any) -> Any:
     says = "Expected tensor for argument #1 'grad' to have same size as tensor for argument #2"
@@ -292,6 +298,19 @@ def _mvlgamma(x: Tensor, p: int) -> Any:
     return NotImplemented
 
 
+def _addmv(x: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+    _demand_room(a.shape[:1], x)
+    return NotImplemented
+
+
+def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Any:
+    """Eager's kernel is called with another size, and looks; PyTorch's own pass takes a result of no elements for made
+    without it."""
+    if output_size is not None and repeats.device.type == "cpu" and _is(output_size == 0):
+        torch._assert_async(repeats.sum() == 0, "allocated size does not match required size")
+    return NotImplemented
+
+
 def _addr(x: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
     """A summand of fewer dimensions counts for the dtype as one of two."""
     if x.dim() == 2 or x.dtype == torch.promote_types(a.dtype, b.dtype):
@@ -309,6 +328,7 @@ _RULES: dict[OpOverload, Rule] = {
     aten._unsafe_masked_index.default: _masked_index,
     aten._unsafe_masked_index_put_accumulate.default: _masked_index,
     aten.add.Tensor: _sum,
+    aten.addmv.default: _addmv,
     aten.addr.default: _addr,
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.binary_cross_entropy_with_logits.default: _with_logits,
@@ -322,10 +342,12 @@ _RULES: dict[OpOverload, Rule] = {
     aten.index_reduce.default: _index_source,
     aten.index_select.default: _index_select,
     aten.mvlgamma.default: _mvlgamma,
+    aten.native_batch_norm.default: _batch_norm,
     aten.native_dropout_backward.default: _dropout_backward,
     aten.native_group_norm.default: _group_norm,
     aten.nll_loss2d_forward.default: _nll_loss2d,
     aten.pixel_unshuffle.default: _pixel_unshuffle,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.smooth_l1_loss.default: _smooth_l1_loss,
     aten.soft_margin_loss.default: _soft_margin_loss,
     aten.squeeze.default: _squeezed,

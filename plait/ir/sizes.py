@@ -537,7 +537,9 @@ def compare(op: str, a: Size, b: Size) -> Size:
     if op == "le":
         return 1 if hi <= 0 or known_nonneg(mul(d, -1)) else 0 if lo > 0 else _atom(op, a, b)
     if op == "lt":
-        return 1 if hi < 0 or known_nonneg(add(mul(d, -1), -1)) else 0 if lo >= 0 or known_nonneg(d) else _atom(op, a, b)
+        return (
+            1 if hi < 0 or known_nonneg(add(mul(d, -1), -1)) else 0 if lo >= 0 or known_nonneg(d) else _atom(op, a, b)
+        )
     differ = lo > 0 or hi < 0
     if op == "eq":
         return 1 if d == 0 else 0 if differ else _atom(op, a, b)

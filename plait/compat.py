@@ -295,7 +295,7 @@ def inputs_changed_after(joint: GraphModule) -> list[torch.fx.Node]:
     return [n for n in inputs if n.meta.get("desc") in written]
 
 
-def wrapper_reason(meta: Any) -> str:
+def wrapper_reason(gm: GraphModule, meta: Any) -> str:
     """Why this inference graph needs AOTAutograd's runtime wrapper around it, or "" if it needs none."""
     if meta is None:
         return "no metadata"
@@ -313,9 +313,9 @@ def wrapper_reason(meta: Any) -> str:
             return reason
     if meta.grad_enabled_mutation is not None:
         return "the graph switches grad mode"
-    for info in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta):
-        if type(info).__name__ != "PlainTensorMeta":
-            return "tensor subclasses"
+    ends = (n.meta.get("desc") for n in gm.graph.nodes if n.op in ("placeholder", "output"))
+    if any(type(d).__name__.startswith("Subclass") for desc in ends for d in pytree.tree_leaves(desc)):
+        return "tensor subclasses"
     known = {"non_alias", "unsafe_view_alias", "custom_function_view", "alias_of_input", "is_input"}
     if any(info.output_type.name not in known for info in meta.output_info):
         return "an output is a view of an intermediate"
@@ -391,9 +391,9 @@ class TrainingFacts:
     marks: tuple[Mark, ...]
 
 
-def training_reason(meta: Any) -> str:
+def training_reason(gm: GraphModule, meta: Any) -> str:
     """Why this training graph needs AOTAutograd's autograd function, or "" if it needs none."""
-    if reason := wrapper_reason(meta):
+    if reason := wrapper_reason(gm, meta):
         return reason
     counts = (
         ("num_outputs_aliased", "an output is an input or a view of one"),

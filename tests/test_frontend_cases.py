@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tests.against_eager import compiled, same
@@ -337,6 +338,46 @@ def test_tensor_subclass_training() -> None:
         grads.append(x.grad)
     torch.testing.assert_close(grads[1].a, grads[0].a)
     torch.testing.assert_close(grads[1].b, grads[0].b)
+
+
+class Held(torch.Tensor):
+    """A tensor around one other, as a distributed one is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Held:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], *_: Any) -> Held:
+        return Held(parts["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Held, lambda x: x.inner, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, Held, op(*args, **kwargs))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_tensor_subclass_of_one_tensor(wrapper: str, grad: bool) -> None:
+    """Its graph has as many inputs and results as one of plain tensors."""
+
+    def compiled_so(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(fn, backend="plait", options={"wrapper": wrapper})
+
+    inner = rand(4)
+    with torch.set_grad_enabled(grad):
+        taken = compiled_so(lambda x: x * 2 + 1)(Held(inner).requires_grad_(grad))
+        given = compiled_so(lambda x: Held(x * 3))(inner.clone().requires_grad_(grad))
+    for out, want in ((taken, inner * 2 + 1), (given, inner * 3)):
+        assert type(out) is Held
+        torch.testing.assert_close(out.inner, want)
 
 
 def test_second_backward_through_a_retained_graph() -> None:

@@ -35,7 +35,7 @@ class DirectGraph:
     def learn(self, gm: GraphModule, meta: Any, reason: str, native: bool, views: Mapping[int, InputView]) -> None:
         """Learns the graph, before it is compiled. reason: why it needs the wrapper, as far as the caller knows.
         native: its program will be a native one. views: the outputs that are views of inputs."""
-        self.reason = reason or compat.wrapper_reason(meta)
+        self.reason = reason or compat.wrapper_reason(gm, meta)
         if self.reason:
             return
         todo = _with_offsets(gm, compat.epilogue(meta), views)

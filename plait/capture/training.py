@@ -43,7 +43,7 @@ class TrainingGraph:
         """Learns the forward graph, before it is compiled. reason: why its calls need AOTAutograd's callable, as far
         as the caller knows, or "". native: its program will be a native one. views: outputs that are views of inputs;
         AOTAutograd's callable makes these."""
-        self.reason = reason or compat.training_reason(meta) or _graph_reason(gm, meta)
+        self.reason = reason or compat.training_reason(gm, meta) or _graph_reason(gm, meta)
         self.reason = self.reason or ("" if native else "the program runs as Python")
         if self.reason:
             return

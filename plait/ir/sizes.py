@@ -507,16 +507,12 @@ def _drop_inner_mod(r: Expr, b: Size) -> Size | None:
 
 def smin(a: Size, b: Size) -> Size:
     """min(a, b)."""
-    if known_le(a, b):
-        return a
-    return b if known_le(b, a) else _atom("min", *sorted((a, b), key=str))
+    return a if known_le(a, b) else b if known_le(b, a) else _atom("min", *sorted((a, b), key=str))
 
 
 def smax(a: Size, b: Size) -> Size:
     """max(a, b)."""
-    if known_le(a, b):
-        return b
-    return a if known_le(b, a) else _atom("max", *sorted((a, b), key=str))
+    return b if known_le(a, b) else a if known_le(b, a) else _atom("max", *sorted((a, b), key=str))
 
 
 def call(name: str, a: Size, b: Size = 0) -> Size:
@@ -534,24 +530,19 @@ def compare(op: str, a: Size, b: Size) -> Size:
     d = add(a, mul(b, -1))
     (lo, hi), (alo, ahi), (blo, bhi) = bounds(d), _values(a), _values(b)
     lo, hi = max(lo, alo - bhi), min(hi, ahi - blo)
+    same, differ = d == 0, lo > 0 or hi < 0
     if op == "le":
-        return 1 if hi <= 0 or known_nonneg(mul(d, -1)) else 0 if lo > 0 else _atom(op, a, b)
-    if op == "lt":
-        return (
-            1 if hi < 0 or known_nonneg(add(mul(d, -1), -1)) else 0 if lo >= 0 or known_nonneg(d) else _atom(op, a, b)
-        )
-    differ = lo > 0 or hi < 0
-    if op == "eq":
-        return 1 if d == 0 else 0 if differ else _atom(op, a, b)
-    if op == "ne":
-        return 0 if d == 0 else 1 if differ else _atom(op, a, b)
-    raise ValueError(op)
+        yes, no = hi <= 0 or known_nonneg(mul(d, -1)), lo > 0
+    elif op == "lt":
+        yes, no = hi < 0 or known_nonneg(add(mul(d, -1), -1)), lo >= 0 or known_nonneg(d)
+    else:
+        yes, no = (same, differ) if op == "eq" else (differ, same)
+    return 1 if yes else 0 if no else _atom(op, a, b)
 
 
 # -------------------------------------------------------------------------------------------- ranges
 def _values(e: Size) -> tuple[Bound, Bound]:
-    """What e may be at run time: constants are any integers (torch 2.11 compares sizes with 2 ** 64 - 4), all else is
-    computed in 64 bits."""
+    """What e may be at run time: a constant any integer (torch asserts n <= 2 ** 64 - 4), all else 64 bits."""
     lo, hi = bounds(e)
     return (lo, hi) if isinstance(e, int) else (max(lo, -(2**63)), min(hi, 2**63 - 1))
 

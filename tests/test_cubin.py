@@ -88,16 +88,6 @@ def subnormal_numbers_are_kept(folder: Path) -> None:
     pool.stop()
 
 
-def sixteen_bits_are_added_one_by_one(folder: Path) -> None:
-    """The assembler gets packed additions wrong (triton_worker.apart)."""
-    text = TEXT.replace(", x < n", "").replace("* 2", "+ 1")
-    job = replace(JOB, text=text, signature={"p0": "*i16", "p1": "*i16", "n": "i64"}, num_warps=1, ptx=True)
-    pool = CubinPool(1)
-    (made,) = pool.compile([job], Config(cache_dir=str(folder)))
-    assert b"add.s16 " in made.image and b"16x2" not in made.image
-    pool.stop()
-
-
 def refused_source(folder: Path) -> None:
     pool = CubinPool(1)
     cfg = Config(cache_dir=str(folder))
@@ -391,7 +381,6 @@ CASES = {
         second_process_compiles_nothing, equal_jobs_are_compiled_once, alignment_is_used, refused_source,
         killed_worker_is_replaced, killed_server_is_replaced, deadly_job_is_tried_twice, stop_ends_a_job,
         subnormal_numbers_are_kept,
-        sixteen_bits_are_added_one_by_one,
         stopped_pool_starts_again, no_orphans, forked_child_compiles,
         starts_early_beside_a_gpu, no_process_can_be_started, what_a_thread_meets_is_raised,
         variables_of_the_compiler_count, idle_processes_end, ranks_share_processors, the_end_does_not_wait,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from plait.graph.partition import partition
 from plait.ir.loops import Alias, Extern
 from plait.ir.sizes import numel
 from plait.kernel.triton import compute_capability
+from plait.kernel.triton_ops import _FUNCTIONS
 from plait.runtime.cubin import Cubin, pack
 from plait.runtime.load import LoadError, load
 from plait.schedule.layout import unaligned
@@ -49,6 +53,8 @@ from tests.interpreted import on_gpu
 
 aten = torch.ops.aten
 pipeline = importlib.import_module("plait.compile")
+TRITON = Path(sys.prefix) / "triton"
+needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="no Triton beside the environment")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the message is another one with CUDA")
 
 
@@ -92,6 +98,38 @@ def test_everything_is_on_the_device(compile_only: None) -> None:
     assert read(text(p)) == p and encode(p) == encode(read(text(p)))
     assert "rt.GpuKernel(libraries['cuda']" in make_python(p, {"cuda": "x.cubins"})
     assert made.kernel_source.count("@triton.jit\ndef plait_") == len({i.kernel for i in of(p, Launch)})
+
+
+PTX = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+namespace, path, name = {"__name__": "kernels"}, *sys.argv[1:]
+exec(compile(open(path).read(), path, "exec"), namespace)
+aligned = {(k,): [["tt.divisibility", 16]] for k in (0, 1)}
+source = ASTSource(namespace[name], {"p0": "*fp32", "p1": "*i16"}, {}, aligned)
+print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 1}).asm["ptx"])
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize("opaque", [True, False])
+def test_positions_in_16_bits_are_not_added_in_pairs(
+    opaque: bool, compile_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """ptxas adds 0 to half a pair, so the compiler may not see which half of a pair an index is."""
+    if not opaque:
+        monkeypatch.setitem(_FUNCTIONS, "p_low_half", "def p_low_half(x):\n    return x.to(tl.int16)\n")
+    mode, (x,) = fakes((1, 2, 64, 8))
+    made = record(lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[1].to(torch.int16), x, mode=mode)
+    (launch,) = of(made.wrapper, Launch)
+    (tmp_path / "kernel.py").write_text(made.kernel_source)
+    command = [sys.executable, "-c", PTX, str(tmp_path / "kernel.py"), launch.kernel]
+    env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert ("add.s16x2" in done.stdout) != opaque
 
 
 def test_devices_stay_apart(compile_only: None) -> None:

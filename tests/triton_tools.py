@@ -55,6 +55,7 @@ LIBDEVICE = types.SimpleNamespace(
 INSTRUCTIONS = {
     "p_ex2": lambda x: tl.exp2(x),
     "p_rcp": lambda x: 1.0 / x,
+    "p_low_half": lambda x: x.to(tl.int16),
     "p_as_bf16": lambda x: x.to(tl.bfloat16).to(tl.float32),
 }
 """Helpers of one instruction, which the interpreter has not."""

@@ -121,6 +121,8 @@ def cast(text: str, old: DType, new: DType) -> str:
         return f"({text} != 0)"
     if old.is_int and new.name in ("f16", "bf16"):  # eager rounds twice, too
         text = f"{text}.to(tl.float32)"
+    if new.is_int and new.nbytes == 2 and not old.is_float:
+        text = f"p_low_half({text})"
     return f"{text}.to({TYPES[new.name]})"
 
 
@@ -252,6 +254,11 @@ _FUNCTIONS: dict[str, str] = dict((
     p = tl.fma(tl.fma(tl.fma(p, t, 0.152036834), t, 0.215009388), t, 0.208369592)
     tail = p * t * p_ex2(u * u * -1.4426950408889634)
     return tl.where(x < 0, tail, 2.0 - tail)
+"""),
+    # What the compiler knows of an index may not get into 16 bits: it then adds to two elements at once what only one
+    # of them needs, and ptxas (12.8 to 13.0) adds 0 to half a pair, whatever the constant.
+    ("p_low_half", """def p_low_half(x):
+    return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [x.to(tl.int32)], tl.int16, True, 1)
 """),
     ("p_as_bf16", """def p_as_bf16(x):
     both = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], tl.int32, True, 1)

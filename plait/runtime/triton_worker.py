@@ -18,7 +18,6 @@ import gc
 import importlib.util
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -51,30 +50,6 @@ def first(p0, s0):
     x = tl.arange(0, 128)
     tl.store(p0 + x, tl.sum(libdevice.exp(tl.load(p0 + x, x < s0)), 0), x < s0)
 """
-
-
-_PACKED_ADDITION = re.compile(r"add\.[su]16x2\s+(%\w+), (%\w+), (%\w+);")
-
-
-def apart(ptx: str) -> str:
-    """PTX that adds 16-bit integers one by one instead of two at a time. The assembler, from CUDA 12.8 to 13.0 at
-    least, adds 0 where one operand of a packed addition is a constant and only one half of the sum is used."""
-    halves = (
-        r"{ .reg .b16 a0, a1, b0, b1; mov.b32 {a0, a1}, \2; mov.b32 {b0, b1}, \3;"
-        r" add.s16 a0, a0, b0; add.s16 a1, a1, b1; mov.b32 \1, {a0, a1}; }"
-    )
-    return _PACKED_ADDITION.sub(halves, ptx)
-
-
-def between_stages(*compilation: Any) -> tuple[str, str] | None:
-    """Triton's hook for the stages of a compilation (a back end, the stages by name, its options); without arguments
-    it wants what stands for the hook in a key of its own cache, which a job does not share."""
-    if not compilation:
-        return "plait", "plait"
-    stages = compilation[1]
-    to_ptx = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: apart(to_ptx(source, metadata))
-    return None
 
 
 def load_module(name: str, text: str, folder: Path) -> ModuleType:
@@ -174,7 +149,6 @@ def prepare(capability: int, folders: Sequence[Path]) -> None:
 
         # The caller has the version of Triton in its keys: no second one, which is a hash of all of Triton's files.
         triton.runtime.cache.triton_key = lambda: triton.__version__
-        triton.knobs.runtime.add_stages_inspection_hook = between_stages
     except ImportError:
         return
     options = {"num_warps": 4, "num_stages": 1}

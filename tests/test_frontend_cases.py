@@ -340,6 +340,21 @@ def test_tensor_subclass_training() -> None:
     torch.testing.assert_close(grads[1].b, grads[0].b)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (1, 0, 2)])
+def test_rows_of_transposed_tensors_of_varying_sizes(order: tuple[int, ...]) -> None:
+    """What is made in the order of memory is read row by row."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x > 0.5
+        return y, y.reshape(y.shape[0], -1).any(1)
+
+    run = torch.compile(fn, backend="plait", dynamic=True, options={"strict": True})
+    for sizes in ((5, 3, 7), (4, 4, 2), (1, 6, 3)):
+        x = rand(*sizes).permute(order)
+        for got, want in zip(run(x), fn(x), strict=True):
+            assert torch.equal(got, want)
+
+
 class Held(torch.Tensor):
     """A tensor around one other, as a distributed one is."""
 

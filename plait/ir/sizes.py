@@ -468,7 +468,7 @@ def _mod(a: Size, b: Size) -> Size:
     _, r = _split(a, b)
     if r == 0:
         return 0
-    if known_nonneg(r) and known_lt(r, b):
+    if known_nonneg(r) and (known_lt(r, b) or floordiv(r, b) == 0):
         return r
     if isinstance(r, int):
         return mod(r, b)

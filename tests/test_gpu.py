@@ -133,6 +133,23 @@ def test_writes_to_an_input_at_an_odd_address(name: str, wrapper: str) -> None:
         assert torch.equal(whole, want)
 
 
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx", "by graphs"])
+def test_views_from_the_start_of_the_memory_of_an_input_at_an_odd_address(wrapper: str) -> None:
+    """They see what lies before the input, of which a copy is not made."""
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return x * 2, torch.as_strided(x, (2,), (1,), 1), torch.as_strided(x, (3,), (2,), 0) + x[0, 0]
+
+    options: dict[str, Any] = {"cuda_graphs": True} if wrapper == "by graphs" else {"wrapper": wrapper}
+    compiled = torch.compile(fn, backend="plait", options=options)
+    for _ in range(3):
+        x = torch.arange(40.0, device=CUDA)[5:30].view(5, 5)
+        got, want = compiled(x), fn(x)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+        assert got[1].data_ptr() == want[1].data_ptr()
+
+
 @pytest.mark.parametrize("wrapper", ["native", "python", "fx"])
 @pytest.mark.parametrize("kernel", [(2, 2, 0), (3, 1, 1), (3, 2, 1)])
 @pytest.mark.parametrize("dtype", [torch.half, torch.float32, torch.float64])
@@ -145,6 +162,16 @@ def test_gradients_of_windows_with_several_maxima(dtype: torch.dtype, kernel: tu
         z = run(y, *kernel)
         z.backward(torch.arange(z.numel(), device=CUDA).remainder(7).view_as(z).to(dtype))
     assert torch.equal(got.grad, want.grad)
+
+
+def test_gradients_of_pixels_of_nothing() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.pixel_shuffle(x[None].repeat(4, 1, 1), 2)
+
+    got, want = (torch.ones(33, 0, device=CUDA, requires_grad=True) for _ in range(2))
+    for run, x in ((torch.compile(fn, backend="plait"), got), (fn, want)):
+        run(x).sum().backward()
+    assert got.grad is not None and want.grad is not None and got.grad.shape == want.grad.shape
 
 
 def test_numbers_of_sizes_come_back_from_a_graph() -> None:

@@ -356,7 +356,7 @@ class Program {
   void take_arena(Frame& f, SlotId s, int64_t nbytes) const;
   void bind_arena(Frame& f, SlotId s, at::DataPtr block, int64_t nbytes) const;
   void drop_arena(Frame& f) const noexcept;
-  const at::Storage& storage_of(Frame& f, SlotId s) const;
+  const at::Storage& storage_of(Frame& f, SlotId s, bool from_start = false) const;
   void allocate(Frame& f, SlotId s) const;
   void allocate(Frame& f, SlotId s, const Extents& e, int64_t nbytes, bool contiguous) const;
   char* place(const Frame& f, SlotId s, int64_t offset, const Extents& e) const;

@@ -415,11 +415,16 @@ void Program::allocate(Frame& f, SlotId s) const {
   allocate(f, s, e, nbytes, i.meta.contiguous);
 }
 
-const at::Storage& Program::storage_of(Frame& f, SlotId s) const {
-  while (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view)
-    s = slots_[static_cast<size_t>(s)].base;
+const at::Storage& Program::storage_of(Frame& f, SlotId s, bool from_start) const {
+  for (; slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::view;
+       s = slots_[static_cast<size_t>(s)].base)
+    from_start = from_start || !slots_[static_cast<size_t>(s)].relative;
   if (slots_[static_cast<size_t>(s)].kind == SlotInfo::Kind::place) return f.arena_storage;
-  return f.refs[static_cast<size_t>(s)]->storage();
+  const at::Tensor& t = *f.refs[static_cast<size_t>(s)];
+  if (from_start)  // the copy of an input has another start
+    for (const Copied& c : f.copied)
+      if (c.values.is_same(t) && !is_lazy(c.given)) return c.given.storage();
+  return t.storage();
 }
 
 // Where a Place at this byte of its arena lies.

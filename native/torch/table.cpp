@@ -105,7 +105,7 @@ struct Table {
   }
   static int storage(plait_call* c, int32_t s, char** first) {
     return guarded(c, [&](const Program& p, Frame& f, auto&) {
-      *first = static_cast<char*>(p.storage_of(f, s).unsafeGetStorageImpl()->mutable_data());
+      *first = static_cast<char*>(p.storage_of(f, s, true).unsafeGetStorageImpl()->mutable_data());
     });
   }
   static void drop(plait_call* c, int32_t s) {

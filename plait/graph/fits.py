@@ -230,12 +230,12 @@ def _windows(numbers: int, *args: Any) -> Any:
 
 
 def _pixel_unshuffle(x: Tensor, factor: int) -> Any:
-    """Eager leaves the sizes of an empty image as they are."""
+    """Eager leaves the sizes of an empty image as they are, on a CPU."""
     for k, name in ((-2, "height"), (-1, "width")):
         says = f"expects {name} to be divisible by downscale_factor, but input.size({k})="
         holds = x.shape[k] % factor == 0
         _demand(holds, f"pixel_unshuffle {says}{x.shape[k]} is not divisible by {factor}")
-    return x.clone() if _is(x.numel() == 0) else NotImplemented
+    return x.clone() if x.device.type == "cpu" and _is(x.numel() == 0) else NotImplemented
 
 
 # ------------------------------------------------------------------------------------------- norms

@@ -100,6 +100,16 @@ def test_everything_is_on_the_device(compile_only: None) -> None:
     assert made.kernel_source.count("@triton.jit\ndef plait_") == len({i.kernel for i in of(p, Launch)})
 
 
+@pytest.mark.parametrize("shape", [(0, 1), (3, 0), (2, 3)])
+def test_copies_at_the_end_are_on_the_device(shape: tuple[int, ...], compile_only: None) -> None:
+    """Those of nothing read no buffer that would tell."""
+    mode, (x,) = fakes(shape)
+    with mode:
+        y = torch.empty(4)
+    made = record(lambda x, y: (x.clone(), x.t().clone(), x.expand(2, *x.shape).clone(), y + 1), x, y, mode=mode)
+    assert [i.device for i in of(made.wrapper, Alloc)].count("cpu") == 1
+
+
 PTX = """
 import sys, triton
 from triton.backends.compiler import GPUTarget

@@ -221,16 +221,17 @@ class Lowering:
 
     # ---- recording
     def pointwise(
-        self, shape: tuple[Size, ...], dtype: DType, body: Body, strides: tuple[Size, ...] | None = None
+        self, shape: tuple[Size, ...], dtype: DType, body: Body, strides: tuple[Size, ...] | None = None, like: str = ""
     ) -> View:
-        """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise)."""
+        """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise). It is where the
+        first buffer is that the body reads, or `like`, or the current node's result."""
         vars_ = loop_vars("i", shape)
         ops = Recorder()
         value = ops.kept(body(ops, vars_))
         if value.dtype != dtype:
             raise TypeError(f"the body gives {value.dtype}, not {dtype}")
-        read = next((n.attr.buf for n in walk((value,)) if isinstance(n.attr, Load)), None)
-        buf = self.new_buffer(dtype, shape, strides, device=None if read is None else self.buffers[read].device)
+        read = next((n.attr.buf for n in walk((value,)) if isinstance(n.attr, Load)), like)
+        buf = self.new_buffer(dtype, shape, strides, device=self.buffers[read].device if read else None)
         self.ops.append(Pointwise(buf, vars_, value, origin=self.origin))
         return self.whole(buf)
 
@@ -266,7 +267,7 @@ class Lowering:
         """x in a buffer of its own. Raises NoRule where that needs a loop and there can be none."""
         if x.dtype not in LOOP_DTYPES or not self.cfg.kernels:
             return self._clone(x, strides)
-        out = self.pointwise(x.shape, x.dtype, lambda ops, i: x.load(ops, i), strides)
+        out = self.pointwise(x.shape, x.dtype, lambda ops, i: x.load(ops, i), strides, like=x.buf)
         if fixed:
             self.fix_layout(out.buf)
         return out

@@ -323,6 +323,10 @@ def test_small_sizes(name: str, packaged: bool, tmp_path: Path) -> None:
         except InputError as error:
             assert n < LEAST.get(name, 3) and name not in EVERY_SIZE and "expected size at least" in str(error)
             continue
+        except IndexError:
+            with pytest.raises(IndexError):
+                fn(x)
+            continue
         torch.testing.assert_close(got, fn(x))
 
 

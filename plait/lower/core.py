@@ -459,13 +459,13 @@ class Lowering:
         """Whether one of sizes depends on numbers that are found at run time: no guard has looked at it."""
         return any(a.name in self.found for e in sizes for a in sz.free_symbols(e))
 
-    def require_index(self, index: Size, dim: int, size: Size, guarded: bool = False) -> None:
-        """Asserts that an index into dimension dim, of this size, is in [-size, size). guarded: guards see to
-        numbers that are not found at run time. Raises NoRule for one that never is, which ATen refuses."""
+    def require_index(self, index: Size, dim: int, size: Size) -> None:
+        """Asserts that an index into dimension dim, of this size, is in [-size, size), unless what was checked says so:
+        torch 2.11 traces `x[1]` without a guard. Raises NoRule for one that never is, which ATen refuses."""
         inside = sz.mul(sz.compare("le", sz.mul(size, -1), index), sz.compare("lt", index, size))
         if inside == 0:
             raise NoRule(f"index {index} is out of bounds for dimension {dim} with size {size}")
-        if inside != 1 and (self.is_found(index, size) or not guarded):
+        if inside != 1:
             said = f"index {{}} is out of bounds for dimension {dim} with size {{}}"
             self.assert_true(inside, said, (index, size), "IndexError")
 

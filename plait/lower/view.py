@@ -229,7 +229,7 @@ def wrap_index(index: Size, size: Size) -> Size:
 @lower(aten.select.int, any_dtype=True)
 def _select(ctx: Lowering, x: View, dim: int, index: Size) -> View:
     dim = wrap_dim(dim, len(x.shape))
-    ctx.require_index(index, dim, x.shape[dim], guarded=True)
+    ctx.require_index(index, dim, x.shape[dim])
     at = wrap_index(index, x.shape[dim])
     return x.remap((*x.shape[:dim], *x.shape[dim + 1 :]), lambda v: (*v[:dim], at, *v[dim:]))
 

@@ -107,6 +107,10 @@ launch('k', (e, g), (), (g,), 1)
         ("require_finite(a, 'm.py:1')\n", "values are checked"),
         ("c, = call('aten::nonzero')(a)\n", "aten::nonzero waits for the device"),
         ("c, = call('aten::multinomial')(a, 1)\n", "aten::multinomial waits for the device"),
+        (
+            "call('aten::_linalg_check_errors')(a, 'inv', is_matrix=True)\n",
+            "aten::_linalg_check_errors waits for the device",
+        ),
         ("c, = call('aten::add.Tensor')(a, h)\n", "aten::add.Tensor has a tensor on the host"),
         ("w = constant(0)\nc, = call('aten::add.Tensor')(a, w)\n", "aten::add.Tensor has a tensor on the host"),
         ("c, = call('aten::_to_copy')(a, device=device('cpu'))\n", "aten::_to_copy has a tensor on the host"),

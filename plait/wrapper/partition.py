@@ -30,10 +30,11 @@ SEED = "plait::seed"
 _WAITS = frozenset({
     "aten::_local_scalar_dense", "aten::bincount", "aten::equal", "aten::is_nonzero", "aten::item",
     "aten::linalg_cholesky_ex", "aten::linalg_eig", "aten::linalg_eigh", "aten::_linalg_eigh", "aten::linalg_inv_ex",
-    "aten::linalg_lstsq", "aten::linalg_lu_factor_ex", "aten::_linalg_det", "aten::_linalg_slogdet",
-    "aten::_linalg_solve_ex", "aten::_linalg_svd", "aten::masked_select", "aten::multinomial", "aten::nonzero",
-    "aten::repeat_interleave", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim", "aten::_ctc_loss",
-    "aten::_embedding_bag", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward", "aten::_thnn_fused_lstm_cell",
+    "aten::linalg_lstsq", "aten::linalg_lu_factor_ex", "aten::_linalg_check_errors", "aten::_linalg_det",
+    "aten::_linalg_slogdet", "aten::_linalg_solve_ex", "aten::_linalg_svd", "aten::masked_select", "aten::multinomial",
+    "aten::nonzero", "aten::repeat_interleave", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
+    "aten::_ctc_loss", "aten::_embedding_bag", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward",
+    "aten::_thnn_fused_lstm_cell",
 })  # fmt: skip
 
 

@@ -41,7 +41,8 @@ _SIMPLE: dict[str, Callable[..., T]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "and": torch.bitwise_and, "or": torch.bitwise_or,
     "xor": torch.bitwise_xor, "not": torch.bitwise_not, "neg": torch.neg, "abs": torch.abs, "truediv": torch.div,
     "fmod": torch.fmod, "pymod": torch.remainder, "min": torch.minimum, "max": torch.maximum, "fmin": torch.fmin,
-    "fmax": torch.fmax, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+    "fmax": torch.fmax, "max_first": lambda a, b: torch.where((b > a) | (b != b), b, a),
+    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
     "where": torch.where, "sign": torch.sign, "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
     "fma": lambda a, b, c: torch.addcmul(c, a, b),
 }  # fmt: skip

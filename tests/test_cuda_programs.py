@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import struct
@@ -78,10 +79,12 @@ def record(fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode) ->
     return pipeline.compile_graph(Captured(graph, "test", "inference"), cfg).record
 
 
-def fakes(*shapes: Sequence[int], device: str = "cuda") -> tuple[FakeTensorMode, list[torch.Tensor]]:
+def fakes(
+    *shapes: Sequence[int], device: str = "cuda", dtype: torch.dtype = torch.float32
+) -> tuple[FakeTensorMode, list[torch.Tensor]]:
     mode = FakeTensorMode()
     with mode:
-        return mode, [torch.empty(tuple(s), device=device) for s in shapes]
+        return mode, [torch.empty(tuple(s), device=device, dtype=dtype) for s in shapes]
 
 
 def of(program: WrapperProgram, kind: type) -> list[Any]:
@@ -111,35 +114,51 @@ def test_copies_at_the_end_are_on_the_device(shape: tuple[int, ...], compile_onl
 
 
 PTX = """
-import sys, triton
+import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-namespace, path, name = {"__name__": "kernels"}, *sys.argv[1:]
+namespace, path, name, types = {"__name__": "kernels"}, *sys.argv[1:]
 exec(compile(open(path).read(), path, "exec"), namespace)
-aligned = {(k,): [["tt.divisibility", 16]] for k in (0, 1)}
-source = ASTSource(namespace[name], {"p0": "*fp32", "p1": "*i16"}, {}, aligned)
+types = json.loads(types)
+aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(types))}
+source = ASTSource(namespace[name], {f"p{k}": t for k, t in enumerate(types)}, {}, aligned)
 print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 1}).asm["ptx"])
 """
 
 
+WIDENED = r"(?:abs|neg)\.s16\s+(%rs\d+),[^;]*;.*cvt\.s64\.s16\s+%rd\d+, \1;"
+
+
 @needs_triton
+@pytest.mark.parametrize(
+    ("fn", "dtypes", "wrong"),
+    [
+        (lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[1].to(torch.int16), ("*fp32", "*i16"), r"add\.s16x2"),
+        (lambda x: (-x).sum(-1), ("*i16", "*i64"), WIDENED),
+        (lambda x: (0 - x).sum(-1), ("*i16", "*i64"), WIDENED),
+        (lambda x: (x * -1).sum(-1), ("*i16", "*i64"), WIDENED),
+        (lambda x: x.abs().sum(-1), ("*i16", "*i64"), WIDENED),
+    ],
+    ids=["positions", "minus", "from nothing", "times -1", "abs"],
+)
 @pytest.mark.parametrize("opaque", [True, False])
-def test_positions_in_16_bits_are_not_added_in_pairs(
-    opaque: bool, compile_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """ptxas adds 0 to half a pair, so the compiler may not see which half of a pair an index is."""
+def test_16_bits_are_half_of_32(
+    opaque: bool, fn: Callable[[torch.Tensor], torch.Tensor], dtypes: tuple[str, ...], wrong: str,
+    compile_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """What ptxas gets wrong in 16 bits is not in the code where the compiler may not see that they would do."""
     if not opaque:
         monkeypatch.setitem(_FUNCTIONS, "p_low_half", "def p_low_half(x):\n    return x.to(tl.int16)\n")
-    mode, (x,) = fakes((1, 2, 64, 8))
-    made = record(lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[1].to(torch.int16), x, mode=mode)
+    mode, (x,) = fakes((1, 2, 64, 8), dtype=torch.int16 if dtypes[0] == "*i16" else torch.float32)
+    made = record(fn, x, mode=mode)
     (launch,) = of(made.wrapper, Launch)
     (tmp_path / "kernel.py").write_text(made.kernel_source)
-    command = [sys.executable, "-c", PTX, str(tmp_path / "kernel.py"), launch.kernel]
+    command = [sys.executable, "-c", PTX, str(tmp_path / "kernel.py"), launch.kernel, json.dumps(dtypes)]
     env = {**os.environ, "PYTHONPATH": str(TRITON), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert ("add.s16x2" in done.stdout) != opaque
+    assert bool(re.search(wrong, done.stdout, re.DOTALL)) != opaque
 
 
 def test_devices_stay_apart(compile_only: None) -> None:

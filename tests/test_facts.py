@@ -224,6 +224,14 @@ def test_an_index_out_of_range_is_an_index_error(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_an_element_of_what_is_empty_is_an_index_error(target: str) -> None:
+    run = plait.compile(lambda x: torch.masked_select(x, x > 0).select(0, 0), (X,), options={"wrapper": target})
+    assert torch.equal(run(X), X[X > 0][0])
+    with pytest.raises(IndexError, match="index 0 is out of bounds for dimension 0 with size 0"):
+        run(-X.abs())
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dims", [(), (0,), ((0, 1),)], ids=["all", "one", "two"])
 def test_a_found_size_of_1_is_not_squeezed_as_another(dims: tuple[Any, ...], target: str) -> None:
     """A graph has one number of dimensions, and that of eager's result depends on the size."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TINY = (1e-45, -1e-45, 3e-39, -3e-39, 1.1754944e-38)
@@ -137,3 +138,41 @@ def test_products_of_integers_are_refused_as_eager_refuses_them(name: str, dtype
         assert str(error).splitlines()[0] in str(caught.value)
     else:
         assert torch.equal(compiled(fn)(*given), want)
+
+
+WRAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "minus": lambda x: -x,
+    "from nothing": lambda x: 0 - x,
+    "times -1": lambda x: x * -1,
+    "abs": torch.abs,
+    "where": lambda x: torch.where(x < 0, -x, x),
+    "sum of two": lambda x: x + x.flip(0),
+    "product": lambda x: x * x.flip(0),
+    "quotient": lambda x: torch.div(x, torch.where(x == 0, 1, -1).to(x.dtype), rounding_mode="floor"),
+    "shift": lambda x: x << 3,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("name", WRAPS)
+def test_integers_wrap_around_before_they_are_widened(name: str, dtype: torch.dtype) -> None:
+    fn, limits = WRAPS[name], torch.iinfo(dtype)
+    table = torch.tensor((limits.min, limits.max, limits.min + 1, 0, 1, 2, 3, limits.max // 2), device="cuda")
+    x = table.to(dtype).repeat(3, 5)
+    for widened in (Tensor.long, lambda y: y.sum(-1), Tensor.double, lambda y: y.to(torch.int32) // 2):
+        got, want = compiled(lambda x, widened=widened: widened(fn(x)))(x), widened(fn(x))
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pool", [lambda x: F.max_pool2d(x, 3, 1, 1), lambda x: F.adaptive_max_pool2d(x, (3, 5))])
+def test_of_zeros_the_first_is_the_greatest(pool: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    gen = torch.Generator("cuda").manual_seed(0)
+    table = torch.tensor((0.0, -0.0, -1.0), device="cuda").to(dtype)
+    same(pool, table[torch.randint(3, (2, 3, 9, 11), generator=gen, device="cuda")])
+
+
+@pytest.mark.parametrize("base", [2, 2.0, 3, 0.5, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_powers_of_numbers(base: float, dtype: torch.dtype) -> None:
+    same(lambda x: base**x, torch.arange(-40, 41, device="cuda").to(dtype) / 4)

@@ -41,6 +41,16 @@ def test_max_pool(window) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_of_zeros_the_first_is_the_greatest(dtype: torch.dtype) -> None:
+    y = torch.where(x > 0.3, 0.0, torch.where(x < -0.3, -1.0, -0.0)).to(dtype)
+    for z in (y, y.to(memory_format=torch.channels_last)):
+        check(lambda a: F.max_pool2d(a, 3, 1, 1).signbit(), z)
+        check(lambda a: F.max_pool2d(a, 2, 2, 1).signbit(), z)
+        check(lambda a: F.adaptive_max_pool2d(a, (3, 5)).signbit(), z)
+    check(lambda a: F.max_pool3d(a, 2, 1).signbit(), y)
+
+
 @pytest.mark.parametrize("include_pad", [True, False])
 @pytest.mark.parametrize("divisor", [None, 5])
 @pytest.mark.parametrize("window", [w for w in WINDOWS if w[3] == (1, 1)])

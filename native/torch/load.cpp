@@ -235,7 +235,9 @@ class Loader {
     return d;
   }
   void learn(const Symbol& i) {
-    if (i.source != Symbol::Source::expr) use_header(i.tensor);
+    if (i.source == Symbol::Source::expr) return;
+    use_header(i.tensor);
+    info(i.tensor).found = true;
   }
   void learn(const AssertScalar&) {}
   void learn(const AssertSizeStride& i) { use_header(i.tensor); }
@@ -295,7 +297,7 @@ class Loader {
   }
   // Where it is known at load whether the slot lies in its memory: all is constant, and the verifier
   // has compared it with what the program allocates; of another's tensor, that is asked when it comes.
-  // Elsewhere a step asks.
+  // Elsewhere a step asks: of a result whose sizes the program reads, after its own checks of them.
   void learn_reach(SlotInfo& s) {
     if (!s.meta.is_static || s.scalar == c10::ScalarType::Undefined) return;
     SlotInfo& root = info(s.root);
@@ -304,7 +306,7 @@ class Loader {
       s.inside = s.meta.nbytes == 0 || (s.delta >= 0 && s.meta.nbytes <= room && s.delta <= room - s.meta.nbytes);
       return;
     }
-    s.inside = root.kind != Kind::opaque && root.kind != Kind::place && root.kind != Kind::view;
+    s.inside = root.kind != Kind::opaque && root.kind != Kind::place && root.kind != Kind::view && !root.found;
     if (!s.inside || s.meta.nbytes == 0) return;
     root.reaches = true;
     root.lowest = std::min(root.lowest, s.delta);

@@ -98,6 +98,7 @@ struct SlotInfo {
   int64_t lowest = 0, highest = 0;
   bool reaches = false;
   bool inside = false;  // of a view or place: it is known to lie in its memory
+  bool found = false;   // of a result: the program reads its sizes, and may ask more of them
   bool written = false;        // an input that the program changes
   c10::Device device = c10::kCPU;  // of an input
   Meta meta;

@@ -138,6 +138,7 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     "fmod": np.fmod, "pymod": _pymod,
     **{k: (lambda a, b, k=k: _shift(k, a, b)) for k in ("shl", "shr")},
     **{k: _minmax(k) for k in ("min", "max", "fmin", "fmax")},
+    "max_first": lambda a, b: np.asarray(np.where((b > a) | (b != b), b, a)),
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "where": np.where,
     "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "reciprocal": lambda a: 1 / a,

@@ -79,6 +79,7 @@ OPS: dict[str, OpDef] = {
     ),
     **_rows("min max", 2, same, "fiub", 0.5, "NaN if either is NaN"),
     **_rows("fmin fmax", 2, same, "f", 1, "the other one if one is NaN"),
+    **_rows("max_first", 2, same, "fiub", 0.5, "b where it is greater than a or NaN, else a: the first of equal ones"),
     **_rows("eq ne lt le gt ge", 2, boolean, "fiub", 0.5, "comparison; NaN compares false except ne"),
     **_rows("where", 3, selected, "fiub", 0.5, "cond ? a : b; both are evaluated"),
     **_rows("sqrt", 1, same, "f", 3, "IEEE square root"),

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 
-from plait.ir.dtypes import DType, b1, bf16, f32
+from plait.ir.dtypes import DType, b1, bf16, f32, i32
 from plait.ir.loops import Const
 from plait.ir.ops import OPS
 
@@ -74,6 +74,7 @@ TABLE: dict[str, Row] = {
     "pymod": "p_pymod({0}, {1})",
     "min": _by_kind("p_min_nan({0}, {1})", "tl.minimum({0}, {1})", "({0} & {1})"),
     "max": _by_kind("p_max_nan({0}, {1})", "tl.maximum({0}, {1})", "({0} | {1})"),
+    "max_first": _by_kind("p_max_last({1}, {0})", "tl.maximum({0}, {1})", "({0} | {1})"),
     "fmin": "p_fmin({0}, {1})",
     "fmax": "p_fmax({0}, {1})",
     "where": "tl.where({0}, {1}, {2})",
@@ -93,9 +94,16 @@ SPECIAL_ROWS: dict[str, str] = {
 """Ops with an attribute -> what writes them."""
 
 
+_OVERFLOWS = frozenset({"add", "sub", "mul", "neg", "abs", "floordiv", "truncdiv", "mod", "rem", "shl"})
+"""Ops of integers that can leave the range of 16 bits."""
+
+
 def render(op: str, d: DType, args: tuple[str, ...]) -> str:
     """The expression of an op whose first argument has dtype d (for `where`: the second)."""
     row = TABLE[op]
+    if op in _OVERFLOWS and d.is_int and d.nbytes == 2:
+        wide = render(op, i32, tuple(f"{a}.to(tl.int32)" for a in args))
+        return f"p_low_half({wide}).to({TYPES[d.name]})"
     return row(d, args) if callable(row) else row.format(*args, t=TYPES[d.name])
 
 
@@ -255,8 +263,9 @@ _FUNCTIONS: dict[str, str] = dict((
     tail = p * t * p_ex2(u * u * -1.4426950408889634)
     return tl.where(x < 0, tail, 2.0 - tail)
 """),
-    # What the compiler knows of an index may not get into 16 bits: it then adds to two elements at once what only one
-    # of them needs, and ptxas (12.8 to 13.0) adds 0 to half a pair, whatever the constant.
+    # Arithmetic of 16-bit integers is done in 32 bits, and the compiler may not see that half of them will do, since
+    # ptxas (12.8 to 13.0) is wrong there: it takes neg.s16 and abs.s16 of -32768 for 32768 where the result is widened,
+    # and adds 0 where only half of a pair of sums with a constant is used.
     ("p_low_half", """def p_low_half(x):
     return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [x.to(tl.int32)], tl.int16, True, 1)
 """),

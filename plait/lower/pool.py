@@ -7,7 +7,7 @@ threads may run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from plait.ir.dtypes import DType
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.core import Lowering, NoRule, Rule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.scatter import scatter_loop
 from plait.lower.shape import all_of, compare, result
@@ -31,6 +31,17 @@ aten = torch.ops.aten
 _MAX_TAPS = 27  # windows with more elements become reductions
 Point = tuple[Size, ...]
 Bounds = tuple[tuple[Size, Size], ...]  # (first, end) by dimension
+
+
+def _of_images(name: str) -> Callable[[Rule], Rule]:
+    """Registers a rule, whose first argument is the number of dimensions, for 2 and 3 of them."""
+
+    def register(rule: Rule) -> Rule:
+        for n in (2, 3):
+            lower(getattr(aten, name.format(n)).default)(partial(rule, n))
+        return rule
+
+    return register
 
 
 def _spread(value: Any, n: int) -> tuple[int, ...]:
@@ -69,11 +80,11 @@ def _tap(ops: Recorder, x: View, lead: Point, at: Point, bounds: Bounds, other: 
     return ops.masked(all_of(ops, conditions), load, other) if conditions else load()
 
 
-def _chain(ops: Recorder, op: str, values: Iterator[Node]) -> Node:
+def _sum(ops: Recorder, values: Iterator[Node]) -> Node:
     first = next(values)
-    if op == "add" and first.dtype.is_float:  # a sum begins at 0, so that of -0 is 0
+    if first.dtype.is_float:  # a sum begins at 0, so that of -0 is 0
         first = ops.op("add", first, ops.const(0.0, first.dtype))
-    return reduce(lambda a, b: ops.op(op, a, b), values, first)
+    return reduce(partial(ops.op, "add"), values, first)
 
 
 # ------------------------------------------------------------------------------------------- windows
@@ -163,23 +174,11 @@ class _Window:
 
 
 # ------------------------------------------------------------------------------------------- maximum
-@lower(aten.max_pool2d_with_indices.default)
-def max_pool2d(
-    ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Any:
-    return _max_pool(ctx, x, 2, kernel, stride, padding, dilation)
-
-
-@lower(aten.max_pool3d_with_indices.default)
-def max_pool3d(
-    ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Any:
-    return _max_pool(ctx, x, 3, kernel, stride, padding, dilation)
-
-
+@_of_images("max_pool{}d_with_indices")
 def _max_pool(
-    ctx: Lowering, x: View, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any
-) -> tuple[View, View]:
+    n: int, ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> tuple[View, View]:  # fmt: skip
     lead = len(x.shape) - n
     sizes = x.shape[lead:]
     window = _Window(n, kernel, stride, padding, dilation, sizes, ctx.out_shape(0)[lead:])
@@ -207,7 +206,7 @@ def _maximum(
 
     def values(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         found = (_tap(ops, x, i[:lead], at, bounds, low) for at, bounds in taps(i))
-        return ops.cast(_chain(ops, "max", found), x.dtype)
+        return ops.cast(reduce(partial(ops.op, "max_first"), found), x.dtype)
 
     def positions(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         compute = compute_dtype(x.dtype)
@@ -224,39 +223,11 @@ def _maximum(
     return result(ctx, values, 0), result(ctx, positions, 1)
 
 
-@lower(aten.max_pool2d_with_indices_backward.default)
-def max_pool2d_backward(
-    ctx: Lowering,
-    grad: View,
-    x: View,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: View,
-) -> View:
-    return _max_pool_backward(ctx, grad, x, 2, kernel, stride, padding, dilation, indices)
-
-
-@lower(aten.max_pool3d_with_indices_backward.default)
-def max_pool3d_backward(
-    ctx: Lowering,
-    grad: View,
-    x: View,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: View,
-) -> View:
-    return _max_pool_backward(ctx, grad, x, 3, kernel, stride, padding, dilation, indices)
-
-
+@_of_images("max_pool{}d_with_indices_backward")
 def _max_pool_backward(
-    ctx: Lowering, grad: View, x: View, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, indices: View
-) -> View:
+    n: int, ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, dilation: Any,
+    ceil_mode: bool, indices: View,
+) -> View:  # fmt: skip
     lead = len(x.shape) - n
     sizes = x.shape[lead:]
     window = _Window(n, kernel, stride, padding, dilation, sizes, grad.shape[lead:])
@@ -278,7 +249,7 @@ def _chosen(
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
             return ops.op("where", ops.op("eq", best, mine), given, ops.const(0, compute))
 
-        return ops.cast(_chain(ops, "add", (share(o, b) for o, b in holders(i))), grad.dtype)
+        return ops.cast(_sum(ops, (share(o, b) for o, b in holders(i))), grad.dtype)
 
     return result(ctx, body)
 
@@ -302,9 +273,11 @@ def _divided(ops: Recorder, value: Node, divisor: Size) -> Node:
     return ops.op("truediv" if value.dtype.is_float else "truncdiv", value, by)
 
 
+@_of_images("avg_pool{}d")
 def _avg_pool(
-    ctx: Lowering, x: View, n: int, kernel: Any, stride: Any, padding: Any, include_pad: bool, override: int | None
-) -> View:
+    n: int, ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+    include_pad: bool = True, override: int | None = None,
+) -> View:  # fmt: skip
     lead = len(x.shape) - n
     window = _Window(n, kernel, stride, padding, 1, x.shape[lead:], ctx.out_shape()[lead:])
 
@@ -318,35 +291,17 @@ def _avg_pool(
         if summed is not None:
             total = summed.load(ops, i)
         else:
-            total = _chain(ops, "add", (tap(ops, i, k) for k in window.taps))
+            total = _sum(ops, (tap(ops, i, k) for k in window.taps))
         return ops.cast(_divided(ops, total, _divisor(window, i[lead:], include_pad, override)), x.dtype)
 
     return result(ctx, body)
 
 
-@lower(aten.avg_pool2d.default)
-def avg_pool2d(ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
-               count_include_pad: bool = True, divisor_override: int | None = None) -> View:  # fmt: skip
-    return _avg_pool(ctx, x, 2, kernel, stride, padding, count_include_pad, divisor_override)
-
-
-@lower(aten.avg_pool3d.default)
-def avg_pool3d(ctx: Lowering, x: View, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
-               count_include_pad: bool = True, divisor_override: int | None = None) -> View:  # fmt: skip
-    return _avg_pool(ctx, x, 3, kernel, stride, padding, count_include_pad, divisor_override)
-
-
+@_of_images("avg_pool{}d_backward")
 def _avg_pool_backward(
-    ctx: Lowering,
-    grad: View,
-    x: View,
-    n: int,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    include_pad: bool,
-    override: int | None,
-) -> View:
+    n: int, ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
+    include_pad: bool, override: int | None,
+) -> View:  # fmt: skip
     lead = len(x.shape) - n
     window = _Window(n, kernel, stride, padding, 1, x.shape[lead:], grad.shape[lead:])
 
@@ -355,21 +310,9 @@ def _avg_pool_backward(
             given = _tap(ops, grad, i[:lead], o, bounds, 0)
             return _divided(ops, given, override or sz.smax(_divisor(window, o, include_pad, None), 1))
 
-        return ops.cast(_chain(ops, "add", (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype)
+        return ops.cast(_sum(ops, (share(o, b) for o, b in window.holders(i[lead:]))), grad.dtype)
 
     return result(ctx, body)
-
-
-@lower(aten.avg_pool2d_backward.default)
-def avg_pool2d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
-                        count_include_pad: bool, divisor_override: int | None) -> View:  # fmt: skip
-    return _avg_pool_backward(ctx, grad, x, 2, kernel, stride, padding, count_include_pad, divisor_override)
-
-
-@lower(aten.avg_pool3d_backward.default)
-def avg_pool3d_backward(ctx: Lowering, grad: View, x: View, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
-                        count_include_pad: bool, divisor_override: int | None) -> View:  # fmt: skip
-    return _avg_pool_backward(ctx, grad, x, 3, kernel, stride, padding, count_include_pad, divisor_override)
 
 
 # ------------------------------------------------------------------------------------------- adaptive windows
@@ -432,71 +375,35 @@ def _sum_of_parts(ctx: Lowering, x: View, lead: int, parts: _Parts, shape: Point
         if summed is not None:
             total = summed.load(ops, i)
         else:
-            total = _chain(ops, "add", (tap(ops, i, at) for at, _ in parts.taps(i[lead:])))
+            total = _sum(ops, (tap(ops, i, at) for at, _ in parts.taps(i[lead:])))
         return ops.cast(total if weigh else _divided(ops, total, parts.size(i[lead:])), x.dtype)
 
     return result(ctx, body)
 
 
-def _adaptive_avg(ctx: Lowering, x: View, n: int) -> View:
+@_of_images("_adaptive_avg_pool{}d")
+def _adaptive_avg(n: int, ctx: Lowering, x: View, output_size: Any) -> View:
     shape = ctx.out_shape()
     lead = len(shape) - n
     return _sum_of_parts(ctx, x, lead, _Parts(x.shape[lead:], shape[lead:]), shape, weigh=False)
 
 
-@lower(aten._adaptive_avg_pool2d.default)
-def adaptive_avg_pool2d(ctx: Lowering, x: View, output_size: Any) -> View:
-    return _adaptive_avg(ctx, x, 2)
-
-
-@lower(aten._adaptive_avg_pool3d.default)
-def adaptive_avg_pool3d(ctx: Lowering, x: View, output_size: Any) -> View:
-    return _adaptive_avg(ctx, x, 3)
-
-
-def _adaptive_avg_backward(ctx: Lowering, grad: View, x: View, n: int) -> View:
+@_of_images("_adaptive_avg_pool{}d_backward")
+def _adaptive_avg_backward(n: int, ctx: Lowering, grad: View, x: View) -> View:
     lead = len(x.shape) - n
     parts = _Parts(grad.shape[lead:], x.shape[lead:])
     return _sum_of_parts(ctx, grad, lead, parts, ctx.out_shape(), weigh=True)
 
 
-@lower(aten._adaptive_avg_pool2d_backward.default)
-def adaptive_avg_pool2d_backward(ctx: Lowering, grad: View, x: View) -> View:
-    return _adaptive_avg_backward(ctx, grad, x, 2)
-
-
-@lower(aten._adaptive_avg_pool3d_backward.default)
-def adaptive_avg_pool3d_backward(ctx: Lowering, grad: View, x: View) -> View:
-    return _adaptive_avg_backward(ctx, grad, x, 3)
-
-
-@lower(aten.adaptive_max_pool2d.default)
-def adaptive_max_pool2d(ctx: Lowering, x: View, output_size: Any) -> tuple[View, View]:
-    return _adaptive_max(ctx, x, 2)
-
-
-@lower(aten.adaptive_max_pool3d.default)
-def adaptive_max_pool3d(ctx: Lowering, x: View, output_size: Any) -> tuple[View, View]:
-    return _adaptive_max(ctx, x, 3)
-
-
-def _adaptive_max(ctx: Lowering, x: View, n: int) -> tuple[View, View]:
+@_of_images("adaptive_max_pool{}d")
+def _adaptive_max(n: int, ctx: Lowering, x: View, output_size: Any) -> tuple[View, View]:
     lead = len(x.shape) - n
     parts = _Parts(x.shape[lead:], ctx.out_shape(0)[lead:])
     return _maximum(ctx, x, lead, lambda i: parts.taps(i[lead:]), lambda i: parts.at(i[lead:], [0] * n))
 
 
-@lower(aten.adaptive_max_pool2d_backward.default)
-def adaptive_max_pool2d_backward(ctx: Lowering, grad: View, x: View, indices: View) -> View:
-    return _adaptive_max_backward(ctx, grad, x, indices, 2)
-
-
-@lower(aten.adaptive_max_pool3d_backward.default)
-def adaptive_max_pool3d_backward(ctx: Lowering, grad: View, x: View, indices: View) -> View:
-    return _adaptive_max_backward(ctx, grad, x, indices, 3)
-
-
-def _adaptive_max_backward(ctx: Lowering, grad: View, x: View, indices: View, n: int) -> View:
+@_of_images("adaptive_max_pool{}d_backward")
+def _adaptive_max_backward(n: int, ctx: Lowering, grad: View, x: View, indices: View) -> View:
     lead = len(x.shape) - n
     parts = _Parts(grad.shape[lead:], x.shape[lead:])
     return _chosen(ctx, grad, x, indices, lead, lambda i: parts.taps(i[lead:]))

@@ -269,7 +269,7 @@ REDUCTIONS = [
             {x}.amax({d});  {x}.amin({d});  {x}.max({d}).values;  {x}.min();  {x}.argmax({d});
             {x}.argmin({d});  {x}.max({d}).indices;  {x}.cummax({d}).values;
             {x}.sort(dim={d}, stable=True).values;  {x}.sort(dim={d}, stable=True).indices;
-            {x}.topk(1, {d}).values;  {x}.median({d}).values;  {x}.argsort(dim={d}, stable=True);
+            {x}.topk(1, {d}).values;  {x}.contiguous().median({d}).values;  {x}.argsort(dim={d}, stable=True);
             {x}.aminmax().max;  {x}.kthvalue(1, {d}).values;
             torch.sort({x}, dim={d}, stable=True, descending=True).values;  {x}.argmax();
             torch.cummin({x}, {d}).values;  torch.isin({x}, {y});

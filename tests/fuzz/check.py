@@ -378,7 +378,7 @@ class _Run:
                 return None
             _nudge = nudge
             try:
-                if what == "argument":
+                if what == "argument" or "" in self.inexact:  # what a statement writes is in float64 if all is
                     found = self.call(self.changes, call, wide=True)
                 else:
                     found = self.call(self.truth, call, wide=bool(self.road.grad))

@@ -73,7 +73,8 @@ class Maker:
         if not values_:
             inexact = kind.is_floating_point or kind.is_complex
             values_ = self.rng.choices(
-                ("whole", "normal", "special", "huge"), (6, 3 * inexact, 1 if dtype[0] != "c" else 0, 0.4 * inexact)
+                ("whole", "normal", "special", "huge", "zeros"),
+                (6, 3 * inexact, 1 if dtype[0] != "c" else 0, 0.4 * inexact, 0.4 * kind.is_floating_point),
             )[0]
         layout = layout or self.layout(len(shape))
         o = Operand(self.fresh("a"), dtype, shape, layout, values_, bound)

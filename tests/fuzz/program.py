@@ -175,7 +175,7 @@ def inputs(c, device="cpu"):
         for o in self.operands:
             found.add(f"dtype: {o.dtype}")
             found.add(f"layout: {'alias' if o.alias else o.layout}")
-            if o.values in ("special", "huge"):
+            if o.values in ("special", "huge", "zeros"):
                 found.add("values: special")
         sizes = [tuple(sorted(c.sizes.items())) for c in self.calls]
         flat = [n for c in self.calls for n in c.sizes.values()]

@@ -116,7 +116,7 @@ def _operands(o: Operand) -> Iterator[Operand]:
         return
     if o.layout != "plain":
         yield replace(o, layout="plain")
-    if o.values in ("special", "huge", "normal"):
+    if o.values in ("special", "huge", "zeros", "normal"):
         yield replace(o, values="whole")
     if o.dtype not in ("float32", "int64", "bool"):
         yield replace(o, dtype="float32")

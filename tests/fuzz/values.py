@@ -18,6 +18,8 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, inf, -inf, nan, 0.5, -0.5, 1.5, 2.5, 88.8, -88.
            3e36, -3e36, 1e-40, -1e-45, 65504.0, 6.0, 3.0, -3.0, 2147483648.0, 1e10)  # fmt: skip
 """No number is so large that the order of a sum decides whether it overflows."""
 HUGE = (1e30, -1e30, 3e30, 1e30, 2e30, 0.0, 1.0)
+ZEROS = (0.0, -0.0, -0.0, 0.0, -1.0)
+"""Of which -0.0 and 0.0 are equal: the order of two decides whose sign a result has."""
 
 
 def _plain(make: Make, s: Sequence[int]) -> Tensor:
@@ -94,9 +96,9 @@ def tensor(
 ) -> Tensor:
     """A tensor of that shape.
 
-    values: whole (integers of -4..4), normal, special, huge, index (of 0..bound-1), signed (also negative
-    indices), perm (indices that differ), bool. mood: "mixed"; "none" holds nothing above 0 or true, "all"
-    nothing else, "few" little of it.
+    values: whole (integers of -4..4), normal, special, huge, zeros (of both signs), index (of 0..bound-1),
+    signed (also negative indices), perm (indices that differ), bool. mood: "mixed"; "none" holds nothing
+    above 0 or true, "all" nothing else, "few" little of it.
     """
     gen = torch.Generator().manual_seed(seed)
     kind: torch.dtype = getattr(torch, dtype)
@@ -115,8 +117,9 @@ def _flat(values: str, n: int, dtype: torch.dtype, gen: torch.Generator, mood: s
         return ones.get(mood, torch.rand(n, generator=gen) < 0.5).to(dtype)
     if values == "special":
         return _special(n, dtype, gen)
-    if values == "huge":
-        return torch.tensor(HUGE, dtype=torch.float64)[torch.randint(len(HUGE), (n,), generator=gen)].to(dtype)
+    if values in ("huge", "zeros"):
+        table = torch.tensor(HUGE if values == "huge" else ZEROS, dtype=torch.float64)
+        return table[torch.randint(len(table), (n,), generator=gen)].to(dtype)
     low = 0 if dtype == torch.uint8 else -4
     if values == "whole" or not (dtype.is_floating_point or dtype.is_complex):
         x = torch.randint(low, 5, (n,), generator=gen).to(torch.float64)

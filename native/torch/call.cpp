@@ -86,13 +86,16 @@ const at::Tensor& input_at(const Program& p, const Frame& f, int64_t input) {
   return t;
 }
 
+static at::Tensor taken(Frame& f, const Output& o) {
+  if (o.kind == Output::Kind::moved_tensor) return std::move(f.tensors[static_cast<size_t>(o.id)]);
+  if (o.kind == Output::Kind::tensor) return *f.refs[static_cast<size_t>(o.id)];
+  return {};
+}
+
 at::Tensor take_tensor(Frame& f, const Output& o) {
-  at::Tensor t;
-  if (o.kind == Output::Kind::moved_tensor) t = std::move(f.tensors[static_cast<size_t>(o.id)]);
-  if (o.kind == Output::Kind::tensor) t = *f.refs[static_cast<size_t>(o.id)];
-  if (!f.copied.empty()) [[unlikely]]
-    return of_caller(f, std::move(t));
-  return t;
+  if (f.copied.empty()) [[likely]]
+    return taken(f, o);
+  return of_caller(f, taken(f, o));
 }
 
 at::Tensor view_of(const at::Tensor& base, const at::Tensor& bound, const at::Tensor& like,

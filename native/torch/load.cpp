@@ -308,6 +308,8 @@ class Loader {
     }
     s.inside = root.kind != Kind::opaque && root.kind != Kind::place && root.kind != Kind::view && !root.found;
     if (!s.inside || s.meta.nbytes == 0) return;
+    const int64_t own = root.kind == Kind::input && root.meta.is_static ? root.meta.nbytes : 0;
+    if (s.delta >= 0 && s.meta.nbytes <= own && s.delta <= own - s.meta.nbytes) return;  // as every tensor
     root.reaches = true;
     root.lowest = std::min(root.lowest, s.delta);
     root.highest = std::max(root.highest, s.delta + s.meta.nbytes);

@@ -58,14 +58,14 @@ MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RE
 
 CALLERS_STREAM: int | None = getattr(graph_bytecode_inputs, "CURRENT_STREAM_INDEX", None)
 """The caller's stream by number, as graphs name streams. None in torch 2.11, whose graphs lose waits between them."""
-_WEAK_STREAMS_DANGLE = TorchVersion(torch.__version__) < "2.13"
+BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"
 _streams: dict[int, object] = {}
 
 
 def keep_streams() -> None:
     """What graphs name by number, streams and events, lives as long as the process where torch leaves weak references
     to dead ones dangling (its pull request 183403): Dynamo has such references, and crashes when it drops one."""
-    if not _WEAK_STREAMS_DANGLE:
+    if not BEFORE_2_13:
         return
     found = (known() for known in graph_bytecode_inputs.index_to_external_object_weakref.values())
     _streams.update((id(x), x) for x in found if x is not None)

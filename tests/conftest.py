@@ -18,6 +18,7 @@ import torch
 from plait.capture import dynamo
 from plait.runtime import cubin
 from plait.wrapper.program import Program
+from tests import other_torch
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
 
@@ -51,6 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         every = SAMPLED.get(item.nodeid.partition("[")[0].rpartition("/")[2])
         if every is not None and (zlib.crc32(item.name.encode()) >> 8) % every:
             item.add_marker(pytest.mark.slow)
+    other_torch.skip(items)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -92,6 +92,14 @@ def test_running_extremes_of_small_types(dtype: torch.dtype) -> None:
     same(lambda a: (a.cummax(1), a.cummin(0)), lambda: ((torch.arange(91) * 5 % 7 - 3).view(7, 13).to(dtype),), calls=1)
 
 
+@pytest.mark.parametrize("shape", [(400, 2), (37, 21), (3, 400), (64,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_of_equal_running_extremes_the_last_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0])[torch.randint(4, shape, generator=torch.Generator().manual_seed(0))]
+    for dim in range(len(shape)):
+        same(lambda a, d=dim: [torch.signbit(f(a, d)[0]) for f in (torch.cummin, torch.cummax)], lambda: (x.to(dtype),))
+
+
 inf, nan = float("inf"), float("nan")
 EXTREME = {
     "asinh": (torch.asinh, torch.tensor([1e30, -2e25, 3.0, inf, -inf, nan, -0.0, 1e13]).repeat(9)),

@@ -235,7 +235,7 @@ def test_streams_of_graphs_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Named("a stream")
     alive = weakref.ref(stream)
     monkeypatch.setitem(graph_bytecode_inputs.index_to_external_object_weakref, 9, alive)
-    monkeypatch.setattr(compat, "_WEAK_STREAMS_DANGLE", True)
+    monkeypatch.setattr(compat, "BEFORE_2_13", True)
     monkeypatch.setattr(compat, "_streams", {})
     graph = graph_of(lambda x: x.sin(), (8,))
     order_streams(graph)
@@ -244,12 +244,12 @@ def test_streams_of_graphs_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     del stream
     assert alive() is not None
     compat._streams.clear()
-    monkeypatch.setattr(compat, "_WEAK_STREAMS_DANGLE", False)
+    monkeypatch.setattr(compat, "BEFORE_2_13", False)
     order_streams(on(graph_of(lambda x: x.sin(), (8,)), 1, "sin"))
     assert alive() is None
 
 
-@pytest.mark.skipif(compat._WEAK_STREAMS_DANGLE, reason="this torch needs its streams to live")
+@pytest.mark.skipif(compat.BEFORE_2_13, reason="this torch needs its streams to live")
 @pytest.mark.parametrize("kind", [torch.Stream, torch.Event])
 def test_a_weak_reference_to_a_stream_may_outlive_it(kind: type) -> None:
     """What compat takes for true of torch's own types."""

@@ -2,24 +2,27 @@
 
 Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet: it becomes a `select`.
 A number of which something is asserted (`torch._check`) and that is not used otherwise stays in the graph, for else
-nothing could be checked. And `divmod` takes sizes.
+nothing could be checked. And `divmod` takes sizes. In torch 2.11 what counts and finds (`unique`, `bincount`) gets its
+element types here, for Dynamo too.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.fx.node
+from torch._subclasses import fake_impls
 from torch.fx import GraphModule
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
+from plait import compat
 from plait.capture.shared import Shared
 
 
@@ -147,3 +150,23 @@ def _undo() -> None:
 
 mended_tracing = Shared(_mend, _undo)
 """Inside, no node of a graph need hold such symbols, and assertions stay in it."""
+
+
+def _typed(shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """A shape function of an operator that counts, which gives all results the element type of what is counted."""
+
+    def run(mode: Any, op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = shapes(mode, op, x, *args, **kwargs)
+        if isinstance(made, tuple):
+            return made[0], *(y.new_empty(y.shape, dtype=torch.int64) for y in made[1:])
+        weights = args[0] if args else kwargs.get("weights")
+        kept = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+        return made.new_empty(made.shape, dtype=kept)
+
+    return run
+
+
+if compat.BEFORE_2_13:
+    _shapes = fake_impls.op_implementations_dict
+    for _op in (aten.bincount.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default):
+        _shapes[_op] = _typed(_shapes[_op])

@@ -137,7 +137,9 @@ class Accumulators:
             self._scan(s, acc, value)
             return
         # The value first: min and max test their first argument for NaNs, which then need not wait for the accumulator.
-        for name, text in zip(acc, vector_op(_OP[s.kind], d, (value, acc), d), strict=True):
+        # Of equal ones (0. and -0.) they give the second, which is the last one that a running minimum wants.
+        both = (acc, value) if s.running else (value, acc)
+        for name, text in zip(acc, vector_op(_OP[s.kind], d, both, d), strict=True):
             v.line(f"{name} = {text};")
 
     def _scan(self, s: Reduce, carry: Parts, value: Parts) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
 
 
 def traced_strides(f: Callable[..., Any], args: Sequence[Any], results: Sequence[Any]) -> list[tuple[int, ...] | None]:
     """Of every result of f(*args); None where tracing does not tell, or gives another number of dimensions (it does
     not know that a found size is 1, and does not squeeze it). results: eager's, whose sizes tell those that tracing
     does not know."""
-    made = _traced(f, args)
+    made = _traced(f, args) or _traced(f, args, _items(f, args))
     if made is None:
         return [None] * len(results)
     found: dict[Any, int] = {}
@@ -41,12 +42,33 @@ def found_sizes(f: Callable[..., Any], args: Sequence[Any], results: int) -> dic
     return {f"o{k}": isinstance(x, Tensor) and bool(free_unbacked_symbols(x)) for k, x in enumerate(made[:results])}
 
 
-def _traced(f: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any] | None:
-    """f(*args) on fake tensors of these sizes."""
+class _Items(TorchFunctionMode):
+    """Notes what every `item()` gives; made from such notes, it gives the same again."""
+
+    def __init__(self, notes: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self.given, self.notes = list(notes), list[Any]()
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fn is not Tensor.item:
+            return fn(*args, **(kwargs or {}))
+        self.notes.append(self.given.pop(0) if self.given else fn(*args))
+        return self.notes[-1]
+
+
+def _items(f: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """What every `item()` in f(*args) gives."""
+    with _Items() as seen:
+        f(*(x.detach().clone() if isinstance(x, Tensor) else x for x in args))
+    return seen.notes
+
+
+def _traced(f: Callable[..., Any], args: Sequence[Any], items: Sequence[Any] = ()) -> Sequence[Any] | None:
+    """f(*args) on fake tensors of these sizes. items: what `item()` gives, where tracing does not go on without."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     try:
         fakes = [mode.from_tensor(x.detach(), static_shapes=True) if isinstance(x, Tensor) else x for x in args]
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), _Items(items):
             made: Sequence[Any] = torch.func.functionalize(f)(*fakes)
     except Exception:  # noqa: BLE001 - what cannot be traced so is not judged so
         return None

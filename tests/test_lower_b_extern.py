@@ -218,6 +218,17 @@ def test_custom_operators_get_eager_strides() -> None:
     assert all(e.may_keep for e in _externs(low))
 
 
+@pytest.mark.parametrize("op", [torch.median, torch.mode, torch.kthvalue, torch.sort])
+def test_operators_get_the_copy_that_a_program_made(op) -> None:
+    """torch's median over elements that share memory is wrong."""
+
+    def fn(x):
+        return op(x.contiguous(), *([2] if op is torch.kthvalue else []), dim=0)[0]
+
+    x = torch.tensor([4.0]).expand(33)
+    assert torch.equal(torch.compile(fn, backend="plait", fullgraph=True)(x), torch.full_like(fn(x), 4.0))
+
+
 def test_what_no_instruction_can_spell_is_called_from_python() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         low = compare(lambda x, n: torch.special.zeta(x + 5, n.item() * 2), r(8), torch.tensor(3.5))

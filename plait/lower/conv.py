@@ -32,7 +32,7 @@ def convolution(
     apart = bias if ctx.device() != "cpu" and ctx.cfg.kernels and x.dtype in (f16, bf16, f32) else None
     inside = None if apart is not None else bias
     args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)
-    out = call_extern(ctx, ctx.node, args, {}, fallback=False, exact=True, flops=flops)
+    out = call_extern(ctx, ctx.node, args, {}, fallback=False, flops=flops)
     return out if apart is None else _biased(ctx, out, apart)
 
 
@@ -53,7 +53,7 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
     transposed, wanted = rest[4], rest[7]
     one = sz.product((2, *(x.shape if transposed else grad.shape), *weight.shape[1:]))
     flops = sz.mul(one, sum(map(bool, wanted[:2])))
-    return call_extern(ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, exact=True, flops=flops)
+    return call_extern(ctx, ctx.node, (grad, x, weight, *rest), {}, fallback=False, flops=flops)
 
 
 @lower(
@@ -65,7 +65,7 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     flops = sz.product((4, *q.shape, k.shape[-2]))
-    return call_extern(ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, exact=True, flops=flops)
+    return call_extern(ctx, ctx.node, (q, k, v, *rest), kwargs, fallback=False, flops=flops)
 
 
 @lower(
@@ -78,4 +78,4 @@ def attention_backward(ctx: Lowering, grad: View, q: View, k: View, v: View, *re
     assert ctx.node is not None
     flops = sz.product((10, *q.shape, k.shape[-2]))
     args = (grad, q, k, v, *rest)
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, exact=True, flops=flops)
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)

@@ -45,15 +45,17 @@ _READS_STORAGE = frozenset(("aten::as_strided_scatter", "aten::as_strided_copy")
 class OpFacts:
     """What an operator may do, read off its schema and tags.
 
-    effectful: it must run even if unused. aliases: argument names that a result may share memory with. mutates:
-    argument names that it writes. may_keep: it may hold on to (or hand back) an argument. exact: arguments must have
-    eager's strides. out_op, out_names: an overload that computes straight into given memory, or ''."""
+    effectful: it must run even if unused.
+    aliases: names of arguments that a result may share memory with.
+    mutates: names of arguments that it writes.
+    may_keep: it may hold on to an argument, or return it.
+    out_op, out_names: an overload that computes straight into given memory, or "".
+    """
 
     effectful: bool
     aliases: tuple[str, ...]
     mutates: tuple[str, ...]
     may_keep: bool
-    exact: bool
     out_op: str
     out_names: tuple[str, ...]
 
@@ -78,7 +80,6 @@ def op_facts(op: OpOverload) -> OpFacts:
         aliases=tuple(n for n in shared if n not in written) if _returns_alias(op) else (),
         mutates=written,
         may_keep=not aten or bool(shared) or schema.name in _RETURNS_ARGUMENT or schema.name in _READS_STORAGE,
-        exact=_wants_exact_strides(op, aten),
         out_op=out_op,
         out_names=out_names,
     )
@@ -90,12 +91,6 @@ def _side_effects() -> set[Any]:
 
 def _returns_alias(op: OpOverload) -> bool:
     return any(r.alias_info is not None for r in op._schema.returns) or op._schema.name in _RETURNS_ARGUMENT
-
-
-def _wants_exact_strides(op: OpOverload, aten: bool) -> bool:
-    if torch.Tag.flexible_layout in op.tags:
-        return False
-    return not aten or torch.Tag.needs_exact_strides in op.tags or torch.Tag.needs_fixed_stride_order in op.tags
 
 
 def _out_variant(op: OpOverload) -> tuple[str, tuple[str, ...]]:
@@ -127,14 +122,17 @@ def call_extern(
     *,
     fallback: bool,
     reason: str = "",
-    exact: bool | None = None,
+    any_strides: bool = False,
     flops: Size = 0,
 ) -> Any:
     """Records the call of node's own op on these arguments and returns its results as a rule would.
 
-    fallback: no rule exists or it declined, for `reason`: counted. exact: whether operands must have the strides of the
-    fake tensors (default: for fallbacks and for ops that ask for it).
-    flops: its cost. Raises Unsupported for results that no program can hold (Python floats and bools).
+    fallback: no rule exists or it declined, for `reason`: counted.
+    any_strides: operands need not have eager's strides. Products read operands of any strides. Others
+    do not: the median of elements that share memory is wrong in torch 2.13.
+    flops: its cost.
+
+    Raises Unsupported for results that no program can hold (Python floats and bools).
     """
     op = node.target
     assert isinstance(op, OpOverload), f"{op} is no operator"
@@ -144,7 +142,6 @@ def call_extern(
     if not is_plain((args, kwargs)) or _is_number_for_tensor(op, args):
         effectful = op_facts(op).effectful
         return call_python(ctx, op, op_name(op), args, kwargs, fallback=fallback, effectful=effectful)
-    want = (fallback or op_facts(op).exact) if exact is None else exact
     given = node.args, node.kwargs
     return call_op(
         ctx,
@@ -153,7 +150,7 @@ def call_extern(
         kwargs,
         node.meta.get("val"),
         fallback=fallback,
-        given=given if want else None,
+        given=None if any_strides else given,
         flops=flops,
         used=_used(node),
     )

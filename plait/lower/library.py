@@ -33,7 +33,7 @@ def by_library(ctx: Lowering, *args: Any, **kwargs: Any) -> Any:
     """A call of the operator as it stands, on operands with eager's strides: oneDNN's layers read memory as if it were
     row-major."""
     assert ctx.node is not None
-    return call_extern(ctx, ctx.node, args, kwargs, fallback=False, exact=True)
+    return call_extern(ctx, ctx.node, args, kwargs, fallback=False)
 
 
 for _name in dir(torch.ops.streams):

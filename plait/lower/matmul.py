@@ -49,7 +49,7 @@ def _flops(batch: tuple[Size, ...], m: Size, n: Size, k: Size) -> Size:
 def _by_aten(ctx: Lowering, flops: Size, *args: Any, **kwargs: Any) -> Any:
     assert ctx.node is not None
     args = tuple(_aligned(ctx, x, flops) if isinstance(x, View) else x for x in args)
-    out = call_extern(ctx, ctx.node, args, kwargs, fallback=False, flops=flops)
+    out = call_extern(ctx, ctx.node, args, kwargs, fallback=False, any_strides=True, flops=flops)
     _align_result(ctx, out.buf, flops)
     return out
 

@@ -607,7 +607,7 @@ def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: A
     want = ctx.out_dtype()
     if ctx.device() != ctx.buffers[x.buf].device:
         assert ctx.node is not None
-        return call_extern(ctx, ctx.node, (x,), ctx.node.kwargs, fallback=False)
+        return call_extern(ctx, ctx.node, (x,), ctx.node.kwargs, fallback=False, any_strides=True)
     if x.dtype == want:
         return x
     if "8" in (x.dtype.kind, want.kind):

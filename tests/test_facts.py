@@ -70,6 +70,10 @@ def written_argument(x: Tensor, i: Tensor) -> Tensor:
     return x * 2
 
 
+def bits_of_a_row(x: Tensor, i: Tensor) -> Tensor:
+    return (x * 2).view(torch.int32).t()[:, i.item() :].t()
+
+
 def asserted_value(x: Tensor, i: Tensor) -> Tensor:
     n = i.item()
     torch._check(n == 3)
@@ -106,6 +110,7 @@ EXACT: dict[str, Case] = {
     "written and cut": (written_and_cut, [(SQUARE, i) for i in INDICES]),
     "a row, seen": (lambda x, i: x.narrow(0, i.item(), 1), [(SQUARE, i) for i in INDICES]),
     "a column of a value, seen": (lambda x, i: (x * 2).narrow(1, i.item(), 1), [(SQUARE, i) for i in INDICES]),
+    "a row of a value's bits, seen": (bits_of_a_row, [(SQUARE, i) for i in INDICES]),
 }
 # Of these eager broadcasts one element, where tracing has taken one size for another.
 BROADCAST: dict[str, Case] = {
@@ -128,6 +133,7 @@ ON_ALL_TARGETS = (
     "select",
     "write",
     "a row, seen",
+    "a row of a value's bits, seen",
     "index by a mask",
 )
 

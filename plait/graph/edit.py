@@ -42,16 +42,6 @@ def base_of(node: Node) -> Node:
     return node
 
 
-def maker_of(node: Node) -> Node:
-    """The node that made the memory which this one may share: as `base_of`, but one result of an operator that has
-    several."""
-    while node.op == "call_function" and is_view(node) and isinstance(node.args[0], Node):
-        if node.target is operator.getitem and not is_view(node.args[0]):
-            break
-        node = node.args[0]
-    return node
-
-
 def begins_anywhere(node: Any) -> bool:
     """Whether a view, or one on the way to it, says where in the storage it begins: its offset does not depend on
     where its base begins."""

@@ -17,7 +17,7 @@ import sympy
 import torch.fx
 
 from plait.errors import Unsupported
-from plait.graph.edit import aten, is_view, maker_of, shape_env_of
+from plait.graph.edit import aten, is_view, shape_env_of
 from plait.ir import sizes as sz
 from plait.ir.dtypes import i64
 from plait.ir.sizes import Atom, Expr, Size
@@ -109,17 +109,19 @@ class Found:
         return b.found
 
     def _offset(self, node: torch.fx.Node, value: Value) -> Size | None:
-        """Where a view begins in the storage of what it is a view of; None if it is a copy."""
-        root = maker_of(node)
-        whole: Any = self.ctx.env.get(root)
-        if not isinstance(value, View) or not isinstance(whole, View) or whole.buf != value.buf:
-            return None
-        if root is node or not self.ctx.is_whole(whole):
-            return None
-        self.ctx.fix_layout(value.buf)
-        first = zip(value.at((0,) * len(value.shape)), self.ctx.buffers[value.buf].strides, strict=True)
-        behind = sz.total(sz.mul(i, stride) for i, stride in first)
-        return sz.add(to_size(root.meta["val"].storage_offset()), behind)
+        """Where a view begins in eager's storage; None where it is a copy. The tensor that it is a part of is the
+        nearest source that is all of its buffer: a source further up may be another buffer's (`view(torch.int32)`)."""
+        source = node
+        while is_view(source) and isinstance(source.args[0], torch.fx.Node):
+            source = source.args[0]
+            whole: Any = self.ctx.env.get(source)
+            if not isinstance(value, View) or not isinstance(whole, View) or whole.buf != value.buf:
+                continue
+            if self.ctx.is_whole(whole):
+                like = source.meta["val"]
+                first = zip(value.at((0,) * len(value.shape)), map(to_size, like.stride()), strict=True)
+                return sz.add(to_size(like.storage_offset()), sz.total(sz.mul(i, stride) for i, stride in first))
+        return None
 
     def _learn(self, b: Binding, found: Size, what: str) -> None:
         self.values.update(dict.fromkeys(b.names, found))

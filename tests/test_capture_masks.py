@@ -105,6 +105,17 @@ def test_heads_and_batches_that_share_a_mask_go_on_sharing_it() -> None:
     assert mask.meta["example_value"].stride() == (256, 0, 16, 1)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (16, 1), (1, 16)])
+def test_repeated_elements_of_a_mask_have_gradients_of_their_own(shape: tuple[int, int]) -> None:
+    mask = torch.randn(shape).expand(16, 16)
+    found = []
+    for run in (F.scaled_dot_product_attention, torch.compile(F.scaled_dot_product_attention, backend="plait")):
+        leaf = mask.detach().requires_grad_()
+        run(Q, Q, Q, leaf).square().sum().backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_mask_changed_between_two_calls_stays() -> None:
     def fn(q: Tensor) -> Tensor:
         mask = torch.zeros(16, 16)

@@ -64,7 +64,9 @@ def _value(n: Any) -> Tensor | None:
 def _dense(mask: fx.Node, value: Tensor) -> fx.Node:
     """The mask with a dense last dimension. Other dimensions that repeat go on doing so."""
     steps = list(enumerate(value.stride()[:-1]))
-    if _may_change({mask}):  # its strides, which are those at the graph's end, may have been others
+    # What may change has the strides of the graph's end, and may have had others. Each repeated element of what needs
+    # a gradient has one of its own.
+    if _may_change({mask}) or value.requires_grad:
         steps = []
     repeated = [d for d, step in steps if statically_known_true(step == 0)]
     repeated = [d for d in repeated if statically_known_true(value.shape[d] > 1)]

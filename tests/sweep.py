@@ -2,8 +2,10 @@
 not to fit, and all models of the zoo.
 
 It takes hours, so it keeps state: `python -m tests.sweep --state FILE` goes on where it stopped, `--shard 1/2` takes
-every second case (shards may share a state file), and `--tables` writes what is known as committed tables. Each case
-runs in a worker process under a time limit: a crash or a hang is a finding like any other.
+every second case (shards may share a state file), and `--tables` writes what is known as committed tables. A case that
+passed by the table of a run before, on another machine, is not run again: for a sweep from the start, remove
+benchmarks/results/sweep.md. Each case runs in a worker process under a time limit: a crash or a hang is a finding
+like any other.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -229,42 +232,62 @@ def sweep(names: Sequence[str], state: Path, limit: float) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Case -> its result; the last line of a case counts."""
-    if not path.exists():
-        return {}
-    return {row.pop("case"): row for row in map(json.loads, path.read_text().splitlines())}
+    """Case -> its result: those of the committed table, then of the state file, whose last line of a case counts."""
+    done = read_table(TABLE.read_text()) if TABLE.exists() else {}
+    lines = path.read_text().splitlines() if path.exists() else []
+    return done | {row.pop("case"): row for row in map(json.loads, lines)}
 
 
 # ------------------------------------------------------------------------------------------------ tables
+TABLE = RESULTS / "sweep.md"
+_CELL = re.compile(r"(\S+) (\d+)(e?)")
+
+
 def sweep_table(state: State) -> str:
-    """By op and dtype: how many samples passed, with `e` where ATen was called for want of a rule, and how many of
-    them failed."""
-    cells: dict[str, dict[str, list[str]]] = {}
-    totals = {group: [0, 0, 0, 0] for group in GROUPS if group not in _REFUSALS}
+    """By group, op and dtype (of the zoo: what was done, with which model): how many samples passed, with `e` where
+    ATen was called for want of a rule. `read_table` reads it back."""
+    groups = [group for group in GROUPS if group not in _REFUSALS]
+    cells: dict[str, dict[str, list[str]]] = {group: {} for group in groups}
+    totals = {group: [0, 0, 0, 0] for group in groups}
     failures: list[str] = []
     for name, row in sorted(state.items()):
-        group, *rest = name.split("/")
+        group, op, dtype = name.split("/", 2)
         if group in _REFUSALS:
             continue
         extern, failed = bool(row["fallbacks"]), len(row["failures"])
-        total = totals[group]
         for k, n in enumerate((1, row["samples"], row["samples"] if extern else 0, failed)):
-            total[k] += n
+            totals[group][k] += n
         failures += [f"- `{name}`: {text}" for text in row["failures"]]
-        if group != "zoo":
-            text = f"{row['samples']}{'e' * extern}" + (f" **{failed} failed**" if failed else "")
-            cells.setdefault(rest[0], {}).setdefault(rest[1], []).append(f"{group[0]} {text}")
-    lines = ["# Whole sweeps", "", f"`make sweep`, torch {torch.__version__}. Samples by group:", ""]
-    lines += ["| group | cases | samples | with a fallback to ATen | failed |", "|---|---|---|---|---|"]
-    lines += [f"| {group} | {' | '.join(map(str, t))} |" for group, t in totals.items()]
-    lines += ["", "## Failures", "", *(failures or ["None."]), "", "## By op and dtype", ""]
-    lines += [
-        "Samples forward (f), not contiguous (s), with gradients (g), with dynamic sizes (d); `e`: ATen is called"
-    ]
-    lines += ["for something for want of a rule.", ""]
-    for op, by_dtype in cells.items():
-        lines.append(f"- {op}: " + "; ".join(f"{d} {', '.join(found)}" for d, found in sorted(by_dtype.items())))
+        if not failed:
+            cells[group].setdefault(op, []).append(f"{dtype} {row['samples']}{'e' * extern}")
+    lines = [
+        "# Whole sweeps", "",
+        f"`make sweep`, then `make sweep ARGS=--tables`; torch {torch.__version__}. It takes hours, so it was done in",
+        "parts: a sweep leaves out what stands here.", "",
+        "| group | cases | of | samples | with a fallback to ATen | failed |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for group, (cases, *rest) in totals.items():
+        lines.append(f"| {group} | {' | '.join(map(str, (cases, len(list(all_cases([group]))), *rest)))} |")
+    lines += ["", "## Failures", "", *(failures or ["None."]), ""]
+    lines += ["Below: samples that passed; `e`: ATen is called for something for want of a rule."]
+    for group, by_op in cells.items():
+        lines += ["", f"## {group}", "", *(f"- {op}: {', '.join(found)}" for op, found in by_op.items())]
     return "\n".join(lines) + "\n"
+
+
+def read_table(text: str) -> State:
+    """The cases that passed, from a table of `sweep_table`."""
+    state: State = {}
+    group = ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            group = line.removeprefix("## ")
+        elif line.startswith("- ") and group in GROUPS:
+            op, _, cells = line.removeprefix("- ").partition(": ")
+            for dtype, samples, extern in _CELL.findall(cells):
+                row = {"samples": int(samples), "fallbacks": [extern] if extern else [], "failures": []}
+                state[f"{group}/{op}/{dtype}"] = row
+    return state
 
 
 def write_tables(state: State) -> None:
@@ -276,7 +299,7 @@ def write_tables(state: State) -> None:
     if unfit:
         (RESULTS / "unfit-inputs.md").write_text(unfit_table(unfit, len(list(all_cases(["unfit"])))))
     if any(not name.startswith(_REFUSALS) for name in state):
-        (RESULTS / "sweep.md").write_text(sweep_table(state))
+        TABLE.write_text(sweep_table(state))
 
 
 def main() -> None:

@@ -110,6 +110,7 @@ EXACT: dict[str, Case] = {
     "written and cut": (written_and_cut, [(SQUARE, i) for i in INDICES]),
     "a row, seen": (lambda x, i: x.narrow(0, i.item(), 1), [(SQUARE, i) for i in INDICES]),
     "a column of a value, seen": (lambda x, i: (x * 2).narrow(1, i.item(), 1), [(SQUARE, i) for i in INDICES]),
+    "the lesser of two": (lambda x, i: x[max(0, i.item() - 1) : min(i.item(), 5)] * 2, [(X, i) for i in INDICES]),
     "a row of a value's bits, seen": (bits_of_a_row, [(SQUARE, i) for i in INDICES]),
 }
 # Of these eager broadcasts one element, where tracing has taken one size for another.

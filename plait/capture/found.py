@@ -8,6 +8,8 @@ element types here, for Dynamo too.
 
 from __future__ import annotations
 
+import builtins
+import functools
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -106,11 +108,28 @@ _MAKERS = frozenset({
 _METHODS = {"__divmod__": lambda a, b: (a // b, a % b), "__rdivmod__": lambda b, a: (a // b, a % b)}
 
 
+def _of_found(builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """min or max, which compare their arguments, as an expression where one of them is not known yet."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        unknown = len(args) > 1 and not kwargs and any(isinstance(x, torch.SymInt) for x in args)
+        if unknown and any(isinstance(x, torch.SymInt) and free_unbacked_symbols(x) for x in args):
+            return functools.reduce(symbolic, args)
+        return builtin(*args, **kwargs)
+
+    return run
+
+
+_BUILTINS = {"min": (min, _of_found(min, torch.sym_min)), "max": (max, _of_found(max, torch.sym_max))}
+
+
 def _keep() -> None:
     effects: set[Any] = torch.fx.node._side_effectful_functions
     effects |= _MAKERS
     for name, method in _METHODS.items():
         setattr(torch.SymInt, name, method)
+    for name, (_, found) in _BUILTINS.items():
+        setattr(builtins, name, found)
 
 
 def _let_go() -> None:
@@ -118,11 +137,13 @@ def _let_go() -> None:
     effects -= _MAKERS
     for name in _METHODS:
         delattr(torch.SymInt, name)
+    for name, (builtin, _) in _BUILTINS.items():
+        setattr(builtins, name, builtin)
 
 
 numbers_kept = Shared(_keep, _let_go)
 """Inside, torch keeps calls that make such numbers though nobody uses them (`graph/dead.py` drops what is not needed),
-and symbolic integers have a divmod, which torch leaves to Dynamo."""
+and symbolic integers have a divmod, a min and a max, which torch leaves to Dynamo."""
 
 
 # Functions that are run before they are traced make views of their results once more, by sizes with symbols

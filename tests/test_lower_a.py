@@ -14,6 +14,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import plait
 from plait import compat
 from plait.config import Config
 from plait.errors import Unsupported
@@ -529,6 +530,44 @@ def test_values_of_tensors_as_numbers(fn: Fn) -> None:
     for k in (2, 4):
         args = (torch.randn(6, 8), torch.tensor(k))
         torch.testing.assert_close(run(*args), fn(*args))
+
+
+_SPLIT: dict[str, Fn] = {
+    "views": lambda x, k: torch.tensor_split(x, k),
+    "computed": lambda x, k: [part * 2 for part in torch.tensor_split(x, k, dim=1)],
+    "at the same places": lambda x, k: (*torch.tensor_split(x, k), *torch.tensor_split(x + 1, k)),
+    "a number twice": lambda x, k: (*torch.tensor_split(x, k), x[k[0].item() :]),
+    "split again": lambda x, k: torch.tensor_split(torch.tensor_split(x, k)[1], k),
+    "written": lambda x, k: [part.mul_(2) for part in torch.tensor_split(x.clone(), k)],
+}
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("fn", _SPLIT.values(), ids=_SPLIT.keys())
+def test_split_at_indices_that_a_tensor_holds(fn: Fn, ahead: bool) -> None:
+    x = torch.randn(10, 12)
+    given = [torch.tensor(k) for k in ([2, 5], [5, 2], [-3, 20], [0, 0])]
+    if ahead:
+        run = plait.compile(fn, (x, given[0]))
+    else:
+        run = torch.compile(fn, backend="plait", fullgraph=True)
+    for k in given:
+        torch.testing.assert_close([*run(x, k)], [*fn(x, k)])
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_gradients_of_parts_that_are_split_at_found_indices() -> None:
+    def fn(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        (a, b, c), (d, *_) = torch.tensor_split(x, k), torch.tensor_split(x.exp(), k)
+        return a.sum() + (b * b).sum() + c.sin().sum() + (d * a).sum()
+
+    run = torch.compile(fn, backend="plait", fullgraph=True)
+    for k in ([2, 5], [5, 2]):
+        x, y = (torch.linspace(0, 1, 10).requires_grad_() for _ in range(2))
+        run(x, torch.tensor(k)).backward()
+        fn(y, torch.tensor(k)).backward()
+        torch.testing.assert_close(x.grad, y.grad)
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)

@@ -18,6 +18,7 @@ from plait.graph.cse import merge_common
 from plait.graph.dead import drop_dead
 from plait.graph.edit import know_replaced
 from plait.graph.fma import gather_products
+from plait.graph.items import list_items
 from plait.graph.noop import drop_noops
 from plait.graph.random import replace_random
 from plait.graph.streams import order_streams
@@ -26,6 +27,7 @@ Pass = Callable[[GraphModule], int]
 
 PASSES: tuple[tuple[str, Pass], ...] = (
     ("know replaced", know_replaced),  # first: others take copies away, whose views lie elsewhere
+    ("list items", list_items),  # before passes that drop or merge what makes no number
     ("order streams", order_streams),  # before passes that make nodes, which have no stream
     ("replace random", replace_random),  # before CSE: two equal random calls are two draws
     ("channels last", channels_last),  # before copies that change nothing go

@@ -15,6 +15,7 @@ from plait.config import Config
 from plait.graph.channels import channels_last
 from plait.graph.cse import merge_common
 from plait.graph.edit import aten
+from plait.graph.items import list_items
 from plait.graph.positions import narrow_positions
 from plait.graph.random import replace_random
 from plait.graph.softmax import split_log_softmax
@@ -27,6 +28,7 @@ def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any)
     channels_last(joint)
     split_log_softmax(joint)
     narrow_positions(joint)
+    list_items(joint)
     merge_common(joint)
     _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)

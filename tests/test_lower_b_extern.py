@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from functorch.compile import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -14,9 +15,12 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.ir.loops import Extern, ListArg, Pointwise, Scalar
 from plait.ir.text import program_text
-from plait.lower.core import RULES
+from plait.lower.core import ANY_DTYPE, RULES
 from plait.lower.extern import op_facts, op_name
 from plait.lower.graph import Lowered, load_rules, lower_graph
+from plait.lower.index import data_dependent
+from plait.lower.library import by_library
+from plait.lower.matmul import by_aten
 from tests.lower_b import DECOMPOSITIONS, Evaluation, lowered
 
 aten = torch.ops.aten
@@ -314,3 +318,75 @@ def test_results_without_loops_have_gaps_as_eagers(dynamic: bool, wrapper: str) 
     for each in (x, y[:3] if dynamic else y):
         got = run(each)
         assert got.stride() == each.stride() and torch.equal(got, each.conj())
+
+
+# ------------------------------------------------------------------------------- elements that no loop can hold
+_FOREIGN = {
+    "_conj": lambda x: aten._conj(x),
+    "_neg_view": lambda x: aten._neg_view(x),
+    "_reshape_alias": lambda x: aten._reshape_alias(x, (6, 4), (4, 1)),
+    "_to_copy": lambda x: aten._to_copy(x, dtype=torch.complex128),
+    "_unsafe_view": lambda x: aten._unsafe_view(x, (6, 4)),
+    "alias": lambda x: aten.alias(x),
+    "as_strided": lambda x: aten.as_strided(x, (3, 2), (1, 5), 2),
+    "as_strided_copy": lambda x: aten.as_strided_copy(x, (3, 2), (1, 5), 2),
+    "chunk": lambda x: aten.chunk(x, 3, 1),
+    "clone": lambda x: aten.clone(x),
+    "contiguous": lambda x: aten.contiguous(x.t()),
+    "copy_": lambda x: x.clone().copy_(x.t().reshape(4, 6)),
+    "detach": lambda x: aten.detach(x),
+    "diagonal": lambda x: aten.diagonal(x, 1),
+    "expand": lambda x: aten.expand(x, (2, 4, 6)),
+    "expand_copy": lambda x: aten.expand_copy(x, (2, 4, 6)),
+    "lift_fresh": lambda x: aten.lift_fresh(x),
+    "lift_fresh_copy": lambda x: aten.lift_fresh_copy(x),
+    "movedim": lambda x: aten.movedim(x, 0, 1),
+    "narrow_copy": lambda x: aten.narrow_copy(x, 1, 2, 3),
+    "permute": lambda x: aten.permute(x, (1, 0)),
+    "permute_copy": lambda x: aten.permute_copy(x, (1, 0)),
+    "convert_element_type": lambda x: torch.ops.prims.convert_element_type(x, torch.complex128),
+    "reshape": lambda x: aten.reshape(x.t(), (4, 6)),
+    "resolve_conj": lambda x: aten.resolve_conj(x.conj()),
+    "resolve_neg": lambda x: aten.resolve_neg(aten._neg_view(x)),
+    "select": lambda x: aten.select(x, 1, -1),
+    "slice": lambda x: aten.slice(x, 1, 1, 6, 2),
+    "split": lambda x: aten.split(x, 4, 1),
+    "split_with_sizes": lambda x: aten.split_with_sizes(x, (1, 5), 1),
+    "squeeze": lambda x: (aten.squeeze(x[:1]), aten.squeeze(x[:1], 0), aten.squeeze(x[:1], (0, 1))),
+    "t": lambda x: aten.t(x),
+    "tensor_split": lambda x: aten.tensor_split(x, 4, 1),
+    "transpose": lambda x: aten.transpose(x, 0, 1),
+    "unbind": lambda x: aten.unbind(x, 1),
+    "unbind_copy": lambda x: aten.unbind_copy(x, 1),
+    "unfold": lambda x: aten.unfold(x, 1, 3, 2),
+    "unsafe_chunk": lambda x: aten.unsafe_chunk(x, 3, 1),
+    "unsafe_split": lambda x: aten.unsafe_split(x, 4, 1),
+    "unsafe_split_with_sizes": lambda x: aten.unsafe_split_with_sizes(x, (1, 5), 1),
+    "unsqueeze": lambda x: aten.unsqueeze(x, 1),
+    "view": lambda x: (aten.view(x, (6, 4)), aten.view(x, torch.float32)),
+    "view_as_complex": lambda x: aten.view_as_complex(aten.view_as_real(x)),
+    "view_as_real": lambda x: aten.view_as_real(x),
+    "view_copy": lambda x: aten.view_copy(x, (6, 4)),
+}
+
+
+def test_rules_for_any_element_are_all_tried() -> None:
+    load_rules()
+    calls = (by_library, by_aten, data_dependent)  # of the operator as it stands
+    rules = [op for op in ANY_DTYPE if isinstance(op, torch._ops.OpOverload) and RULES[op] not in calls]
+    names = {op._schema.name.partition("::")[2] for op in rules}
+    assert names - {"_assert_tensor_metadata", "view_of"} == _FOREIGN.keys()  # tracing takes no call of view_of
+
+
+@pytest.mark.parametrize("name", _FOREIGN)
+def test_rules_for_any_element_make_no_loop_of_complex_numbers(name: str) -> None:
+    fn, x = _FOREIGN[name], torch.complex(r(4, 6), r(4, 6))
+    for program in (fn, lambda x: pytree.tree_map(lambda y: y + 1, fn(x))):
+        got, want = plait.compile(program, (x,))(x), program(x)
+        torch.testing.assert_close(pytree.tree_map(torch.resolve_neg, got), pytree.tree_map(torch.resolve_neg, want))
+
+
+def test_a_rule_that_makes_a_loop_of_complex_numbers_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, aten._neg_view.default, RULES[aten.neg.default])
+    low = lowered(lambda x: aten._neg_view(x), (torch.complex(r(3), r(3)),))
+    assert low.reasons == {"aten::_neg_view": "a loop that makes c64 elements"}

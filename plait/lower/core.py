@@ -74,7 +74,11 @@ class View:
 
     def load(self, ops: Recorder, point: Index) -> Node:
         """Records the load of element `point`. Of nothing it is 0: whatever leads there, such as
-        a check of indices that fails, is no reason to read what is not there before."""
+        a check of indices that fails, is no reason to read what is not there before.
+
+        Raises NoRule for elements that loops cannot hold."""
+        if self.dtype not in LOOP_DTYPES:
+            raise NoRule(f"a loop over {self.dtype} elements")
         if 0 in self.shape:
             return ops.const(0, self.dtype)
         return ops.load(self.buf, self.at(point), self.dtype)
@@ -224,7 +228,11 @@ class Lowering:
         self, shape: tuple[Size, ...], dtype: DType, body: Body, strides: tuple[Size, ...] | None = None, like: str = ""
     ) -> View:
         """A new tensor whose element i is body(ops, i), a Node of dtype `dtype` (TypeError otherwise). It is where the
-        first buffer is that the body reads, or `like`, or the current node's result."""
+        first buffer is that the body reads, or `like`, or the current node's result.
+
+        Raises NoRule for elements that loops cannot hold."""
+        if dtype not in LOOP_DTYPES:
+            raise NoRule(f"a loop that makes {dtype} elements")
         vars_ = loop_vars("i", shape)
         ops = Recorder()
         value = ops.kept(body(ops, vars_))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from plait.ir.dtypes import LOOP_DTYPES
 from plait.lower.core import RULES, Lowering, View, lower
 from plait.lower.extern import call_extern, call_op
 
@@ -56,4 +57,7 @@ def _conjugate(ctx: Lowering, x: View) -> Any:
 @lower(aten._neg_view.default, any_dtype=True)
 def _negate(ctx: Lowering, x: View) -> Any:
     """The same of a lazily negated view."""
-    return RULES[aten.neg.default](ctx, x)
+    if x.dtype in LOOP_DTYPES:
+        return RULES[aten.neg.default](ctx, x)
+    made = torch.empty_like(ctx.out_meta())
+    return call_op(ctx, aten.neg.default, (x,), {}, made, fallback=False)

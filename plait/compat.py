@@ -33,6 +33,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._library import custom_ops
 from torch._subclasses import fake_tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule, graph_module
@@ -521,6 +522,7 @@ class ExportEnv:
             raise UserError(f"dynamic_shapes does not fit: {what}") from error
         self.mode, fake_args, fake_kwargs, self._equalities, self._python_signature, _ = found
         self.device = device
+        self._was_exported = isinstance(module, GraphModule)
         self.leaves = [self._moved(x) for x in pytree.tree_leaves((fake_args, fake_kwargs))]
         # Fake tensors are memoised by the tensors they stand for, which must live for that.
         self._alive: list[torch.Tensor] = []
@@ -548,7 +550,9 @@ class ExportEnv:
                 )
             except (ConstraintViolationError, TorchUserError) as error:
                 what = _one_size_only(str(error)) or str(error)
-                raise UserError(f"dynamic_shapes contradicts the program: {what}", hint=_FIXED) from error
+                # Of a program with Dim.AUTO some sizes in a range may not fit; calls check that.
+                if not self._was_exported or not _some_do_not_fit(str(error)):
+                    raise UserError(f"dynamic_shapes contradicts the program: {what}", hint=_FIXED) from error
         where: dict[Any, Place] = {}
         for arg, dim, expr in _symbolic_sizes(fakes):
             if expr.is_symbol:
@@ -571,6 +575,12 @@ class ExportEnv:
 
 
 _FIXED = "leave such sizes out of dynamic_shapes, and compile once for each; torch.compile does that by itself"
+
+
+def _some_do_not_fit(text: str) -> bool:
+    """Whether torch says no more than that some sizes in the range of a dimension do not fit."""
+    said = re.findall(r"^  - (.*)", text, re.MULTILINE)
+    return bool(said) and all(line.startswith("Not all values of") for line in said)
 
 
 def _one_size_only(text: str) -> str:
@@ -786,6 +796,11 @@ def export_graph(
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
     return graph, mutated, len(signature.input_tokens)
+
+
+def is_stand_in(x: torch.Tensor) -> bool:
+    """Whether x stands for a tensor while something is traced."""
+    return isinstance(x, (fake_tensor.FakeTensor, FunctionalTensor))
 
 
 def untraced(fn: Callable[P, T]) -> Callable[P, T]:

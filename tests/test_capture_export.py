@@ -632,3 +632,15 @@ def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compat, "_Forwards", CapturedTraceback)
     assert ours == lines() and len(ours) == 3
     assert "return (x * 2).sin()" in ours[1] and "return self.inner(x) + 1" in ours[2]
+
+
+@pytest.mark.parametrize("layer", [torch.nn.MaxPool2d(2), torch.nn.Conv2d(3, 4, 3, stride=2, padding=1)])
+def test_sizes_of_an_exported_program_that_some_of_a_range_do_not_fit(layer: torch.nn.Module) -> None:
+    """Dim.AUTO leaves it to guards which do."""
+    auto = torch.export.Dim.AUTO
+    program = torch.export.export(layer, (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: auto, 2: auto, 3: auto},))
+    call = plait.compile(program)
+    x = torch.randn(3, 3, 12, 10)
+    torch.testing.assert_close(call(x), layer(x))
+    with pytest.raises(InputError, match="size"):
+        call(torch.randn(3, 3, 12, 1))

@@ -112,9 +112,10 @@ def _of_found(builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) 
     """min or max, which compare their arguments, as an expression where one of them is not known yet."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        unknown = len(args) > 1 and not kwargs and any(isinstance(x, torch.SymInt) for x in args)
-        if unknown and any(isinstance(x, torch.SymInt) and free_unbacked_symbols(x) for x in args):
-            return functools.reduce(symbolic, args)
+        values = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        ints = [x for x in values if isinstance(x, torch.SymInt)]
+        if len(values) > 1 and not kwargs and any(map(free_unbacked_symbols, ints)):
+            return functools.reduce(symbolic, values)
         return builtin(*args, **kwargs)
 
     return run

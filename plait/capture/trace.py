@@ -22,6 +22,7 @@ from torch.nn.utils import stateless
 
 from plait import compat
 from plait.capture.aliases import views_of_inputs
+from plait.capture.assigned import Holding
 from plait.capture.early import early_changes
 from plait.capture.found import IndexByFound, mended_tracing, numbers_kept
 from plait.capture.least import with_least_sizes
@@ -116,15 +117,15 @@ def trace(
                 for value, real, fake in zip(is_value, real_leaves, env.leaves, strict=True)
             ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
-            named = dict(zip(state, flat, strict=False))
-            with stateless._reparametrize_module(module, named, tie_weights=True), IndexByFound():
+            holding = Holding(module, who)
+            with holding.state(dict(zip(state, flat, strict=False))), IndexByFound():
                 result = module(*call_args, **call_kwargs)
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
                 if not _is_value(x) and not isinstance(x, CONSTANTS):
                     what = f"a result of {_name_of(module)}, {_type_name(x)}{_at(path)}, which may hold tensors"
                     raise Unsupported(f"{who} of {what}", hint=_REGISTER)
-            found = [x for _, x in paths]
+            found = holding.write([x for _, x in paths])
             is_result = is_result or [_is_value(x) for x in found]
             out_leaves = tuple(VALUE if value else x for x, value in zip(found, is_result, strict=True))
             results = tuple(x for x, value in zip(found, is_result, strict=True) if value)

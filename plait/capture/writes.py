@@ -65,6 +65,8 @@ class CheckWrites(TorchFunctionMode):
         self, fn: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if fn == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise Unsupported("an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x")
         if _writes(getattr(fn, "__name__", ""), named) and (wrong := _verdict(fn, args, named)):
             kind, what = wrong
             raise kind(what, where=users_line(), hint=CLONE)

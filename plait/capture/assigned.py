@@ -1,0 +1,112 @@
+"""Tensors that a module's forward assigns anew (`self.n = self.n + 1`), while it is traced.
+
+A buffer or parameter that is assigned is written: the program copies the new value into it. Any other
+tensor that a module keeps is no input of the program. Where it was a tensor before, the program would
+read the old one for ever: that is Unsupported. Where it was none, it stays so, and a warning says that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.nn.utils import stateless
+
+from plait.compat import is_stand_in
+from plait.errors import Unsupported, warn_once
+
+_ABSENT = object()
+_WEIGHTS_OF_RNN = "_flat_weights"  # a list of its parameters, which nn.RNN makes anew when they change
+_OWN = ("_parameters", "_buffers", "_modules")
+_COMPILED = 'torch.compile(fn, backend="plait")'
+_Before = list[tuple[torch.nn.Module, dict[str, Any], list[str]]]
+
+
+class Holding:
+    """Runs a module with other tensors as its state. who: the function that traces it."""
+
+    def __init__(self, module: torch.nn.Module, who: str) -> None:
+        self.module, self.who = module, who
+        self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @contextmanager
+    def state(self, given: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the module's parameters and buffers are those given, by name.
+
+        Raises Unsupported where it assigns what no program can assign."""
+        held = dict(given)
+        before = _attributes(self.module)
+        try:
+            with stateless._reparametrize_module(self.module, held, tie_weights=True):
+                yield
+        finally:
+            replaced, made = _restore(before)
+        if replaced:
+            what = f"{self.who} of a module that assigns {replaced[0]!r}, which is no buffer with a value"
+            raise Unsupported(what, hint=f"register_buffer with a tensor of its size, or {_COMPILED}")
+        if made:
+            names = ", ".join(map(repr, made))
+            warn_once(f"{self.who}: a call of the module assigns {names}, one of the program does not")
+        # What was assigned is what torch has put into `held`.
+        changed = [(name, old, held[name]) for name, old in given.items() if held[name] is not old]
+        self._new = [(old, self._fitting(name, old, new).clone()) for name, old, new in changed]
+
+    def write(self, results: Sequence[Any]) -> list[Any]:
+        """Copies what was assigned to where it belongs. Gives the results; they keep old values."""
+        storages = {_storage(old) for old, _ in self._new}
+        kept = [x.clone() if isinstance(x, torch.Tensor) and _storage(x) in storages else x for x in results]
+        for old, new in self._new:
+            old.copy_(new)
+        return kept
+
+    def _fitting(self, name: str, old: torch.Tensor, new: Any) -> torch.Tensor:
+        alike = isinstance(new, torch.Tensor) and (new.dtype, new.device) == (old.dtype, old.device)
+        if not alike or any(isinstance(n, torch.SymInt) for n in new.shape) or new.shape != old.shape:
+            what = f"{self.who} of a module whose {name!r} gets another size or dtype when it is called"
+            raise Unsupported(what, hint=_COMPILED)
+        assert isinstance(new, torch.Tensor)
+        return new
+
+
+def _attributes(module: torch.nn.Module) -> _Before:
+    """Of each module inside: its attributes, and the names of buffers that are None."""
+    return [
+        (part, dict(part.__dict__), [name for name, x in part._buffers.items() if x is None])
+        for part in module.modules()
+    ]
+
+
+def _restore(before: _Before) -> tuple[list[str], list[str]]:
+    """Takes away tensors of the trace, which mean nothing after it. Gives the names of what was a tensor
+    or buffer before, and of other attributes."""
+    replaced: list[str] = []
+    made: list[str] = []
+    for part, old, empty in before:
+        for name, value in list(part.__dict__.items()):
+            was = old.get(name, _ABSENT)
+            if name in _OWN or value is was or not any(map(is_stand_in, _tensors(value))):
+                continue
+            if was is _ABSENT:
+                del part.__dict__[name]
+            else:
+                part.__dict__[name] = was
+            if name != _WEIGHTS_OF_RNN:
+                (replaced if _tensors(was) else made).append(name)
+        for name in empty:
+            if part._buffers.get(name) is not None:
+                part._buffers[name] = None
+                replaced.append(name)
+    return replaced, made
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (torch.Tensor, list, tuple, dict)):
+        return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return []
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata) if x.layout == torch.strided else 0

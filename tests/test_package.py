@@ -459,7 +459,11 @@ def test_what_needs_python_is_refused(tmp_path: Path, name: str) -> None:
         ({"machines": ["avx2", "sm_91"]}, "knows no machine 'sm_91'"),
         ({"machines": ["ptx_81"]}, "knows no machine 'ptx_81'"),
         ({"options": {"gpu_arch": "sm_1"}}, "knows no machine 'sm_1'"),
+        ({"machines": "sse"}, "knows no machine 'sse'\n"),
+        ({"machines": ["avx2", 3]}, "knows no machine 3\n"),
+        ({"machines": 3}, "knows no machine 3\n"),
         ({"device": "gpu"}, "there is no device 'gpu'\n.*cuda:1"),
+        ({"device": 2.5}, "there is no device 2.5\n.*cuda:1"),
         ({"device": "xpu"}, "a package for the device xpu: plait has kernels for cpu and cuda only"),
         ({"machines": ["ptx_90"]}, "PTX for 90 runs on no newer GPU\n.*ptx_89"),
     ],
@@ -467,6 +471,54 @@ def test_what_needs_python_is_refused(tmp_path: Path, name: str) -> None:
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         plait.package(made("mlp"), tmp_path / "p.plait", (X[:4],), **options)
+
+
+def test_one_machine_needs_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = contents(monkeypatch, made("mlp"), "unused", (X[:4],), machines="avx2")
+    assert [v.machine for v in c.variants] == ["avx2"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (None, "takes the path of a file to write, got NoneType\n.*try: "),
+        (3, "takes the path of a file to write, got int\n"),
+        ("", "cannot write to '.': it is a folder\n.*'model.plait'"),
+        ("{}", "cannot write to '{}': it is a folder\n.*'{}/model.plait'"),
+        ("{}/none/x", "cannot write to '{}/none/x': there is no folder '{}/none'\n.*make the"),
+        ("{}/file/x", "cannot write to '{}/file/x': there is no folder '{}/file'\n"),
+        ("{}/" + "x" * 300, "cannot write to .*: File name too long\n"),
+        ("{}/x\0y", "cannot write to .*: its name contains a NUL\n"),
+        ("/proc/x", "cannot write to '/proc/x': .*\n.*try: a path where you may write"),
+    ],
+)
+def test_where_no_package_can_be_written(tmp_path: Path, path: Any, text: str) -> None:
+    (tmp_path / "file").touch()
+    place = path.format(tmp_path) if isinstance(path, str) else path
+    with pytest.raises(UserError, match="plait.package " + text.replace("{}", str(tmp_path))):
+        plait.package(lambda x: 1 / 0, place, (X,))  # said before anything is traced
+
+
+@pytest.mark.parametrize("as_given", [str, os.fsencode, Path])
+def test_paths_of_every_sort(tmp_path: Path, as_given: Callable[[str], Any]) -> None:
+    path = as_given(str(tmp_path / "p.plait"))
+    plait.package(lambda x: x + 1, path, (X,), machines="portable")
+    assert torch.equal(plait.load(path)(X), X + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "text"),
+    [
+        (None, {}, "takes the path of a package, got NoneType\n.*plait.load"),
+        (3, {}, "takes the path of a package, got int\n"),
+        ("a\0b", {}, "the name of .* contains a NUL"),
+        ("p", {"machine": 3}, "takes the name of one machine, got machine=3\n"),
+        ("p", {"machine": ["avx2"]}, r"takes the name of one machine, got machine=\['avx2'\]\n"),
+    ],
+)
+def test_what_load_does_not_take(path: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        plait.load(path, **options)
 
 
 ABSENT: dict[str, tuple[Any, tuple[Any, ...]]] = {

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,16 +49,17 @@ def package(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     *,
-    machines: Sequence[str] | None = None,
+    machines: str | Sequence[str] | None = None,
     device: str | torch.device | None = None,
     fold: bool = False,
 ) -> None:
     """Writes a package of model for inputs like example_inputs; both as plait.compile takes them.
 
-    machines: what kernels are built for, of "avx512", "avx2", "portable", and for programs on a GPU "sm_80" and so on,
-    or "ptx_80" for GPUs that are newer; without it all of a CPU's, and the usual GPUs. device: where the program is to
-    run, such as "cuda", which this machine may lack; without it, where the model is. fold: what depends on weights
-    alone is computed now. These weights cannot be changed any more.
+    machines: what kernels are built for, one or several of "avx512", "avx2", "portable", and for
+    programs on a GPU "sm_80" and so on, or "ptx_80" for GPUs that are newer; without it all of a
+    CPU's, and the usual GPUs. device: where the program is to run, such as "cuda", which this
+    machine may lack; without it, where the model is. fold: what depends on weights alone is
+    computed now. These weights cannot be changed any more.
 
     Raises as plait.compile does, and Unsupported for what needs Python when it runs. The file appears when it is whole.
     """
@@ -66,14 +68,15 @@ def package(
         if getattr(cfg, name) != plain:
             raise UserError(f"plait.package knows no option {name}={getattr(cfg, name)!r}", hint=f"{name}={plain!r}")
     named = [name for name in (cfg.isa, cfg.gpu_arch) if name != "auto"]
-    isas, archs = _machines(named if machines is None else machines)
+    isas, archs = _machines(named if machines is None else _names(machines))
     source = source_of(model, example_inputs, dynamic_shapes, "plait.package")
     state = state_of(source[0])
+    aliases = _aliases(source[0], state)
     for weight, x in state.items():
         if x.is_meta:
             raise UserError(f"a package of a model whose weight {weight!r} has no values, on the device meta")
     target = _device(device)
-    with Writer(path, None if fold else state) as out, collector_paused(), on_device(target):
+    with _writer(path, None if fold else state) as out, collector_paused(), on_device(target):
         traced = trace(*source, "plait.package", target)
         folded: Sequence[str] = ()
         if fold:
@@ -81,7 +84,49 @@ def package(
         captured = replace(captured_from(traced), name=f"package_{type(source[0]).__name__}")  # equal bytes every time
         results = tuple(results_of(traced.graph, traced.views))  # before the graph is cleaned
         made = guarded(lambda cfg: compile_portable(captured, cfg, isas, archs), captured, cfg)
-        out.finish(_contents(captured.name, traced, results, made, folded, cfg))
+        out.finish(_contents(captured.name, traced, results, made, folded, aliases, cfg))
+
+
+def _writer(path: Any, weights: Mapping[str, torch.Tensor] | None) -> Writer:
+    """A Writer. Raises UserError where no file can be made at path: before anything is traced."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        what = f"plait.package takes the path of a file to write, got {type(path).__name__}"
+        raise UserError(what, hint='plait.package(model, "model.plait", (x,))')
+    target = Path(os.fsdecode(path))
+    what, hint = f"plait.package cannot write to {str(target)!r}", "a path where you may write"
+    if "\0" in str(target):
+        raise UserError(f"{what}: its name contains a NUL", hint=hint)
+    try:
+        if target.is_dir():
+            hint = f"a file in it: {str(target / 'model.plait')!r}"
+            raise UserError(f"{what}: it is a folder", hint=hint)
+        if not target.parent.is_dir():
+            missing = f"there is no folder {str(target.parent)!r}"
+            raise UserError(f"{what}: {missing}", hint="make the folder first")
+        return Writer(target, weights)
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror}", hint=hint) from error
+
+
+def _aliases(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The other names of shared parameters and buffers, each with the name that state has."""
+    first = {id(x): name for name, x in state.items()}
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    every = (*parameters, *buffers)
+    return {name: first[id(x)] for name, x in every if name not in state and id(x) in first}
+
+
+def _names(machines: Any) -> list[str]:
+    """The names of machines: one, or several. Raises UserError for what is none."""
+    if isinstance(machines, str):
+        return [machines]
+    names = list(machines) if isinstance(machines, Iterable) else [machines]
+    for name in names:
+        if not isinstance(name, str):
+            hint = 'machines=["avx2", "portable"]'
+            raise UserError(f"plait.package knows no machine {name!r}", hint=hint)
+    return names
 
 
 def _machines(asked: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -107,7 +152,7 @@ def _device(name: str | torch.device | None) -> torch.device | None:
         return None
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UserError(f"there is no device {name!r}", hint="cpu, cuda or cuda:1") from None
     if device.type not in TARGETS:
         raise UserError(f"a package for the device {name}: plait has kernels for {' and '.join(TARGETS)} only")
@@ -140,8 +185,17 @@ def _folded(traced: Traced) -> tuple[Traced, list[str]]:
 
 
 def _contents(
-    name: str, traced: Traced, results: tuple[Result, ...], made: Sequence[Portable], folded: Sequence[str], cfg: Config
+    name: str,
+    traced: Traced,
+    results: tuple[Result, ...],
+    made: Sequence[Portable],
+    folded: Sequence[str],
+    aliases: Mapping[str, str],
+    cfg: Config,
 ) -> Contents:
+    weights = {weight: x.detach() for weight, x in traced.state.items()}
+    weights |= {alias: weights[weight] for alias, weight in aliases.items() if weight in weights}
+    locked = {*folded, *(alias for alias, weight in aliases.items() if weight in folded)}
     signature = traced.signature
     names = tuple(signature.tensors)
     routines: list[Routine] = []
@@ -162,11 +216,11 @@ def _contents(
         outputs=signatures.result_names(signature),
         results=results,
         single=signature.single,
-        weights={weight: x.detach() for weight, x in traced.state.items()},
+        weights=weights,
         constants=[c.detach() for c in made[0].constants],
         constant_devices=made[0].constant_devices,
         checks=checks,
-        folded=tuple(folded),
+        folded=tuple(sorted(locked)),
         variants=tuple(
             Variant(
                 machine=portable.machine,

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from plait import _native, compat
 from plait.capture import dynamo
+from plait.capture.checkpoints import run_by_eager
 from plait.capture.plain import forward_mode_level
 from plait.capture.program import collector_paused
 from plait.config import Config
@@ -105,8 +106,7 @@ def whole_graph(gm: compat.DynamoGraph, name: str, kind: GraphKind, taken: Steps
         observe(_record(name, kind, gm.gm, taken))
         return lambda flat: gm.forward(*flat)
     observe(_record(name, kind, gm, taken))
-    forward: Callable[..., Any] = gm.forward
-    return forward
+    return run_by_eager(gm)
 
 
 def with_tangents(
@@ -117,17 +117,17 @@ def with_tangents(
     none. Under the option 'strict' they are Unsupported."""
     reason = "an argument carries a tangent of forward-mode differentiation"
     step = Fallback("eager", "the graph", reason)
-    told = False
+    run: Callable[..., Any] | None = None
 
     def eager(*args: Any) -> Any:
-        nonlocal told
+        nonlocal run
         if cfg.strict:
             raise Unsupported(reason, hint="torch.func.jvp inside the compiled function")
-        if not told:
-            told = True
+        if run is None:
+            run = run_by_eager(gm)
             observe(_record(name, kind, gm, (step,)))
             _tell(PassLog(cfg, name), step)
-        return gm.forward(*args)
+        return run(*args)
 
     return _native.Tangents(call, eager, *forward_mode_level())
 
@@ -207,3 +207,25 @@ def _record(
         aten_ops=sum(n.op in calls for n in gm.graph.nodes),
         ladder=taken,
     )
+
+
+# ------------------------------------------------------------------- gradients that kernels cannot read
+def interpreted_gradients(gm: GraphModule, name: str, cfg: Config) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What runs a backward graph where an incoming gradient is not a plain tensor: eager, operator
+    by operator, so that PyTorch's rules for such tensors apply. Takes one list of inputs. Under the
+    option 'strict' it raises Unsupported."""
+    reason = "an incoming gradient is batched, of a tensor subclass or carries a forward-mode tangent"
+    step = Fallback("eager", "the graph", reason)
+    program: Program | None = None
+
+    def interpret(args: list[Any]) -> tuple[Any, ...]:
+        nonlocal program
+        if cfg.strict:
+            raise Unsupported(reason, hint="the function outside of torch.compile")
+        if program is None:
+            program = backward_graph(gm, name, (step,), False, cfg)
+            _tell(PassLog(cfg, name), step)
+        return program.boxed(args)
+
+    interpret._boxed_call = True  # type: ignore[attr-defined]
+    return interpret

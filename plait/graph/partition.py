@@ -6,8 +6,10 @@ that the forward pass saved.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from plait import compat
@@ -25,6 +27,7 @@ def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any)
     """The partition function that AOTAutograd is given; kwargs are whatever its version passes on."""
     if not cfg.eager_random:
         replace_random(joint)
+    _save_random(joint)
     channels_last(joint)
     split_log_softmax(joint)
     narrow_positions(joint)
@@ -32,6 +35,14 @@ def partition(cfg: Config, joint: GraphModule, joint_inputs: Any, **kwargs: Any)
     merge_common(joint)
     _save_old_values(joint)
     return compat.min_cut_partition(joint, joint_inputs, **kwargs)
+
+
+def _save_random(joint: GraphModule) -> None:
+    """What other random operators gave is saved, under checkpointing too: run again they give other numbers."""
+    for node in joint.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" in node.meta:
+            for kept in (node, *(u for u in node.users if u.target is operator.getitem)):
+                kept.meta["recompute"] = compat.MUST_SAVE
 
 
 def _save_old_values(joint: GraphModule) -> None:

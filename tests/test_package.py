@@ -313,6 +313,21 @@ def test_conditions_on_sizes_are_checked(tmp_path: Path) -> None:
         loaded(torch.ones(6), torch.ones(4))
 
 
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1)
+
+
+def test_a_condition_that_no_package_checks_is_told(tmp_path: Path) -> None:
+    line = inspect.getsourcelines(Flat)[1] + 2
+    text = rf"sizes with x.stride\(0\) != (.|\n)*at test_package.py:{line}\n.*try: contiguous .*, or "
+    shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+    with pytest.raises(Unsupported, match=text):
+        plait.package(Flat(), tmp_path / "p.plait", (X[:6, :4],), shapes)
+    plait.package(Flat(), tmp_path / "p.plait", (X[:6, :4].contiguous(),), shapes)
+    assert torch.equal(plait.load(tmp_path / "p.plait")(X[:4]), X[:4].flatten())
+
+
 @pytest.mark.parametrize("name", ["convolutions", "mlp"])
 def test_folding_agrees_and_locks_weights(tmp_path: Path, name: str) -> None:
     module = made(name)

@@ -27,6 +27,7 @@ from plait.capture.trace import Traced, state_of, trace
 from plait.compile import Portable, compile_portable
 from plait.config import Config
 from plait.errors import Unsupported, UserError
+from plait.graph.edit import last_frame
 from plait.graph.fold import fold_weights
 from plait.kernel.targets import TARGETS
 from plait.kernel.triton import CAPABILITIES, KNOWN_GPUS, machine_capability
@@ -78,6 +79,7 @@ def package(
     target = _device(device)
     with _writer(path, None if fold else state) as out, collector_paused(), on_device(target):
         traced = trace(*source, "plait.package", target)
+        _require_conditions(traced)
         folded: Sequence[str] = ()
         if fold:
             traced, folded = _folded(traced)
@@ -161,6 +163,25 @@ def _device(name: str | torch.device | None) -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
+def _require_conditions(traced: Traced) -> None:
+    """Raises Unsupported for a condition on sizes that a package cannot check."""
+    inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"][len(traced.state) :]
+    ours = f'File "{trace.__code__.co_filename}"'  # the last frame if the user's is not known
+    for check in traced.sizes.checks:
+        if check.tokens:
+            continue
+        told = signatures.named_in(check.text, traced.signature.tensors)
+        hint = "plait.compile, which checks it in Python"
+        if ".stride(" in told or ".storage_offset(" in told:
+            hint = f"contiguous example inputs, such as x.contiguous(), or {hint}"
+        named = [inputs[int(number)] for number in re.findall(r"args\[(\d+)\]", check.text)]
+        traces = [str(user.meta.get("stack_trace") or "") for x in named for user in x.users]
+        theirs = {last_frame(t) for t in traces if t.rfind('File "') > t.rfind(ours)}
+        what = f"a package of a program that needs sizes with {told}"
+        line = "".join(theirs) if len(theirs) == 1 else ""  # which of several it is, is not known
+        raise Unsupported(what, where=line, hint=hint)
+
+
 def _folded(traced: Traced) -> tuple[Traced, list[str]]:
     """traced with constants in the place of what depends on weights alone, and the names of these weights."""
     inputs: list[Node] = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
@@ -200,9 +221,6 @@ def _contents(
     names = tuple(signature.tensors)
     routines: list[Routine] = []
     controls = controls_of(name, made[0], cfg, routines)
-    for check in traced.sizes.checks:
-        if not check.tokens:
-            raise Unsupported(f"a package of a program that needs sizes with {signatures.named_in(check.text, names)}")
     leaves = list(zip(signature.names, signature.leaves, strict=True))
     checks = tuple((signatures.named_in(c.text, names), *c.tokens) for c in traced.sizes.checks)
     plans: dict[int, bytes] = {}

@@ -3,6 +3,8 @@ tensors say nothing."""
 
 from __future__ import annotations
 
+import itertools
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +108,14 @@ REFUSED: dict[str, Program] = {
     # numbers
     "smooth_l1_loss": (lambda x, y: F.smooth_l1_loss(x, y, beta=-1.0), (ones(3), ones(3))),
     "mvlgamma": (lambda x: torch.mvlgamma(x, 0), (ones(3),)),
+    "less a bool, several times": (lambda x: torch.sub(x, True, alpha=2), (ones(3),)),
+    "in place less a bool": (lambda x: x.clone().sub_(True), (ones(3),)),
+    "less a condition of sizes": (lambda x: x - (x.shape[0] > 1), (ones(3),)),
+    "less a bool of a tensor": (lambda x, y: x - y.item(), (ones(3), ones() > 0)),
+    "half a bool": (lambda x: torch.add(x, x, alpha=0.5), (ones(3) > 0,)),
+    "baddbmm": (
+        lambda x, y: torch.baddbmm(x, y, y, alpha=1j), (ones(1, 2, 2), ones(1, 2, 2)),
+    ),
     "a bool times numbers": (lambda x, y: torch.sub(x, y, alpha=True), (zeros(3), zeros(3))),
     # dtypes
     "nearest of integers": (lambda x: F.interpolate(x, size=3), (zeros(2, 3, 4),)),
@@ -176,6 +186,10 @@ RESULTS: dict[str, Program] = {
     ),
     "a weight that fits": (F.binary_cross_entropy, (torch.rand(3, 4), torch.rand(3, 4), torch.rand(4))),
     "a bool times bools": (lambda x: torch.add(x, x, alpha=True), (ones(3) > 0,)),
+    "nan_to_num": (
+        lambda x: torch.nan_to_num(x.conj(), 2.0, neginf=-1.0),
+        (torch.complex(ones(3) * float("nan"), torch.tensor([0.5, float("inf"), -float("inf")])),),
+    ),
     "bytes": (lambda x: F.interpolate(x, size=5), (torch.arange(12).reshape(1, 1, 3, 4).byte(),)),
 }  # fmt: skip
 
@@ -186,6 +200,37 @@ def test_dtypes_and_sizes_of_results_are_eagers(name: str) -> None:
     want = fn(*given)
     for compiled in ways(fn):
         torch.testing.assert_close(compiled(*given), want, atol=2e-3, rtol=2e-3)
+
+
+_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": torch.add, "sub": operator.sub, "rsub": torch.rsub, "mul": operator.mul, "div": operator.truediv,
+    "floor_divide": operator.floordiv, "remainder": operator.mod, "pow": operator.pow, "and": operator.and_,
+    "or": operator.or_, "xor": operator.xor, "left": torch.bitwise_left_shift, "right": torch.bitwise_right_shift,
+    "eq": operator.eq, "lt": operator.lt, "clamp": torch.clamp, "clamp_max": torch.clamp_max, "xlogy": torch.xlogy,
+    "xlog1py": torch.special.xlog1py, "lerp": lambda x, y: torch.lerp(x, x + x, y),
+    "addcdiv": lambda x, y: torch.addcdiv(x, x, x, value=y), "where": lambda x, y: torch.where(x == 1, y, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _NUMBERS)
+def test_numbers_beside_tensors_are_refused_or_promoted_as_eager_does(name: str) -> None:
+    dtypes = (torch.bool, torch.uint8, torch.int64, torch.float32)
+    for dtype, number, first in itertools.product(dtypes, (True, 2, 2.5, 1j), (False, True)):
+        x = ones(3, dtype=dtype)
+
+        def fn(x: torch.Tensor, number: Any = number, first: bool = first) -> torch.Tensor:
+            made: torch.Tensor = _NUMBERS[name](*((number, x) if first else (x, number)))
+            return made
+
+        want = raised(lambda xs, f=fn: f(*xs), (x,))
+        if isinstance(want, TypeError):
+            continue  # there is no such overload
+        if want is None:
+            torch.testing.assert_close(plait.compile(fn, (x,))(x), fn(x))
+            continue
+        got = raised(lambda xs, f=fn: plait.compile(f, xs)(*xs), (x,))
+        said = f"{dtype} {number} {first}: eager {want!r}, plait {got!r}"
+        assert got is not None and caught_as(got, kind_of(want)), said
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

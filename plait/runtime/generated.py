@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -65,7 +66,7 @@ class Kernel:
         """The same, unseen by a profiler."""
         plain = [without_lazy_bits(t) for t in tensors]
         bufs = (ctypes.c_void_p * len(plain))(*(t.data_ptr() for t in plain))
-        syms = (ctypes.c_int64 * len(sizes))(*sizes)
+        syms = (ctypes.c_int64 * len(sizes)).from_buffer(array("q", sizes))  # fails beyond 64 bits
         n = torch.get_num_threads() if parallel and work_ns >= _MIN_SPLIT_NS else 1
         if self.watch is not None:
             start = time.perf_counter_ns()

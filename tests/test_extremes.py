@@ -242,3 +242,12 @@ def test_powers_of_the_ends(dtype: torch.dtype) -> None:
         assert torch.equal(have.isnan(), want.isnan()), p
         assert torch.equal(have.signbit()[~want.isnan()], want.signbit()[~want.isnan()]), p
         torch.testing.assert_close(have, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_powers_of_two_that_overflow_beside_products_that_do_not(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.9, -1.1e-5, 0.0, -0.0, float("inf"), float("nan"), 3e4, 1e-7], dtype=dtype)[:, None]
+    exponents = torch.tensor([-3000, -1100, -1074, -277, -150, -149, -1, 0, 3, 127, 128, 200, 277, 1023, 1100, 3000])
+    x, exponents = (t.contiguous() for t in torch.broadcast_tensors(x, exponents))
+    run = torch.compile(torch.ldexp, backend="plait")
+    torch.testing.assert_close(run(x, exponents), torch.ldexp(x, exponents), rtol=0, atol=0, equal_nan=True)

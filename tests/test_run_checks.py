@@ -189,6 +189,27 @@ def test_integer_division_by_zero(name: str) -> None:
             assert values is None or torch.equal(results, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax"])
+def test_indices_into_nothing(reduce: str, dtype: torch.dtype) -> None:
+    nothing, i = torch.zeros(0, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+    for own in (True, False):
+        assert same_outcome(
+            lambda x, i, own=own: x.scatter_reduce(0, i, i.to(x), reduce, include_self=own), nothing, i
+        )
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_a_row_written_into_a_size_that_becomes_0(wrapper: str) -> None:
+    columns, options = {1: torch.export.Dim.AUTO}, {"wrapper": wrapper}
+    for at in (0, -1):
+        given = torch.ones(2, 3), torch.zeros(2)
+        run = plait.compile(lambda x, y, at=at: x.select_scatter(y, 1, at), given, (columns, None), options)
+        assert torch.equal(run(torch.ones(2, 1), torch.zeros(2)), torch.zeros(2, 1))
+        with pytest.raises(IndexError, match="out of bounds"):
+            run(torch.ones(2, 0), torch.zeros(2))
+
+
 def test_nothing_is_divided_in_empty_tensors() -> None:
     empty = torch.ones(0, dtype=torch.int64)
     assert not same_outcome(lambda a, b: a // b, empty, torch.tensor(0))

@@ -204,7 +204,7 @@ def _exponential(g: _Draws, node: Node) -> Node:
     upper = g.call(aten.add.Scalar, g.call(aten.neg.default, u), 1)  # in (0, 1]
     e = g.call(aten.neg.default, g.call(aten.log.default, upper))
     # Zero has a chance of 2^-24 and is outside of the distribution: its logarithm would be infinite.
-    e = g.call(aten.clamp_min.default, e, 2.0**-25)
+    e = g.call(aten.clamp.default, e, 2.0**-25)
     return g.to(g.call(aten.mul.Scalar, e, 1.0 / rate), like.dtype)
 
 
@@ -233,7 +233,7 @@ def _geometric(g: _Draws, node: Node) -> Node:
     u = g.uniform(like, node.args, _wide(like.dtype))
     upper = g.call(aten.add.Scalar, g.call(aten.neg.default, u), 1)  # in (0, 1]
     trials = g.call(aten.mul.Scalar, g.call(aten.log.default, upper), 1.0 / math.log1p(-p))
-    return g.to(g.call(aten.clamp_min.default, g.call(aten.ceil.default, trials), 1), like.dtype)
+    return g.to(g.call(aten.clamp.default, g.call(aten.ceil.default, trials), 1), like.dtype)
 
 
 def _dropout(g: _Draws, node: Node) -> tuple[Node, Node]:

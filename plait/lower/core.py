@@ -473,6 +473,8 @@ class Lowering:
         inside = sz.mul(sz.compare("le", sz.mul(size, -1), index), sz.compare("lt", index, size))
         if inside == 0:
             raise NoRule(f"index {index} is out of bounds for dimension {dim} with size {size}")
+        if inside == 1 and sz.may_be_zero(size):  # its range does not tell 0
+            inside = size
         if inside != 1:
             said = f"index {{}} is out of bounds for dimension {dim} with size {{}}"
             self.assert_true(inside, said, (index, size), "IndexError")

@@ -17,7 +17,7 @@ import torch
 from plait import compat
 from plait.graph.refuse import SHARED, repeats
 from plait.ir.checks import ZERO_DIVISION
-from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f16, i64
+from plait.ir.dtypes import LOOP_DTYPES, DType, b1, f16, f64, i64
 from plait.ir.loops import Const, Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -525,7 +525,20 @@ def _nextafter(ctx: Lowering, a: View, b: View) -> View:
     return elementwise(ctx, row("nextafter"), (a, b))
 
 
-register(overloads("ldexp", "Tensor"), lambda m, a, b: m("mul", a, m("exp2", b)), FLOAT)
+@lower(aten.ldexp.Tensor)
+def _ldexp(ctx: Lowering, a: Operand, b: Operand) -> View:
+    """a * 2 ** b. Where b is an integer, 2 ** b may overflow and the product not: it is made in three
+    steps. All products of larger exponents are 0 or infinite."""
+    most = 2200.0 if common_dtype((a, b), FLOAT) == f64 else 378.0
+
+    def in_steps(m: Maths, a: Node, b: Node) -> Node:
+        within = m("max", m("min", b, most), -most)
+        third = m("trunc", m("mul", within, 1 / 3))
+        step, rest = m("exp2", third), m("exp2", m("sub", within, m("mul", third, 2.0)))
+        return m("mul", m("mul", m("mul", a, step), step), rest)
+
+    whole = not common_dtype((b,)).is_float
+    return elementwise(ctx, in_steps if whole else lambda m, a, b: m("mul", a, m("exp2", b)), (a, b), FLOAT)
 
 
 @lower(aten.clamp.default, aten.clamp.Tensor)

@@ -38,6 +38,8 @@ def scatter_loop(
 ) -> View:
     """A copy of base into which body's values go for every point of `shape`. mode as in Scatter. once: sums and
     products of half types are rounded at their end, not at every step."""
+    if 0 in base.shape:
+        mode = "store"  # there is nothing to add to, but there are indices to check
     compute = compute_dtype(base.dtype)
     if once and mode in ("add", "mul") and compute != base.dtype:
         kept = strides_like(ctx, base.buf) if ctx.is_whole(base) else None
@@ -136,8 +138,8 @@ def _reduced(
     """The reductions of scatter_reduce and index_reduce. put(base, value, mode) scatters value into
     base."""
     base = x if include_self else put(x, _identity(reduce, x.dtype), "store")
-    if reduce != "mean":
-        return put(base, src, _REDUCE[reduce])
+    if reduce != "mean" or 0 in x.shape:  # the mean of nothing would drop the sum, and its check of indices
+        return put(base, src, _REDUCE.get(reduce, "add"))
     total = put(base, src, "add")
     ones = ctx.pointwise(x.shape, x.dtype, lambda ops, i: ops.const(1 if include_self else 0, x.dtype))
     count = put(ones, 1, "add")

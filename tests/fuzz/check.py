@@ -535,8 +535,9 @@ def compare(
     bad = ~same & ~(dg <= 2 * de + slack) & (e.isfinite() | ~t.isfinite()) & (g.double() != t)
     if "sums" in order:
         bad &= ~(t.isinf() & g.isnan())
-        if bool((bad & g.isnan()).any()) and overflows():
-            bad &= ~g.isnan()
+        lost = g.isnan() | ~t.isfinite()
+        if bool((bad & lost).any()) and overflows():
+            bad &= ~lost
     if "products" in order:
         bad &= t.isfinite() & ~g.isnan()
     for other in nudged() if bool(bad.any()) else ():

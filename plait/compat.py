@@ -100,7 +100,8 @@ def through_dynamo(error: PlaitError) -> Exception:
 def kept_whole() -> tuple[Any, ...]:
     """Operators whose decomposition loses: wrong gradients of an attention kernel and of NaNs, other
     integers of linspace, no error or another one, gathers for borders, a choice for a row put into a
-    tensor, an index taken for a number, a square that overflows, and roundings in between."""
+    tensor, an index taken for a number, a square that overflows, and roundings in between. With that of
+    alias_copy and of detach together, torch takes results of `scan` for its inputs."""
     names = """
         _scaled_dot_product_flash_attention_for_cpu.default linspace.default std_mean.correction
         addcmul.default linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
@@ -111,6 +112,7 @@ def kept_whole() -> tuple[Any, ...]:
         hardtanh_backward.default hardswish_backward.default elu_backward.default threshold.default
         reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default std.correction
         replication_pad1d.default replication_pad2d.default replication_pad3d.default
+        alias_copy.default
     """
     packets = (name.split(".") for name in names.split())
     return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in packets)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
 
 from plait import _native
@@ -829,3 +830,19 @@ def test_data_changed_after_it_was_read() -> None:
         run(x).sum().backward()
         seen.append((x.detach(), x.grad))
     torch.testing.assert_close(*seen)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_scan_whose_results_are_used(closed: bool) -> None:
+    weight = torch.randn(3, 3)
+
+    def step(carry: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh((carry @ weight if closed else carry) + x), carry * 2 + x
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return scan(step, torch.zeros(3), x)[1].square()
+
+    x = torch.randn(5, 3, requires_grad=True)
+    (want,) = torch.autograd.grad(fn(x).sum(), x)
+    (got,) = torch.autograd.grad(torch.compile(fn, backend="plait")(x).sum(), x)
+    torch.testing.assert_close(got, want)

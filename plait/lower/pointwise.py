@@ -631,8 +631,9 @@ def _to_copy(ctx: Lowering, x: View, dtype: torch.dtype | None = None, device: A
 
 
 @lower(
-    aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.contiguous.default, any_dtype=True
-)
+    aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.contiguous.default,
+    aten.alias_copy.default, any_dtype=True,
+)  # fmt: skip
 def _clone(ctx: Lowering, x: View, **_: Any) -> View:
     if x.dtype not in LOOP_DTYPES:
         raise NoRule(f"{x.dtype} elements")  # readers may need the layout

@@ -150,9 +150,9 @@ def warn_once(text: str, category: type[Warning] = UserWarning) -> None:
     """A warning of one line, once a process and text, at the user's line that led here."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
-        str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED_OVER
+        frame.f_globals.get("__name__", "torch").partition(".")[0] in _PASSED_OVER  # AOTAutograd's code has no name
         or frame.f_code.co_filename.startswith("<eval_with_key>")  # what torch.fx made
     ):
         frame = frame.f_back
-    module = frame.f_globals.get("__name__")
+    module = frame.f_globals.get("__name__", "")  # Python drops a warning of the module None
     warnings.warn_explicit(" ".join(text.split()), category, frame.f_code.co_filename, frame.f_lineno, module)

@@ -347,8 +347,8 @@ class Passes:
         self.forward = make(SAVES, 1)
         self.backward = backward or [make(SPENDS, None, None, SPENDS_HEAD) for _ in range(2)]
         self.call = _native.Training(
-            self.forward, None, self.backward.__getitem__, [True], 3, 1, ["contiguous_format"], [(2, [0])], False,
-            [], [], False,
+            self.forward, None, self.backward.__getitem__, None, [True], 3, 1, ["contiguous_format"], [(2, [0])],
+            False, [], [], False,
         )  # fmt: skip
 
     def __call__(self, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:

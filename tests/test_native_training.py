@@ -744,7 +744,7 @@ def test_a_description_that_does_not_fit_is_refused() -> None:
     n_saved = len(forward(torch.ones(3))) - 1
 
     def make(*rest: Any) -> Any:
-        return _native.Training(forward, print, print, *rest)
+        return _native.Training(forward, print, print, print, *rest)
 
     layout = ((3,), (1,))
     make((True,), n_saved, 0, (layout,), ((0, (0,)),), False, (), (), False)

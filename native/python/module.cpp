@@ -8,6 +8,8 @@
 #include "core/arena.h"
 #include "core/package.h"
 #include "python/program_object.h"
+#include "python/tensors.h"
+#include "torch/call.h"
 
 namespace plait {
 
@@ -139,6 +141,14 @@ PyObject* module_write(PyObject*, PyObject* args) {
   return done ? PyLong_FromUnsignedLongLong(sum.value()) : nullptr;
 }
 
+PyObject* module_all_plain(PyObject*, PyObject* values) {
+  return guarded([&] {
+    const Items items(values, "all_plain takes a sequence");
+    const auto plain = [](PyObject* o) { return !is_tensor(o) || is_plain(unpack(o)); };
+    return PyBool_FromLong(std::all_of(items.data, items.data + items.n, plain));
+  });
+}
+
 PyMethodDef module_methods[] = {
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "Bytes that the arena pool holds, that are in use, and that may stay idle."},
@@ -153,6 +163,9 @@ PyMethodDef module_methods[] = {
      "load_cubin(path, name, device, n_arguments): a GPU kernel, unloaded when it is dropped."},
     {"launch_cubin", module_launch_cubin, METH_VARARGS,
      "launch_cubin(kernel, pointers, sizes, grid): puts a GPU kernel on its device's current stream."},
+    {"all_plain", module_all_plain, METH_O,
+     "Whether kernels can read all tensors among these values: none wraps another one or has a "
+     "forward-mode tangent."},
     {"guard_for_cuda", module_guard_for_cuda, METH_O,
      "guard_for_cuda(on): gives a torch without CUDA a guard for such devices that does nothing, or takes it "
      "away; whether it did. Tensors without values can be there then."},

@@ -3,8 +3,9 @@
 //
 // A call runs the forward program, tells its outputs apart (the user's results, saved tensors,
 // saved sizes) and makes a PlaitBackward node of them. The backward program is asked for when the
-// first backward pass needs it. In a state that the node does not serve, the call goes to
-// AOTAutograd's own callable.
+// first backward pass needs it; a pass whose tangents are not plain tensors runs the backward graph
+// operator by operator. In a state that the node does not serve, the call goes to AOTAutograd's own
+// callable.
 #include <Python.h>
 #include <structmember.h>
 
@@ -19,7 +20,7 @@ namespace {
 namespace ag = torch::autograd;
 
 struct TrainingState {
-  Ref forward, wrapper, compile_backward;
+  Ref forward, wrapper, compile_backward, interpret;
   Ref backward[2];  // reads its inputs; may overwrite them
   std::vector<bool> differentiable;   // of the user's results
   size_t n_saved = 0, n_sizes = 0;    // outputs behind the results
@@ -101,18 +102,46 @@ ag::variable_list run_backward(TrainingState& t, BackwardRun& run) {
   return grads;
 }
 
+// Gives the graph's inputs in a list, which `interpret` empties.
+ag::variable_list interpret_backward(TrainingState& t, BackwardRun& run) {
+  Ref args = Ref::check(PyList_New(0));
+  const auto append = [&](PyObject* owned) {
+    const Ref value = Ref::check(owned);
+    if (PyList_Append(args.get(), value.get()) < 0) throw PythonError{};
+  };
+  for (int64_t size : *run.sizes) append(PyLong_FromLongLong(size));
+  for (auto* tensors : {&run.saved, &run.tangents}) {
+    for (at::Tensor& tensor : *tensors) append(wrap(std::move(tensor)));
+    tensors->clear();
+  }
+  const Ref results = Ref::check(PyObject_CallOneArg(t.interpret.get(), args.get()));
+  const Items found(results.get(), "gradients are a sequence");
+  ag::variable_list grads;
+  grads.reserve(t.wants_grad.size());
+  for (Py_ssize_t input : t.wants_grad) {
+    if (input >= found.n) throw LoadError("a backward graph has too few results");
+    PyObject* value = found.data[input];
+    grads.push_back(is_tensor(value) ? unpack(value) : at::Tensor());
+  }
+  return grads;
+}
+
+template <ag::variable_list (*run_graph)(TrainingState&, BackwardRun&)>
+ag::variable_list hosted(void* owner, BackwardRun& run) {
+  const Gil gil;
+  try {
+    return run_graph(training_of(owner), run);
+  } catch (const PythonError&) {
+    throw_python_error();
+  } catch (const LoadError& e) {
+    set_plait_error("InternalError", e.what());
+    throw_python_error();
+  }
+}
+
 constexpr NodeHost kNodeHost{
-    [](void* owner, BackwardRun& run) {
-      const Gil gil;
-      try {
-        return run_backward(training_of(owner), run);
-      } catch (const PythonError&) {
-        throw_python_error();
-      } catch (const LoadError& e) {
-        set_plait_error("InternalError", e.what());
-        throw_python_error();
-      }
-    },
+    hosted<run_backward>,
+    hosted<interpret_backward>,
     [](const char* what) {
       const Gil gil;
       set_plait_error("GradientError", what);
@@ -278,18 +307,19 @@ void check_outputs(TrainingState& t, const ProgramState& s) {
 
 PyObject* training_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
-    PyObject *forward, *wrapper, *compile, *differentiable, *tangents, *wants_grad;
+    PyObject *forward, *wrapper, *compile, *interpret, *differentiable, *tangents, *wants_grad;
     Py_ssize_t n_saved = 0, n_sizes = 0;
     int nondeterministic = 0, wrapper_first = 0;
     PyObject *marks, *switches;
-    if (!PyArg_ParseTuple(args, "O!OOOnnOOpOOp", program_type, &forward, &wrapper, &compile,
-                          &differentiable, &n_saved, &n_sizes, &tangents, &wants_grad,
+    if (!PyArg_ParseTuple(args, "O!OOOOnnOOpOOp", program_type, &forward, &wrapper, &compile,
+                          &interpret, &differentiable, &n_saved, &n_sizes, &tangents, &wants_grad,
                           &nondeterministic, &marks, &switches, &wrapper_first))
       return nullptr;
     auto t = std::make_unique<TrainingState>();
     t->forward = Ref::borrow(forward);
     t->wrapper = Ref::borrow(wrapper);
     t->compile_backward = Ref::borrow(compile);
+    t->interpret = Ref::borrow(interpret);
     t->n_saved = static_cast<size_t>(n_saved);
     t->n_sizes = static_cast<size_t>(n_sizes);
     t->facts.nondeterministic = nondeterministic != 0;
@@ -328,13 +358,13 @@ int training_traverse(PyObject* self, visitproc visit, void* arg) {
   if (!reinterpret_cast<PyTraining*>(self)->state) return 0;
   const TrainingState& t = training_of(self);
   for (const Ref* r :
-       {&t.forward, &t.wrapper, &t.compile_backward, &t.backward[0], &t.backward[1]})
+       {&t.forward, &t.wrapper, &t.compile_backward, &t.interpret, &t.backward[0], &t.backward[1]})
     Py_VISIT(r->get());
   return 0;
 }
 int training_clear(PyObject* self) {
   TrainingState& t = training_of(self);
-  for (Ref* r : {&t.wrapper, &t.compile_backward}) *r = Ref::borrow(Py_None);
+  for (Ref* r : {&t.wrapper, &t.compile_backward, &t.interpret}) *r = Ref::borrow(Py_None);
   return 0;
 }
 void training_dealloc(PyObject* self) {
@@ -360,10 +390,9 @@ PyMemberDef training_members[] = {
     {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot training_slots[] = {
     {Py_tp_doc,
-     const_cast<char*>("Training(forward, wrapper, compile_backward, differentiable, n_saved, "
-                       "n_sizes, tangents, wants_grad, nondeterministic, marks, switches, wrapper_first): a forward "
-                       "program whose "
-                       "results have a backward program.")},
+     const_cast<char*>("Training(forward, wrapper, compile_backward, interpret, differentiable, "
+                       "n_saved, n_sizes, tangents, wants_grad, nondeterministic, marks, switches, "
+                       "wrapper_first): a forward program whose results have a backward program.")},
     {Py_tp_new, reinterpret_cast<void*>(training_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(training_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(training_traverse)},

@@ -23,9 +23,9 @@ const char* layout_name(c10::Layout layout) {
 std::string special_kind(const at::Tensor& t, const std::string& type_name) {
   if (t.layout() != c10::kStrided) return std::string("one of layout ") + layout_name(t.layout());
   if (t.is_nested()) return "a nested one";
-  if (t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched,
-                                              c10::DispatchKey::FuncTorchGradWrapper,
-                                              c10::DispatchKey::Functionalize})))
+  if (t.key_set().has_any(c10::DispatchKeySet(
+          {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
+           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize})))
     return "one of a transform of torch.func, which belongs inside of what is compiled";
   return "one of class " + type_name;
 }

@@ -52,6 +52,9 @@ class Call {
 
 // Whether t carries a tangent of forward-mode differentiation, of which programs know nothing.
 bool has_forward_gradient(const at::Tensor& t);
+// Whether kernels can read all that t stands for: it wraps no other tensor, as those of torch.func
+// and of subclasses do, and carries no such tangent.
+bool is_plain(const at::Tensor& t);
 // The same for the tensors of one call: few of them are looked at while forward mode is off.
 class ForwardMode {
  public:

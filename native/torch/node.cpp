@@ -3,7 +3,9 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -12,6 +14,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "torch/call.h"
 
@@ -58,13 +61,54 @@ bool same_strides(const at::Tensor& t, c10::IntArrayRef strides) {
   return true;
 }
 
-at::Tensor tangent(at::Tensor grad, const Tangent& want, const ag::InputMetadata& result) {
+// The dimensions of a tangent from the outermost in memory to the innermost.
+c10::DimVector memory_order(const Tangent& want, int64_t n_dims) {
+  c10::DimVector order(static_cast<size_t>(n_dims));
+  std::iota(order.begin(), order.end(), 0);
+  if (!want.format)
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+      return want.strides[static_cast<size_t>(a)] > want.strides[static_cast<size_t>(b)];
+    });
+  else if (*want.format != c10::MemoryFormat::Contiguous)
+    std::rotate(order.begin() + 1, order.begin() + 2, order.end());  // channels are the innermost
+  return order;
+}
+
+// A tangent that is not plain, brought to the wanted order by operators that have batching rules.
+// The traced graph holds views that rely on this order.
+at::Tensor reordered(const at::Tensor& grad, const Tangent& want) {
+  const c10::DimVector order = memory_order(want, grad.dim());
+  c10::DimVector back(order.size());
+  for (size_t d = 0; d < order.size(); ++d)
+    back[static_cast<size_t>(order[d])] = static_cast<int64_t>(d);
+  return grad.permute(order).contiguous().permute(back);
+}
+
+at::Tensor tangent(at::Tensor grad, const Tangent& want, const ag::InputMetadata& result,
+                   bool plain) {
   if (!grad.defined()) grad = result.zeros_like();
   if (grad.dtype() != result.options().dtype()) grad = grad.to(result.options().dtype());
+  if (!plain) [[unlikely]]
+    return reordered(grad, want);
   if (want.format)
     return grad.is_contiguous(*want.format) ? std::move(grad) : grad.contiguous(*want.format);
   if (grad.sizes() == want.sizes && grad.strides() == want.strides) return grad;
   return restrided(grad, want.sizes, want.strides);
+}
+
+// What torch.func wraps has a history at each of its levels: an operator gives it one, where its
+// argument `zero` has one. x + -0.0 is x for every x.
+at::Tensor with_history(const at::Tensor& wrapped, const NodePtr& node) {
+  using c10::DispatchKey;
+  at::Tensor zero;
+  {
+    const c10::impl::ExcludeDispatchKeyGuard outside_of_transforms(c10::DispatchKeySet(
+        {DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode}));
+    zero = at::full({}, -0.0, at::TensorOptions(wrapped.scalar_type()).device(wrapped.device()));
+  }
+  set_history(zero, node);
+  const at::AutoGradMode recorded(true);
+  return at::add(wrapped, zero);
 }
 
 // The gradients, as results of a node that refuses to be applied. Its edges lead where the
@@ -77,8 +121,12 @@ void forbid_second(ag::variable_list& grads, const ag::Node& first,
   const NodePtr error = make_node<NoSecondBackward>(std::move(edges), host);
   for (at::Tensor& g : grads) {
     if (!g.defined()) continue;
-    g = g.detach();
-    set_history(g, error);
+    const c10::DispatchKeySet keys = g.key_set();
+    const bool levels = keys.has(c10::DispatchKey::FuncTorchGradWrapper);
+    const bool batched =
+        keys.has(c10::DispatchKey::Batched) || keys.has(c10::DispatchKey::FuncTorchBatched);
+    g = levels || batched ? with_history(g, error) : g.detach();
+    if (!batched) set_history(g, error);
   }
 }
 
@@ -134,10 +182,12 @@ ag::variable_list PlaitBackward::run_backward(const BackwardFacts& facts, const 
   TORCH_CHECK(!facts.nondeterministic || !at::globalContext().deterministicAlgorithms(),
               "this backward pass was compiled while torch.use_deterministic_algorithms was off "
               "and is run while it is on");
+  bool plain = true;
+  for (const at::Tensor& g : grads) plain = plain && (!g.defined() || is_plain(g));
   run.tangents.reserve(grads.size());
   for (size_t i = 0; i < grads.size(); ++i)
-    run.tangents.push_back(tangent(std::move(grads[i]), facts.tangents[i], results[i]));
-  return host.run(owner, run);
+    run.tangents.push_back(tangent(std::move(grads[i]), facts.tangents[i], results[i], plain));
+  return plain ? host.run(owner, run) : host.interpret(owner, run);
 }
 
 ag::variable_list PlaitBackward::apply(ag::variable_list&& grads) {
@@ -179,6 +229,14 @@ bool has_forward_gradient(const at::Tensor& t) {
   const auto& view = *static_cast<const ag::DifferentiableViewMeta*>(impl->autograd_meta());
   return view.has_fw_view() &&
          holds_forward_gradient(view.get_forward_view().base_.unsafeGetTensorImpl());
+}
+
+bool is_plain(const at::Tensor& t) {
+  using c10::DispatchKey;
+  static constexpr c10::DispatchKeySet wrappers(
+      {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
+       DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize});
+  return !t.key_set().has_any(wrappers) && !has_forward_gradient(t);
 }
 
 bool ForwardMode::is_on() { return ag::ForwardADLevel::try_get_by_idx(0) != nullptr; }

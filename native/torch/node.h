@@ -35,6 +35,8 @@ struct BackwardRun {
 struct NodeHost {
   // One gradient an edge; undefined where there is none. Takes the GIL.
   torch::autograd::variable_list (*run)(void* owner, BackwardRun& run);
+  // The same operator by operator, for tangents that kernels cannot read. Takes the GIL.
+  torch::autograd::variable_list (*interpret)(void* owner, BackwardRun& run);
   void (*refuse)(const char* why);  // throws an error of plait's; takes the GIL
   void (*retain)(void* owner);   // takes the GIL, as release does
   void (*release)(void* owner);

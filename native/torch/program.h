@@ -328,6 +328,8 @@ class Program {
   enum class Misfit { none, dtype, device };
   Misfit misfit(const Input& input, const at::Tensor& t) const;
   void require_fit(const Input& input, const at::Tensor& t) const;  // throws InputTypeError
+  // What t is if it stands for another tensor, "" if it does not.
+  static std::string wrapper_kind(const at::Tensor& t);
   void run(Frame& f) const;
   void reset(Frame& f) const noexcept;  // drops every tensor of the call
 

@@ -233,6 +233,16 @@ static constexpr c10::DispatchKeySet kNotPlain(
     {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
      c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
 
+std::string Program::wrapper_kind(const at::Tensor& t) {
+  using c10::DispatchKey;
+  const c10::DispatchKeySet keys = t.key_set();
+  if (keys.has(DispatchKey::Batched) || keys.has(DispatchKey::FuncTorchBatched))
+    return "a batched tensor of torch.func";
+  if (keys.has(DispatchKey::FuncTorchGradWrapper)) return "a tensor of a gradient of torch.func";
+  if (keys.has(DispatchKey::Functionalize)) return "a tensor that torch.func.functionalize wraps";
+  return keys.has(DispatchKey::Python) ? "a tensor of a subclass" : "";
+}
+
 Program::Misfit Program::misfit(const Input& input, const at::Tensor& t) const {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   const c10::ScalarType want = slots_[static_cast<size_t>(input.id)].scalar;
@@ -257,8 +267,9 @@ void Program::require_fit(const Input& input, const at::Tensor& t) const {
   if (what == Misfit::dtype)
     throw InputTypeError(head + "dtype " + torch_name(input.dtype) + ", got " +
                          torch_name(from_scalar_type(t.scalar_type())));
-  throw InputTypeError(head + "a plain tensor on device " + input.device + ", got one on " +
-                       t.device().str());
+  const std::string kind = wrapper_kind(t);
+  throw InputTypeError(head + "a plain tensor on device " + input.device + ", got " +
+                       (kind.empty() ? "one on " + t.device().str() : kind));
 }
 
 void Program::bind(Frame& f, const Input& input, const at::Tensor& t) const {

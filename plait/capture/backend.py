@@ -131,7 +131,7 @@ class _OneGraph:
 
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = partition(self.cfg, joint, joint_inputs, **kwargs)
-        self.training = TrainingGraph(self._backward, backward)
+        self.training = TrainingGraph(self._backward, backward, self._interpreted)
         return forward, backward
 
     def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -177,6 +177,9 @@ class _OneGraph:
             return ladder.backward_graph(came.module(), name, taken, native, self.cfg)
 
         return ladder.descend(self.cfg, lambda: name, compiled, by_eager)
+
+    def _interpreted(self, graph: Callable[[], GraphModule]) -> Callable[[list[Any]], tuple[Any, ...]]:
+        return ladder.interpreted_gradients(graph, f"backward_{self.serial}", self.cfg)
 
     def _program(
         self,

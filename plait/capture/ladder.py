@@ -210,10 +210,12 @@ def _record(
 
 
 # ------------------------------------------------------------------- gradients that kernels cannot read
-def interpreted_gradients(gm: GraphModule, name: str, cfg: Config) -> Callable[[list[Any]], tuple[Any, ...]]:
+def interpreted_gradients(
+    graph: Callable[[], GraphModule], name: str, cfg: Config
+) -> Callable[[list[Any]], tuple[Any, ...]]:
     """What runs a backward graph where an incoming gradient is not a plain tensor: eager, operator
-    by operator, so that PyTorch's rules for such tensors apply. Takes one list of inputs. Under the
-    option 'strict' it raises Unsupported."""
+    by operator, so that PyTorch's rules for such tensors apply. It takes one list of inputs and
+    asks for the graph when it is first called. Under the option 'strict' it raises Unsupported."""
     reason = "an incoming gradient is batched, of a tensor subclass or carries a forward-mode tangent"
     step = Fallback("eager", "the graph", reason)
     program: Program | None = None
@@ -223,9 +225,8 @@ def interpreted_gradients(gm: GraphModule, name: str, cfg: Config) -> Callable[[
         if cfg.strict:
             raise Unsupported(reason, hint="the function outside of torch.compile")
         if program is None:
-            program = backward_graph(gm, name, (step,), False, cfg)
+            program = backward_graph(graph(), name, (step,), False, cfg)
             _tell(PassLog(cfg, name), step)
         return program.boxed(args)
 
-    interpret._boxed_call = True  # type: ignore[attr-defined]
     return interpret

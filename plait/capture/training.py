@@ -2,13 +2,15 @@
 
 AOTAutograd hands over a forward graph and, when it likes, a backward graph. Its own callable is an autograd function in
 Python; `TrainingGraph.around` puts the forward program and a native autograd node in its place, which compiles the
-backward graph at the first backward pass and keeps AOTAutograd's callable for states that it does not serve.
+backward graph at the first backward pass and keeps AOTAutograd's callable for states that it does not serve. Under
+both, gradients that are not plain tensors (batched, of a subclass, dual) find the backward graph run by operators.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,18 +25,26 @@ from plait.graph.edit import output_of
 from plait.lower.symbols import is_ragged
 
 CompileBackward = Callable[[GraphModule, tuple[int, ...]], Program]
+Interpret = Callable[[list[Any]], tuple[Any, ...]]
 
 
 class TrainingGraph:
     """The training half of one Dynamo graph's compilation.
 
     compile_backward: (graph, donated inputs) -> program. backward: the backward graph that the partitioner made.
+    interpreter: what gives the backward graph -> what runs it operator by operator.
     reason: why calls need AOTAutograd's callable, or "".
     """
 
-    def __init__(self, compile_backward: CompileBackward, backward: GraphModule) -> None:
+    def __init__(
+        self,
+        compile_backward: CompileBackward,
+        backward: GraphModule,
+        interpreter: Callable[[Callable[[], GraphModule]], Interpret],
+    ) -> None:
         self.reason = "no forward graph"
         self._compile_backward = compile_backward
+        self._interpreter = interpreter
         self._backward_graph = backward
         self._programs: dict[tuple[int, ...], Program] = {}  # by donated inputs
         self._lock = threading.Lock()
@@ -60,7 +70,10 @@ class TrainingGraph:
         """The backward program of AOTAutograd's copy of the graph, compiled once for each set of donated inputs."""
         with self._lock:
             if donated not in self._programs:
-                self._programs[donated] = self._compile_backward(gm, donated)
+                came = AsItCame(gm)  # compiling changes it
+                program = self._compile_backward(gm, donated)
+                boxed = _by_kind(program.boxed, self._interpreter(came.module))
+                self._programs[donated] = replace(program, boxed=boxed)
             return self._programs[donated]
 
     def around(self, forward: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +86,7 @@ class TrainingGraph:
             call,
             wrapped,
             compat.untraced(self._at_first_use),
+            compat.untraced(self._interpreter(lambda: self._backward_graph)),
             facts.differentiable,
             facts.n_saved,
             facts.n_sizes,
@@ -91,6 +105,17 @@ class TrainingGraph:
             call = self.backward(graph, self._donated if may_overwrite else ()).call
         assert isinstance(call, _native.Program)
         return call
+
+
+def _by_kind(program: Interpret, interpret: Interpret) -> Interpret:
+    """The backward program for plain tensors, interpret for others."""
+    all_plain = _native.all_plain
+
+    def boxed(args: list[Any]) -> tuple[Any, ...]:
+        return program(args) if all_plain(args) else interpret(args)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+    return compat.untraced(boxed)
 
 
 def _outputs(gm: GraphModule) -> tuple[Any, ...]:

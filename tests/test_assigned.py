@@ -119,3 +119,14 @@ def test_what_a_module_keeps_beside_its_state_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="assigns 'last'"):
         call = plait.compile(module, (ROW,))
     assert torch.equal(call(ROW), ROW + 1) and module.last is None
+
+
+def test_a_layer_in_two_places_and_a_tensor_in_two_layers() -> None:
+    layer, tied = nn.Linear(4, 4), nn.Linear(4, 4)
+    tied.weight = layer.weight
+    module = nn.Sequential(layer, nn.Sequential(layer), tied)
+    before = {name: id(x) for name, x in module.named_parameters(remove_duplicate=False)}
+    want = module(ROW)
+    torch.testing.assert_close(plait.compile(module, (ROW,))(ROW), want)
+    assert {name: id(x) for name, x in module.named_parameters(remove_duplicate=False)} == before
+    assert torch.equal(module(ROW), want)

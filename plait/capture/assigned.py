@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.nn.utils import stateless
 
 from plait.compat import is_stand_in
 from plait.errors import Unsupported, warn_once
@@ -25,6 +24,28 @@ _COMPILED = 'torch.compile(fn, backend="plait")'
 _Before = list[tuple[torch.nn.Module, dict[str, Any], list[str]]]
 
 
+@contextmanager
+def with_state(
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], given: Sequence[torch.Tensor]
+) -> Iterator[dict[str, Any]]:
+    """Inside, the module's parameters and buffers, which are `state`, are those given. Each one is replaced wherever it
+    is: a layer may be in two places, and a tensor in two layers. Gives what was assigned meanwhile, when it is left."""
+    others = {id(x): (name, new) for (name, x), new in zip(state.items(), given, strict=True)}
+    stores = [store for part in module.modules() for store in (part._parameters, part._buffers)]
+    places = [(store, key, x) for store in stores for key, x in store.items() if id(x) in others]
+    for store, key, x in places:
+        store[key] = others[id(x)][1]  # type: ignore[assignment]
+    assigned: dict[str, Any] = {}
+    try:
+        yield assigned
+    finally:
+        for store, key, x in places:
+            name, new = others[id(x)]
+            if (found := store.get(key)) is not new:
+                assigned[name] = found
+            store[key] = x  # type: ignore[assignment]
+
+
 class Holding:
     """Runs a module with other tensors as its state. who: the function that traces it."""
 
@@ -33,14 +54,11 @@ class Holding:
         self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @contextmanager
-    def state(self, given: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the module's parameters and buffers are those given, by name.
-
-        Raises Unsupported where it assigns what no program can assign."""
-        held = dict(given)
+    def state(self, state: Mapping[str, torch.Tensor], given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """As `with_state`. Raises Unsupported where the module assigns what no program can assign."""
         before = _attributes(self.module)
         try:
-            with stateless._reparametrize_module(self.module, held, tie_weights=True):
+            with with_state(self.module, state, given) as assigned:
                 yield
         finally:
             replaced, made = _restore(before)
@@ -50,9 +68,8 @@ class Holding:
         if made:
             names = ", ".join(map(repr, made))
             warn_once(f"{self.who}: a call of the module assigns {names}, one of the program does not")
-        # What was assigned is what torch has put into `held`.
-        changed = [(name, old, held[name]) for name, old in given.items() if held[name] is not old]
-        self._new = [(old, self._fitting(name, old, new).clone()) for name, old, new in changed]
+        olds = dict(zip(state, given, strict=True))
+        self._new = [(olds[name], self._fitting(name, olds[name], new).clone()) for name, new in assigned.items()]
 
     def write(self, results: Sequence[Any]) -> list[Any]:
         """Copies what was assigned to where it belongs. Gives the results; they keep old values."""

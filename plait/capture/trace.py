@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule
-from torch.nn.utils import stateless
 
 from plait import compat
 from plait.capture.aliases import views_of_inputs
-from plait.capture.assigned import Holding
+from plait.capture.assigned import Holding, with_state
 from plait.capture.early import early_changes
 from plait.capture.found import IndexByFound, mended_tracing, numbers_kept
 from plait.capture.least import with_least_sizes
@@ -118,7 +117,7 @@ def trace(
             ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
             holding = Holding(module, who)
-            with holding.state(dict(zip(state, flat, strict=False))), IndexByFound():
+            with holding.state(state, flat[: len(state)]), IndexByFound():
                 result = module(*call_args, **call_kwargs)
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
@@ -177,8 +176,7 @@ def _raised_by_eager(
     def copy(x: Any) -> Any:
         return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
-    named = {name: copy(x) for name, x in state.items()}
-    with stateless._reparametrize_module(module, named, tie_weights=True):
+    with with_state(module, state, [copy(x) for x in state.values()]):
         return answer(module, args, kwargs, copy, torch.device("cpu"))
 
 

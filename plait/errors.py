@@ -3,7 +3,7 @@
 `UserError` is a mistake of the caller, `Unsupported` is something that plait cannot do, `InternalError` is a bug of
 plait's own. A refusal in the middle of the compiler (a fusion that is not legal) is a value, never an exception.
 What the compiler gets round is a `Fallback`, or a warning by `warn_once`. This file imports nothing of plait; how
-errors pass through torch.compile unwrapped is known to `compat.py`.
+errors pass through torch.compile unwrapped is known to `compat`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._traceback import CapturedTraceback
 
 import plait
-from plait import compat
 from plait.capture.trace import trace
+from plait.compat import export as tracing
 from plait.errors import InputError, Unsupported, UserError
 from tests.against_eager import sharing, tree_equal
 
@@ -629,7 +629,7 @@ def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPa
         return [n.meta["stack_trace"] for n in graph.nodes if n.op == "call_function"]
 
     ours = lines()
-    monkeypatch.setattr(compat, "_Forwards", CapturedTraceback)
+    monkeypatch.setattr(tracing, "_Forwards", CapturedTraceback)
     assert ours == lines() and len(ours) == 3
     assert "return (x * 2).sin()" in ours[1] and "return self.inner(x) + 1" in ours[2]
 

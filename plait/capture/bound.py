@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from plait import _native, compat
+from plait import _native
 from plait.capture.aliases import Result, view_like
 from plait.capture.owners import Owners
 from plait.capture.plain import has_tangent, special_kind
 from plait.capture.trace import Traced
+from plait.compat.export import Bounds
 from plait.errors import InputError
 from plait.graph.captured import Captured
 from plait.ir.dtypes import DTYPES
@@ -54,7 +55,7 @@ def argument_specs(traced: Traced) -> list[InputSpec]:
     ]
 
 
-def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, compat.Bounds]) -> tuple[Any, ...]:
+def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, Bounds]) -> tuple[Any, ...]:
     """What is checked about user argument number `arg`. Sizes that are expressions are checked elsewhere."""
     shape = tuple(_entry(s, bounds) for s in fake.shape)
     strides: Any = tuple(_entry(s, {}) for s in fake.stride())
@@ -63,7 +64,7 @@ def tensor_spec(arg: int, fake: torch.Tensor, bounds: dict[str, compat.Bounds]) 
     return ("tensor", arg, from_torch(fake.dtype).name, shape, strides, str(fake.device))
 
 
-def _entry(size: int | torch.SymInt, bounds: dict[str, compat.Bounds]) -> Any:
+def _entry(size: int | torch.SymInt, bounds: dict[str, Bounds]) -> Any:
     if isinstance(size, int):
         return size
     if not size.node.expr.is_symbol:

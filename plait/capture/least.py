@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from plait import compat
+from plait.compat.export import SizeFacts, wants_values
 from plait.graph.edit import shape_env_of
 
 _Point = Mapping[Any, Any]
@@ -33,7 +34,7 @@ class _NegativeSize(Exception):
     pass
 
 
-def with_least_sizes(facts: compat.SizeFacts, graph: GraphModule) -> compat.SizeFacts:
+def with_least_sizes(facts: SizeFacts, graph: GraphModule) -> SizeFacts:
     """The facts with larger lower bounds where 0 or 1 would be wrong; each size is tried by itself.
 
     From here on the ShapeEnv of the graph knows the bounds: nobody takes a size for 2 or more that may be less. A size
@@ -99,7 +100,7 @@ def _run(node: Node, values: Mapping[Node, Any]) -> Any:
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001  whatever a kernel of fake tensors raises
-        return _UNKNOWN if compat.wants_values(error) else _REFUSED
+        return _UNKNOWN if wants_values(error) else _REFUSED
 
 
 def _at(x: Any, point: _Point) -> Any:

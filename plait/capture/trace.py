@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
-from plait import compat
+from plait import errors
 from plait.capture.aliases import views_of_inputs
 from plait.capture.assigned import Holding, with_state
 from plait.capture.early import early_changes
@@ -27,6 +27,7 @@ from plait.capture.found import IndexByFound, mended_tracing, numbers_kept
 from plait.capture.least import with_least_sizes
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
+from plait.compat.export import ExportEnv, SizeFacts, export_graph, wants_values
 from plait.errors import InputError, PlaitError, Unsupported, UserError
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
@@ -72,7 +73,7 @@ class Traced:
     state: dict[str, torch.Tensor]
     fakes: tuple[torch.Tensor | torch.SymInt, ...]
     signature: Signature
-    sizes: compat.SizeFacts
+    sizes: SizeFacts
     views: Mapping[int, InputView]
 
 
@@ -97,7 +98,7 @@ def trace(
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, real_leaves, strict=True):
         _check_argument(name, x, who)
-    env = compat.ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
+    env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device)
     is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
     state = state_of(module)
     out_spec: pytree.TreeSpec | None = None
@@ -135,7 +136,7 @@ def trace(
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
     try:
         with early_changes, numbers_kept, mended_tracing, CheckWrites():
-            graph, mutated, tokens = compat.export_graph(env, Flat(), inputs, who)
+            graph, mutated, tokens = export_graph(env, Flat(), inputs, who)
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
         raise Unsupported(what, where=users_line(error), hint="call the function itself: its __wrapped__") from error
@@ -143,7 +144,7 @@ def trace(
         raise
     except Exception as error:
         line = users_line(error)
-        if compat.wants_values(error):
+        if wants_values(error):
             raise Unsupported(
                 f"{who} cannot trace {_name_of(module)}: {_first_line(error)}",
                 where=line,
@@ -211,7 +212,7 @@ def _at(path: pytree.KeyPath) -> str:
 
 def users_line(error: Exception) -> str:
     """file:line of the innermost frame that is neither torch's nor plait's, "" if there is none."""
-    ours = tuple(f"{Path(p).parent}/" for p in (torch.__file__, compat.__file__))
+    ours = tuple(f"{Path(p).parent}/" for p in (torch.__file__, errors.__file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 

@@ -1,0 +1,365 @@
+"""Tracing without Dynamo, by torch's export machinery: symbolic sizes, what is assumed of them, one graph.
+
+Comes in: a module, arguments and dynamic_shapes. Goes out: fake arguments and their `SizeFacts` (`ExportEnv`), and a
+functional graph (`export_graph`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch._dynamo.exc import UserError as TorchUserError
+from torch._export import non_strict_utils
+from torch._functorch.aot_autograd import aot_export_module
+from torch._guards import TracingContext, tracing
+from torch._subclasses import fake_tensor
+from torch.export import Dim
+from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
+from torch.fx import GraphModule
+from torch.fx import proxy as fx_proxy
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from plait.compat import decomposition_table
+from plait.errors import InternalError, Unsupported, UserError
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition on sizes and ints. text: in which these arguments are args[0], args[1] and so on. holds: for these.
+    tokens: the same as a package has it (wrapper/package.py); nothing if it is beyond that."""
+
+    text: str
+    holds: Callable[..., bool]
+    tokens: tuple[str, ...]
+
+
+Bounds = tuple[int | None, int | None]
+Place = tuple[int, int | None]
+"""An argument and its dimension; None: the argument is an int."""
+
+
+@dataclass(frozen=True)
+class SizeFacts:
+    """What a traced program assumes about sizes.
+
+    bounds: symbol -> inclusive range, None for no limit. checks: conditions that sizes must meet besides.
+    """
+
+    bounds: dict[str, Bounds]
+    checks: tuple[Check, ...]
+
+
+class ExportEnv:
+    """Fake arguments for one export. leaves: the flattened arguments, tensors replaced by fake ones (on device, if
+    there is one)."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any,
+        device: torch.device | None = None,
+    ) -> None:
+        args, kwargs = _apart(args), _apart(kwargs)
+        try:
+            self.dynamic_shapes, self._root_checks = _without_roots(module, args, kwargs, dynamic_shapes)
+            make: Any = non_strict_utils.make_fake_inputs
+            # Strides and offsets that are equal in the example may differ at a call.
+            with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                found = make(module, args, kwargs, self.dynamic_shapes)
+        except (ConstraintViolationError, TorchUserError, AssertionError, IndexError, TypeError, ValueError) as error:
+            if dynamic_shapes is None:
+                raise
+            what = "it names a dimension that a tensor does not have" if isinstance(error, IndexError) else error
+            raise UserError(f"dynamic_shapes does not fit: {what}") from error
+        self.mode, fake_args, fake_kwargs, self._equalities, self._python_signature, _ = found
+        self.device = device
+        self._was_exported = isinstance(module, GraphModule)
+        self.leaves = [self._moved(x) for x in pytree.tree_leaves((fake_args, fake_kwargs))]
+        # Fake tensors are memoised by the tensors they stand for, which must live for that.
+        self._alive: list[torch.Tensor] = []
+
+    def fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake, detached tensor of fixed sizes for a parameter or buffer."""
+        detached = tensor.detach()
+        self._alive.append(detached)
+        fake: torch.Tensor = self._moved(self.mode.from_tensor(detached, static_shapes=True))
+        return fake
+
+    def _moved(self, x: Any) -> Any:
+        if self.device is None or not isinstance(x, torch.Tensor):
+            return x
+        with self.mode:
+            return x.to(self.device)
+
+    def size_facts(self, fakes: Sequence[torch.Tensor | torch.SymInt], graph: GraphModule) -> SizeFacts:
+        """What the trace assumed. Raises UserError if that contradicts dynamic_shapes."""
+        shape_env = self.mode.shape_env
+        if self.dynamic_shapes:
+            try:
+                non_strict_utils.produce_guards_and_solve_constraints(
+                    self.mode, graph, self.dynamic_shapes, self._equalities, self._python_signature
+                )
+            except (ConstraintViolationError, TorchUserError) as error:
+                what = _one_size_only(str(error)) or str(error)
+                # Of a program with Dim.AUTO some sizes in a range may not fit; calls check that.
+                if not self._was_exported or not _some_do_not_fit(str(error)):
+                    raise UserError(f"dynamic_shapes contradicts the program: {what}", hint=_FIXED) from error
+        where: dict[Any, Place] = {}
+        for arg, dim, expr in _symbolic_sizes(fakes):
+            if expr.is_symbol:
+                where.setdefault(expr, (arg, dim))
+            if expr.is_number and dim is None:
+                raise UserError(
+                    f"dynamic_shapes contradicts the program: it needs {expr} for an int that may vary",
+                    hint="leave the int out of dynamic_shapes",
+                )
+        bounds: dict[Any, Bounds] = {}
+        for symbol, (_, dim) in where.items():
+            span = shape_env.bound_sympy(symbol)
+            low = int(span.lower) if span.lower > -(2**62) else None
+            # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
+            low = 0 if low is not None and low <= 2 and dim is not None else low
+            bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
+        conditions = [_condition(e, where, _symbolic_strides(fakes)) for e in _open_guards(shape_env, bounds)]
+        checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions)
+        return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
+
+
+_FIXED = "leave such sizes out of dynamic_shapes, and compile once for each; torch.compile does that by itself"
+
+
+def _some_do_not_fit(text: str) -> bool:
+    """Whether torch says no more than that some sizes in the range of a dimension do not fit."""
+    said = re.findall(r"^  - (.*)", text, re.MULTILINE)
+    return bool(said) and all(line.startswith("Not all values of") for line in said)
+
+
+def _one_size_only(text: str) -> str:
+    """What torch says of dimensions that turned out to be fixed, in one line; "" if it says something else."""
+    found = re.findall(r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)", text)
+    sizes = " and ".join(f"{name} = {size}" for name, size in dict(found).items())
+    steps = "a loop over it, such as the steps of nn.GRU, was traced step by step"
+    return sizes and f"it is traced for {sizes} alone, maybe since {steps}"
+
+
+def _apart(tree: Any) -> Any:
+    """The same arguments with a tensor that is given twice made two, since a call may give two different ones, and None
+    for constants that torch.export does not know (a dtype, a device)."""
+    seen: set[int] = set()
+
+    def fresh(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x if isinstance(x, (int, float, str)) else None
+        if id(x) in seen:
+            return x.detach()
+        seen.add(id(x))
+        return x
+
+    return pytree.tree_map(fresh, tree)
+
+
+def _without_roots(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> tuple[Any, list[Check]]:
+    """dynamic_shapes in which sizes such as 2 * Dim("h") vary freely where no input has the size h, so that no program
+    takes it; and what is to be checked for them, among it that such an h is a whole number."""
+    dims = [d for d in pytree.tree_leaves(dynamic_shapes) if isinstance(d, Dim)]
+    known = {d.__name__ for d in dims if not isinstance(d, _DerivedDim)}
+    if all(d.root.__name__ in known for d in dims if isinstance(d, _DerivedDim)):
+        return dynamic_shapes, []
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    where: dict[Any, tuple[int, int]] = {}
+    conditions: list[Any] = []
+    roots: dict[str, Any] = {}
+
+    def freed(size: tuple[int, int], d: Any) -> Any:
+        if not isinstance(d, _DerivedDim) or d.root.__name__ in known:
+            return d
+        own = sympy.Symbol(f"size_{size[0]}_{size[1]}", integer=True)
+        where[own] = size
+        offset, scale = d.fn(0), d.fn(1) - d.fn(0)
+        conditions.append(sympy.Eq(Mod(own - offset, scale), 0))
+        root = FloorDiv(own - offset, scale)
+        if roots.setdefault(d.root.__name__, root) != root:
+            conditions.append(sympy.Eq(root, roots[d.root.__name__]))
+        conditions.extend([own >= d.min] if d.min > 2 else [])
+        conditions.extend([own <= d.max] if d.max != int_oo else [])
+        return Dim.DYNAMIC
+
+    def free(_: Any, x: Any, sizes: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not isinstance(sizes, (dict, list, tuple)):
+            return sizes
+        (arg,) = (k for k, t in enumerate(tensors) if t is x)
+        return {
+            dim: freed((arg, dim), d) for dim, d in (sizes.items() if isinstance(sizes, dict) else enumerate(sizes))
+        }
+
+    given = _combine_args(module, args, kwargs)
+    if not isinstance(dynamic_shapes, dict):
+        given = type(dynamic_shapes)(given.values())
+    shapes = _tree_map_with_path(free, given, dynamic_shapes, tree_name="inputs")
+    return shapes, [_condition(e, where) for e in conditions]
+
+
+def _open_guards(shape_env: Any, bounds: dict[Any, Bounds]) -> list[Any]:
+    """Conditions that the trace recorded and that equal symbols and the checked ranges do not imply."""
+    ranges = {
+        s: ValueRanges(-int_oo if low is None else low, int_oo if high is None else high)
+        for s, (low, high) in bounds.items()
+    }
+    found = []
+    for guard in shape_env.guards:
+        expr = shape_env.replace(guard.expr)
+        if expr not in found and bound_sympy(expr, ranges) != ValueRanges(sympy.true, sympy.true):
+            found.append(expr)
+    return found
+
+
+def _derived_sizes(fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]) -> Iterator[Check]:
+    for arg, dim, expr in _symbolic_sizes(fakes):
+        if not expr.is_symbol:
+            own = sympy.Symbol(f"size_{arg}_{dim}", integer=True)
+            yield _condition(sympy.Eq(own, expr, evaluate=False), {**where, own: (arg, dim)})
+
+
+def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tuple[int, int | None, Any]]:
+    """(argument, dimension, expression) of every int (dimension None) and size that is no number."""
+    for arg, fake in enumerate(fakes):
+        sizes: dict[int | None, Any] = {None: fake} if isinstance(fake, torch.SymInt) else dict(enumerate(fake.shape))
+        for dim, size in sizes.items():
+            if isinstance(size, torch.SymInt):
+                yield arg, dim, size.node.expr
+
+
+def _symbolic_strides(fakes: Sequence[Any]) -> dict[Any, str]:
+    """The symbols of strides and offsets that vary on their own, as texts."""
+    given = [(f"args[{arg}].", x) for arg, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
+    found: list[tuple[str, Any]] = [(f"{own}storage_offset()", x.storage_offset()) for own, x in given]
+    found += [(f"{own}stride({d})", s) for own, x in given for d, s in enumerate(x.stride())]
+    return {s.node.expr: text for text, s in found if isinstance(s, torch.SymInt) and s.node.expr.is_symbol}
+
+
+def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, str] | None = None) -> Check:
+    """A sympy condition on sizes, and on strides, as text and as a Python function of the arguments."""
+    own = {s: f"args[{a}]" if d is None else f"args[{a}].shape[{d}]" for s, (a, d) in where.items()}
+    texts = {**(strides or {}), **own}
+    if missing := [s for s in expr.free_symbols if s not in texts]:
+        raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
+    sizes = {s: sympy.Symbol(text, **s.assumptions0) for s, text in texts.items()}
+    source = PythonPrinter().doprint(expr.xreplace(sizes))
+    holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
+    names = {s: f"size {a} {-1 if d is None else d}" for s, (a, d) in where.items()}
+    return Check(source, holds, _postfix(expr, names) or ())
+
+
+_TOKENS = {
+    sympy.Add: "add", sympy.Mul: "mul", FloorDiv: "floordiv", CleanDiv: "floordiv", Mod: "mod", PythonMod: "mod",
+    sympy.Min: "min", Min: "min", sympy.Max: "max", Max: "max", sympy.Eq: "eq", sympy.Ne: "ne", sympy.Lt: "lt",
+    sympy.Le: "le", sympy.And: "mul", sympy.Or: "max",
+}  # fmt: skip
+
+
+def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
+    """Operands, each followed by what it is combined by; None for one beyond these operators. What is true is 1."""
+    if expr.is_Symbol:
+        return (names[expr],) if expr in names else None  # a stride is beyond a package
+    if expr.is_Integer or expr in (sympy.true, sympy.false):
+        return (f"const {int(bool(expr)) if expr.is_Boolean else int(expr)}",)
+    if isinstance(expr, sympy.Gt | sympy.Ge):
+        return _postfix(expr.reversed, names)
+    if expr.is_Pow and expr.exp.is_Integer and 0 < expr.exp <= 8:
+        return _joined([expr.base] * int(expr.exp), "mul", names)
+    if isinstance(expr, sympy.Not):
+        inner = _postfix(expr.args[0], names)
+        return None if inner is None else (*inner, "const 0", "eq")
+    kind = _TOKENS.get(expr.func)
+    return None if kind is None else _joined(expr.args, kind, names)
+
+
+def _joined(args: Sequence[Any], kind: str, names: dict[Any, str]) -> tuple[str, ...] | None:
+    inner = [_postfix(arg, names) for arg in args]
+    rest = [(*i, kind) for i in inner[1:] if i is not None]
+    return None if None in inner else sum(rest, inner[0] or ())
+
+
+_NO_VALUES = (
+    GuardOnDataDependentSymNode,
+    NotImplementedError,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+_STAND_INS = re.compile(r"FakeTensor|FunctionalTensor|tensor subclass|data pointer|does not have storage")
+
+
+def wants_values(error: Exception) -> bool:
+    """Whether traced code failed because its tensors have no values: torch has classes of errors for some of this, for
+    the rest (`x.numpy()`, `f"{x:.1f}"`, `float(f"{x}")`) the text tells."""
+    told = isinstance(error, (RuntimeError, TypeError, ValueError)) and _STAND_INS.search(str(error)) is not None
+    return told or isinstance(error, _NO_VALUES)
+
+
+class _Forwards(traceback.StackSummary):
+    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a trace's time."""
+
+    @classmethod
+    def extract(cls, *_: object, **__: object) -> _Forwards:
+        frames = [f for f, _ in traceback.walk_stack(sys._getframe(1)) if f.f_code.co_name == "forward"]
+        return cls(traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward") for f in reversed(frames))
+
+    def summary(self) -> _Forwards:
+        return self
+
+
+@contextmanager
+def _exporting() -> Iterator[None]:
+    """torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values."""
+    flags = [(torch.compiler, name, True) for name in ("_is_compiling_flag", "_is_exporting_flag")]
+    changes: list[Any] = [*flags, (fx_proxy, "CapturedTraceback", _Forwards)]
+    before = [getattr(module, name) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
+
+
+def export_graph(
+    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor], who: str
+) -> tuple[GraphModule, tuple[int, ...], int]:
+    """Traces flat(*inputs) functionally and without autograd.
+
+    Also gives the positions of mutated inputs, and a number of tokens. The graph's first inputs and outputs are that
+    many tokens; then come the new values of mutated inputs.
+    """
+    try:
+        with env.mode, tracing(TracingContext(env.mode)), _exporting():
+            graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
+    except (AssertionError, RuntimeError) as error:
+        if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
+            raise
+        what = f"{who} of a function that changes a tensor which is neither argument nor parameter nor buffer"
+        raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
+    assert isinstance(graph, GraphModule)
+    positions = {name: i for i, name in enumerate(signature.user_inputs)}
+    mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())
+    return graph, mutated, len(signature.input_tokens)

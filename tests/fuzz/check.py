@@ -228,7 +228,8 @@ class _Run:
     def compiled(self, who: str) -> Callable[..., Any]:
         """f by plait, or by PyTorch's tracing alone."""
         r = self.road
-        f = _Module(self.f, self.args, r.params) if r.params else self.f
+        f: Any = _Module(self.f, self.args, r.params) if r.params else self.f
+        f = self.holder() if r.held else f
         if r.way == "compile" or who == "decompositions":
             options = {"wrapper": r.wrapper, "isa": r.isa, "strict": self.strict}
             if who != "plait":
@@ -236,9 +237,9 @@ class _Run:
                 made = torch.compile(f, backend=backend, dynamic=r.dynamic)
             else:
                 made = torch.compile(f, backend="plait", dynamic=r.dynamic, options=options)
-            return f.around(made) if isinstance(f, _Module) else made
+            return f.around(made) if isinstance(f, _Wrapped) else made
         example = self.inputs(self.calls[0])
-        if isinstance(f, _Module):
+        if isinstance(f, _Wrapped):
             example = f.take(example)
         if who == "torch":
             module = f if isinstance(f, torch.nn.Module) else _Function(f)
@@ -250,7 +251,12 @@ class _Run:
                 path = str(Path(folder) / "fuzzed.plait")
                 plait.package(f, path, tuple(example), self._shapes(example), machines=[_machine()])
                 made = plait.load(path)
-        return f.around(made) if isinstance(f, _Module) else made
+        return f.around(made) if isinstance(f, _Wrapped) else made
+
+    def holder(self) -> _Holder:
+        """f as a module that holds the buffer, with its value of the first call."""
+        at = self.args.index(self.road.held)
+        return _Holder(self.f, at, self.inputs(self.calls[0])[at])
 
     def _shapes(self, example: Sequence[Any]) -> Any:
         if not self.road.dynamic:
@@ -290,7 +296,8 @@ class _Run:
         grad = contextlib.nullcontext() if self.road.grad else torch.no_grad()
         with warnings.catch_warnings(), grad:
             warnings.simplefilter("ignore")
-            eager = [self.call(self.f, c) for c in self.calls]
+            held = self.holder() if self.road.held else None
+            eager = [self.call(self.f if held is None else held.around(held), c) for c in self.calls]
         if any(isinstance(e.error, torch.AcceleratorError) for e in eager):
             return Outcome("declined", "eager loses the device")
         if self.device != "cpu" and self._divides_by_zero():
@@ -370,14 +377,14 @@ class _Run:
         if len(e.results) != len(g.results):
             raise Fault(f"number of results: {where}: {len(g.results)}, eager {len(e.results)}")
         rows = [("output", k, a, b) for k, (a, b) in enumerate(zip(e.results, g.results, strict=True))]
-        if self.road.way == "compile" and not self.road.params:
+        if self.road.way == "compile" and not (self.road.params or self.road.held):
             rows += [("argument", k, a, b) for k, (a, b) in enumerate(zip(e.inputs, g.inputs, strict=True))]
 
         @cache
         def truth(what: str, nudge: int) -> _Seen | None:
             """What comes of numbers half a unit in the last place off, of none for 0."""
             global _nudge
-            if not self.inexact and not self.road.grad:
+            if self.road.held or not self.inexact and not self.road.grad:
                 return None
             if _BITS.search(self.source) and (what == "argument" or self.road.grad):
                 return None
@@ -456,7 +463,7 @@ class _Run:
             for name, want, have in facts:
                 if want != have:
                     raise Fault(f"metadata: {where}, output {k}: {name} is {have}, eager {want}")
-        if self.road.params:
+        if self.road.params or self.road.held:
             return
         have, want = _aliases(g), _aliases(e)
         if have != want and set(have) < set(want):
@@ -600,7 +607,36 @@ class _Function(torch.nn.Module):
         return self.f(*args)
 
 
-class _Module(torch.nn.Module):
+class _Wrapped(torch.nn.Module):
+    """f with some of its arguments in the module."""
+
+    def take(self, args: Sequence[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: compiled(*self.take(args))
+
+
+class _Holder(_Wrapped):
+    """f with argument number `at` as a buffer, which a call assigns: a result like it, or the next number."""
+
+    def __init__(self, f: Callable[..., Any], at: int, value: Tensor) -> None:
+        super().__init__()
+        self.f, self.at = f, at
+        self.register_buffer("held", value)
+
+    def take(self, args: Sequence[Any]) -> list[Any]:
+        return [x for k, x in enumerate(args) if k != self.at]
+
+    def forward(self, *args: Any) -> Any:
+        old = self.held
+        out = self.f(*args[: self.at], old, *args[self.at :])
+        alike = [x for x in out if isinstance(x, Tensor) and (x.dtype, x.shape) == (old.dtype, old.shape)]
+        self.held = alike[-1] if alike else old + 1
+        return out
+
+
+class _Module(_Wrapped):
     """f with some operands as parameters; `around` puts a call's own parameters in place of the last ones."""
 
     def __init__(self, f: Callable[..., Any], args: Sequence[str], params: Sequence[str]) -> None:
@@ -612,9 +648,6 @@ class _Module(torch.nn.Module):
             if name in self.params:
                 setattr(self, name, torch.nn.Parameter(x, requires_grad=False))
         return [x for name, x in zip(self.args, args, strict=True) if name not in self.params]
-
-    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: compiled(*self.take(args))
 
     def forward(self, *args: Any) -> Any:
         rest = iter(args)

@@ -41,7 +41,7 @@ def generate(seed: int, device: str = "cpu") -> Program:
         if m.ended:
             break
     p = Program(seed, _with_grads(m, road), tuple(m.lines), _outputs(m), tuple(calls), road, device).pruned()
-    return _with_params(p, rng)
+    return _with_held(_with_params(p, rng), rng)
 
 
 def statement(m: Maker, road: Road) -> None:
@@ -138,3 +138,17 @@ def _with_params(p: Program, rng: random.Random) -> Program:
     if not fit or not any(o.dtype != "int" for o in others):
         return p
     return replace(p, road=replace(p.road, params=tuple(fit[:2])))
+
+
+def _with_held(p: Program, rng: random.Random) -> Program:
+    """Some programs are modules with a buffer that each call assigns."""
+    r = p.road
+    if rng.random() > 0.2 or r.way == "compile" or r.threads > 1 or r.params:
+        return p
+    written = {n for line in p.lines if not line.out for n in NAME.findall(line.text)}
+    aliased = {n for o in p.operands for n in NAME.findall(o.alias)}
+    floats = [o for o in p.operands if o.dtype in FLOATS and o.layout == "plain" and not o.alias]
+    fit = [o.name for o in floats if o.name not in written | aliased]
+    if not fit or len({(*c.sizes.items(), *c.ints.items()) for c in p.calls}) > 1:
+        return p  # a call with other sizes may be turned away, and assigns nothing then
+    return replace(p, road=replace(r, held=fit[0], dynamic=False))

@@ -69,6 +69,7 @@ class Road:
     dynamic: of torch.compile; on the other ways True gives every size a Dim. capture: sizes and numbers
     that depend on data stay in the graph. grad: "", "backward" or "forward". threads: calls run at once.
     params: operands that are parameters of a module, with new ones for each call.
+    held: an operand that is a buffer of a module, which a call assigns anew; "": none.
     """
 
     way: str = "compile"
@@ -79,6 +80,7 @@ class Road:
     wrapper: str = "native"
     isa: str = "auto"
     params: tuple[str, ...] = ()
+    held: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def inputs(c, device="cpu"):
         found |= {f"grad: {r.grad}"} if r.grad else set()
         found |= {"threads"} if r.threads > 1 else set()
         found |= {"parameters replaced"} if r.params else set()
+        found |= {"a buffer assigned"} if r.held else set()
         found |= {f"isa: {r.isa}"} if r.isa != "auto" else set()
         for o in self.operands:
             found.add(f"dtype: {o.dtype}")
@@ -188,7 +191,7 @@ def inputs(c, device="cpu"):
 
     def pruned(self) -> Program:
         """Without operands that nothing reads."""
-        used = set(self.outputs).union(*(line.reads for line in self.lines), self.road.params)
+        used = set(self.outputs).union(*(line.reads for line in self.lines), self.road.params, {self.road.held})
         for o in self.operands:
             used |= set(NAME.findall(o.alias)) if o.name in used else set()
         operands = tuple(o for o in self.operands if o.name in used)

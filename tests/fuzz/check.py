@@ -384,7 +384,7 @@ class _Run:
         def truth(what: str, nudge: int) -> _Seen | None:
             """What comes of numbers half a unit in the last place off, of none for 0."""
             global _nudge
-            if self.road.held or not self.inexact and not self.road.grad:
+            if not self.inexact and not self.road.grad:
                 return None
             if _BITS.search(self.source) and (what == "argument" or self.road.grad):
                 return None

@@ -143,7 +143,7 @@ def _with_params(p: Program, rng: random.Random) -> Program:
 def _with_held(p: Program, rng: random.Random) -> Program:
     """Some programs are modules with a buffer that each call assigns."""
     r = p.road
-    if rng.random() > 0.2 or r.way == "compile" or r.threads > 1 or r.params:
+    if rng.random() > 0.5 or r.way == "compile" or r.threads > 1 or r.params or p.inexact:
         return p
     written = {n for line in p.lines if not line.out for n in NAME.findall(line.text)}
     aliased = {n for o in p.operands for n in NAME.findall(o.alias)}

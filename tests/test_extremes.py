@@ -251,3 +251,26 @@ def test_powers_of_two_that_overflow_beside_products_that_do_not(dtype: torch.dt
     x, exponents = (t.contiguous() for t in torch.broadcast_tensors(x, exponents))
     run = torch.compile(torch.ldexp, backend="plait")
     torch.testing.assert_close(run(x, exponents), torch.ldexp(x, exponents), rtol=0, atol=0, equal_nan=True)
+
+
+TO_INTEGERS = [-3e38, -1e10, -40000.0, -300.0, -2.5, -0.5, -0.0, 0.5, 1.7, 255.0, 256.0, 40000.0, 70000.0]
+TO_INTEGERS += [2.0**31, 3e9, 2.0**32, 5e9, 2.0**62, 2.0**63, 1.8e19, 2.0**64, 1e25, -(2.0**31), -9.3e18]
+TO_INTEGERS += [math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize(
+    "isa", ["avx512", pytest.param("avx2", marks=pytest.mark.slow), pytest.param("portable", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("src", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_casts_to_integers_wrap_at_every_size(src: torch.dtype, name: str, isa: str) -> None:
+    """One number is cast by scalar code, many by vectors. Eager's two ways differ in places."""
+    dtype = getattr(torch, name)
+    run = torch.compile(lambda x: x.to(dtype), backend="plait", options={"isa": isa})
+    x = torch.tensor(TO_INTEGERS, dtype=torch.float64).to(src)
+    alone = [run(x[k : k + 1]).item() for k in range(len(x))]
+    many = x.repeat_interleave(16)
+    assert run(many)[::16].tolist() == alone
+    want = [x[k : k + 1].to(dtype).item() for k in range(len(x))]
+    for value, have, a, b in zip(x.tolist(), alone, want, many.to(dtype)[::16].tolist(), strict=True):
+        assert a != b or have == a, value

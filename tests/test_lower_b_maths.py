@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,28 @@ PRODUCTS = {
 def test_products(case: str, decompose: bool) -> None:
     fn, *args = PRODUCTS[case]
     check(fn, *args, decompose=decompose)
+
+
+@pytest.mark.parametrize("beta, alpha, bad", [(0, 0, math.nan), (1, 0.0, math.nan), (2.5, -0.0, math.inf)])
+@pytest.mark.parametrize("size", [4, 64])
+def test_products_times_zero_are_not_read(size: int, beta: float, alpha: float, bad: float) -> None:
+    """As in BLAS. Eager's addr uses none, nor does its baddbmm of small matrices."""
+    a, b, c = r(size, size), r(size, size), r(size, size)
+    a[0, 0], b[1, 1] = bad, bad
+    for op, args in (
+        (torch.addmm, (c, a, b)),
+        (torch.addmm, (c[0], a, b)),
+        (torch.addmv, (c[0], a, b[0])),
+        (torch.addbmm, (c, a[None], b[None])),
+        (torch.baddbmm, (c[None, :4, :4], a[None, :4, :4], b[None, :4, :4])),
+        (torch.addr, (c, a[0], b[1])),
+    ):
+
+        def fn(*args: torch.Tensor, op=op) -> torch.Tensor:
+            return op(*args, beta=beta, alpha=alpha)
+
+        got = torch.compile(fn, backend="plait")(*args)
+        torch.testing.assert_close(got, fn(*args), equal_nan=True)
 
 
 def test_only_large_products_are_calls() -> None:

@@ -194,9 +194,7 @@ def test_integer_division_by_zero(name: str) -> None:
 def test_indices_into_nothing(reduce: str, dtype: torch.dtype) -> None:
     nothing, i = torch.zeros(0, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     for own in (True, False):
-        assert same_outcome(
-            lambda x, i, own=own: x.scatter_reduce(0, i, i.to(x), reduce, include_self=own), nothing, i
-        )
+        assert same_outcome(lambda x, i, own=own: x.scatter_reduce(0, i, i.to(x), reduce, include_self=own), nothing, i)
 
 
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])

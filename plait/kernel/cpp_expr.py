@@ -182,6 +182,8 @@ def scalar_cast(x: str, src: DType, dst: DType) -> str:
         return f"({dst.name})(i32){x}"
     if src.is_float and dst.name == "u32":
         return f"(u32)(i64){x}"
+    if src.is_float and dst.name == "u64":
+        return f"s_to_u64({x})"
     return f"({dst.name}){x}"
 
 
@@ -247,6 +249,10 @@ def vector_cast(x: Parts, src: DType, dst: DType) -> Parts:
         return (mask_from(tuple(f"({p} != 0)" for p in x), src),)
     if src == b1:
         return vector_cast((f"({x[0]} & 1)",), i32, dst)
+    if src.is_float and dst.name == "u32":  # wraps: see s_to_u64
+        return vector_cast(vector_cast(x, src, DTYPES["i64"]), DTYPES["i64"], dst)
+    if src == f32 and dst.name == "u64":
+        return vector_cast(vector_cast(x, src, DTYPES["f64"]), DTYPES["f64"], dst)
     t, u = memory(src), memory(dst)
     if src.nbytes == 8 and dst.nbytes == 8:
         return tuple(convert(p, t, u) for p in x)

@@ -238,11 +238,16 @@ def _unroll(
     reduces = [s for p in passes for s in p if isinstance(s, Reduce) and not s.running]
     if axis is None or lanes == 1 or not reduces or any(isinstance(s, Reduce) and s.running for p in passes for s in p):
         return 1
-    cost = sum(OPS[n.op].cost for n in walk(space.roots()) if n.op in OPS)
+    if inner:  # a pass has its own loop; what lies outside of it is not copied
+        loops = frozenset(space.rvars)
+        cost = max(sum(_cost(root, loops, deps) for s in p for root in stmt_nodes(s)) for p in passes)
+    else:
+        cost = sum(OPS[n.op].cost for n in walk(space.roots()) if n.op in OPS)
+    most = max(sum(isinstance(s, Reduce) for s in p) for p in passes)
     n = extent(axis)
     room = n // lanes if isinstance(n, int) else 4
     for unroll in (4, 2):
-        if cost <= 8 and room >= unroll and len(reduces) * unroll <= 8:
+        if cost <= 8 and room >= unroll and most * unroll <= 8:
             return unroll
     return 1
 

@@ -114,6 +114,11 @@ def _conversions(isa: Isa) -> dict[str, str]:
         plain = _fn(result, name, f"{param} x", f"return __builtin_convertvector(x, {result});")
         builtin = fast.get((a, b))
         out[name] = _either(builtin and _fn(result, name, f"{param} x", f"return ({result}){builtin};"), plain)
+    out["cvt_f64_u64"] = _fn(  # as s_to_u64
+        "vu64", "cvt_f64_u64", "vf64 x",
+        "const vi64 far = (vi64)(x >= 0x1p63); "
+        "return (vu64)cvt_f64_i64(far ? x - 0x1p63 : x) ^ ((vu64)far << 63);",
+    )  # fmt: skip
     n = isa.lanes
     evens = ", ".join(str(2 * k) for k in range(n))
     both = ", ".join(f"cvt_i64_hi32({x})" for x in "ab")

@@ -8,6 +8,7 @@ language.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -227,20 +228,41 @@ def _is_rewritten(s: Reduce) -> bool:
 
 
 def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
+    """A sum for the mean, then the sum of squared deviations from it. The sum of the deviations
+    themselves is what rounding left out of the mean: without it, the mean of equal numbers may be
+    an ulp off, which is not small beside their deviations of 0."""
     dtype = s.value.dtype
     n = const(count, dtype) if isinstance(count, int) else cast(node("index", (), count, i64), dtype)
-    zero, scaled, divisor = const(0, dtype), s.value, n
-    if not _is_widened(s.value):
-        # Scaled by a power of two, which is exact, the sum does not overflow where the mean does not.
-        scale = const(2.0 ** -(count - 1).bit_length() if isinstance(count, int) and count else 2.0**-32, dtype)
-        scaled, divisor = node("mul", (s.value, scale)), node("mul", (n, scale))
-    mean = node("truediv", (node("acc", (), f"{s.name}.sum", dtype), divisor))
-    if not isinstance(count, int) or count == 0:
-        mean = node("where", (node("eq", (n, zero)), zero, mean))
-    off = node("sub", (s.value, mean))
-    accs[f"{s.name}.mean"] = mean
+    zero = const(0, dtype)
+
+    def per_point(total: Node, divisor: Node) -> Node:
+        mean = node("truediv", (total, divisor))
+        if not isinstance(count, int) or count == 0:
+            mean = node("where", (node("eq", (n, zero)), zero, mean))
+        return mean
+
     accs[f"{s.name}.count"] = n
-    return [Reduce(f"{s.name}.sum", "sum", scaled), Reduce(f"{s.name}.m2", "sum", node("mul", (off, off)))]
+    total, rest, m2 = (node("acc", (), f"{s.name}.{part}", dtype) for part in ("sum", "rest", "m2"))
+    if _is_widened(s.value):  # such means are exact enough
+        mean = accs[f"{s.name}.mean"] = per_point(total, n)
+        off = node("sub", (s.value, mean))
+        return [Reduce(f"{s.name}.sum", "sum", s.value), Reduce(f"{s.name}.m2", "sum", node("mul", (off, off)))]
+    # Scaled by a power of two, which is exact, the sum does not overflow where the mean does not.
+    scale = const(2.0 ** -(count - 1).bit_length() if isinstance(count, int) and count else 2.0**-32, dtype)
+    mean = per_point(total, node("mul", (n, scale)))
+    off = node("sub", (s.value, mean))
+    more = per_point(rest, n)
+    accs[f"{s.name}.mean"] = node("add", (mean, more))
+    # Where squares overflow, the correction may as well: infinity less infinity would be NaN.
+    overflows = node("eq", (m2, const(math.inf, dtype)))
+    # Rounding may leave a little below 0.
+    corrected = node("abs", (node("sub", (m2, node("mul", (rest, more)))),))
+    accs[f"{s.name}.m2"] = node("where", (overflows, m2, corrected))
+    return [
+        Reduce(f"{s.name}.sum", "sum", node("mul", (s.value, scale))),
+        Reduce(f"{s.name}.rest", "sum", off),
+        Reduce(f"{s.name}.m2", "sum", node("mul", (off, off))),
+    ]
 
 
 def _is_widened(n: Node) -> bool:

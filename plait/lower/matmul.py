@@ -161,6 +161,18 @@ def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha:
     return ctx.pointwise(shape, out, body)
 
 
+def _is_unread(x: View, alpha: Any) -> bool:
+    """Whether BLAS reads no factor of a product that is multiplied by alpha: NaNs in x do not count."""
+    return x.dtype.is_float and bool(alpha == 0)
+
+
+def _without_product(ctx: Lowering, shape: tuple[Size, ...], bias: View, beta: Any) -> View:
+    """beta * bias of this shape."""
+    compute = compute_dtype(ctx.out_dtype())
+    zeros = ctx.pointwise(shape, compute, lambda ops, i: ops.const(0, compute))
+    return _finished(ctx, zeros, bias, beta, 1)
+
+
 @lower(aten.mm.default)
 def mm(ctx: Lowering, a: View, b: View) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
@@ -181,6 +193,8 @@ def bmm(ctx: Lowering, a: View, b: View) -> Any:
 def addmm(ctx: Lowering, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
     if is_small(ctx, flops, a.shape[-1]):
+        if _is_unread(a, alpha):
+            return _without_product(ctx, (a.shape[0], b.shape[1]), bias, beta)
         return _finished(ctx, _product(ctx, a, b), bias, beta, alpha)
     if beta == alpha == 1 and _is_added_apart(ctx, bias, a):
         assert ctx.node is not None
@@ -213,6 +227,8 @@ def addmv(ctx: Lowering, bias: View, a: View, x: View, *, beta: Any = 1, alpha: 
     flops = _flops((), a.shape[0], 1, a.shape[1])
     if not is_small(ctx, flops, a.shape[-1]):
         return _by_aten(ctx, flops, bias, a, x, beta=beta, alpha=alpha)
+    if _is_unread(a, alpha):
+        return _without_product(ctx, a.shape[:1], bias, beta)
     compute = compute_dtype(a.dtype)
 
     def body(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:

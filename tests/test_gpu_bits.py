@@ -66,10 +66,15 @@ def test_functions_of_subnormal_numbers_are_near(name: str) -> None:
 QUOTIENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "nine": lambda x: x / 9,
     "a float": lambda x: x / 0.3,
+    "a float whose reciprocal depends on the precision": lambda x: x / 2.1,
+    "a small float": lambda x: x / -1e-30,
+    "infinity": lambda x: x / math.inf,
     "zero": lambda x: x / 0,
     "floor": lambda x: x // 3,
     "floor of a negative": lambda x: x // -0.3,
+    "floor of a float": lambda x: x // 2.1,
     "trunc": lambda x: torch.div(x, 3, rounding_mode="trunc"),
+    "trunc of a float": lambda x: torch.div(x, 2.1, rounding_mode="trunc"),
     "a size": lambda x: x / x.shape[0],
     "a number on the host": lambda x: x / torch.tensor(9.0),
 }
@@ -173,6 +178,10 @@ def test_of_zeros_the_first_is_the_greatest(pool: Callable[[Tensor], Tensor], dt
 
 
 @pytest.mark.parametrize("base", [2, 2.0, 3, 0.5, 10])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_powers_of_numbers(base: float, dtype: torch.dtype) -> None:
-    same(lambda x: base**x, torch.arange(-40, 41, device="cuda").to(dtype) / 4)
+def test_powers_of_numbers(base: float) -> None:
+    """In float32, eager's power is that of a newer CUDA library than Triton's: both are near float64's."""
+    x = torch.arange(-40, 41, device="cuda") / 4
+    same(lambda x: base**x, x.double())
+    truth = base ** x.double()
+    got = compiled(lambda x: base**x)(x).double()
+    assert bool(((got - truth).abs() <= 2 * torch.finfo(torch.float32).eps * truth).all())

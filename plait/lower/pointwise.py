@@ -380,6 +380,13 @@ def _by_reciprocal(m: Maths, a: Node, b: Node) -> Node:
     return m("mul", a, m("truediv", 1.0, b))
 
 
+def _by_exact_reciprocal(m: Maths, a: Node, b: Node) -> Node:
+    """Of a Python number, eager computes the reciprocal in double."""
+    if b.op == "const" and isinstance(b.attr, (int, float)) and b.attr:
+        return m("mul", a, 1.0 / b.attr)
+    return _by_reciprocal(m, a, b)
+
+
 def _divided(ctx: Lowering, b: Operand) -> Formula:
     """How eager's kernel divides floats by b: those of a GPU multiply by the reciprocal of a number, which
     may be a last bit off."""
@@ -413,7 +420,8 @@ def _trunc_divide(m: Maths, a: Node, b: Node, divided: Formula) -> Node:
 def _quotient(ctx: Lowering, a: Operand, b: Operand, mode: str | None) -> View:
     divided = _divided(ctx, b)
     if mode is None:
-        return elementwise(ctx, divided, (a, b), FLOAT, rounds=_rounds_dividend)
+        formula = _by_exact_reciprocal if divided is _by_reciprocal else divided
+        return elementwise(ctx, formula, (a, b), FLOAT, rounds=_rounds_dividend)
     if mode == "trunc":
         return elementwise(ctx, lambda m, x, y: _trunc_divide(m, x, y, divided), (a, b), rounds=_rounds_dividend)
     held = ctx.out_dtype() if divided is _by_reciprocal else compute_dtype(ctx.out_dtype())
@@ -500,7 +508,8 @@ def _pow_any(ctx: Lowering, x: Operand, exponent: Operand) -> View:
 def _pow(ctx: Lowering, x: Operand, exponent: Operand) -> View:
     if not common_dtype((x, exponent)).is_float:
         raise NoRule("an integer power with an exponent that is not constant")
-    if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2:
+    doubles = common_dtype((x, exponent)) == f64 and ctx.device() != "cpu"  # pow is the nearer there
+    if not isinstance(x, View) and isinstance(x, (int, float)) and x == 2 and not doubles:
         return elementwise(ctx, row("exp2"), (exponent,), common=common_dtype((x, exponent)))
     return elementwise(ctx, row("pow"), (x, exponent), rounds=rounds_all)
 

@@ -328,6 +328,7 @@ _FOREIGN = {
     "_to_copy": lambda x: aten._to_copy(x, dtype=torch.complex128),
     "_unsafe_view": lambda x: aten._unsafe_view(x, (6, 4)),
     "alias": lambda x: aten.alias(x),
+    "alias_copy": lambda x: aten.alias_copy(x),
     "as_strided": lambda x: aten.as_strided(x, (3, 2), (1, 5), 2),
     "as_strided_copy": lambda x: aten.as_strided_copy(x, (3, 2), (1, 5), 2),
     "chunk": lambda x: aten.chunk(x, 3, 1),

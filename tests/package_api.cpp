@@ -1,5 +1,6 @@
-// tests/package_api.cpp: plait::Package as a C++ program sees it. Usage: package_api PACKAGE MIXED;
-// the packages are those of tests/test_package_cpp.py.
+// tests/package_api.cpp: plait::Package as a C++ program sees it. Usage: package_api PACKAGE MIXED
+// STRIDED; the packages are those of tests/test_package_cpp.py.
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -76,6 +77,18 @@ void mixed(const std::string& path) {
   refuses<InputError>([&] { p.run({x, y}); }, "input 'n' is an int: give all inputs to run_values");
   refuses<InputError>([&] { p.run_values({x}); }, "expected 7 inputs, got 1");
 }
+
+// x.reshape(-1) of rows that are apart in memory.
+void strided(const std::string& path) {
+  const plait::Package p = plait::Package::load(path);
+  const at::Tensor x = at::arange(27, at::kFloat).view({3, 9}), part = x.narrow(1, 2, 5);
+  REQUIRE(p.run({part})[0].equal(part.flatten()));
+  refuses<plait::InputError>([&] { p.run({x}); },
+                             "strides break a condition of the program, x.stride(0) != x.shape[1]: "
+                             "x [3, 9], x.stride(0) = 9");
+  refuses<plait::InputError>([&] { p.run({x.t()}); },
+                             "input 'x': expected stride 1 in dimension 1, got 9");
+}
 }  // namespace
 
 int main(int, char** argv) {
@@ -136,5 +149,6 @@ int main(int, char** argv) {
   for (std::thread& t : threads) t.join();
   REQUIRE(wrong == 0);
   mixed(argv[2]);
+  strided(argv[3]);
   std::printf("ok\n");
 }

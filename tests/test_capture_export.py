@@ -270,6 +270,25 @@ def test_automatic_dimension_with_a_condition() -> None:
         run(torch.randn(7, 4))
 
 
+def test_arguments_of_another_kind_where_there_are_conditions() -> None:
+    def fn(x: Tensor, n: int) -> Tensor:
+        return x.view(x.shape[1], -1) * n if n % 3 == 1 else x
+
+    x, auto = X[:, :3].clone(), Dim.AUTO
+    run = plait.compile(fn, (x, 4), dynamic_shapes={"x": {0: auto, 1: auto}, "n": auto})
+    assert torch.equal(run(x, n=7), fn(x, 7))
+    for args, named, text in [
+        ((3, 4), {}, "input 'x': expected a tensor, got int"),
+        ((X[0], 4), {}, "input 'x': expected 2 dimensions, got 1"),
+        ((x, X), {}, "input 'n': expected an int, got Tensor"),
+        ((x,), {}, "input 'n' is missing"),
+        ((x, 4), {"m": 4}, "there is no input 'm'"),
+        ((x[:, :0], 4), {}, r"sizes break a condition of the program, .* x \(4, 0\), n 4"),
+    ]:
+        with pytest.raises(InputError, match=text):
+            run(*args, **named)
+
+
 def test_size_as_a_result() -> None:
     agrees(lambda x: (x.shape[0] * 2, x + 1), (X,), (X[:3],), dynamic_shapes={"x": {0: Dim("n")}})
 

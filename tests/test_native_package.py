@@ -172,6 +172,32 @@ def test_conditions_on_sizes(tmp_path: Path) -> None:
         p.call(torch.zeros(3, 4))
 
 
+def test_conditions_on_strides(tmp_path: Path) -> None:
+    x = torch.zeros(16)[2:14].view(3, 4)
+    for fact, found in [("stride 0 0", 4), ("stride 0 1", 1), ("offset 0", 2), ("size 0 1", 4)]:
+        p = load(tmp_path, contents(checks=(("c", fact, f"const {found}", "eq"),)))
+        assert p.call(x).shape == x.shape
+    checks = (("c", "stride 0 0", "offset 0", "mul", "stride 0 0", "lt"),)
+    text = r"strides break a condition of the program, c: x \[3, 4\], x.stride\(0\) = 4, x.storage_offset\(\) = 2$"
+    with pytest.raises(InputError, match=text):
+        load(tmp_path, contents(checks=checks)).call(x)
+
+
+@pytest.mark.parametrize(
+    "fact, text",
+    [
+        ("stride 0 2", "dimension 2 is out of range"),
+        ("size 0 -1", "dimension -1 is out of range"),
+        ("offset 0 1", "dimension 1 is out of range"),
+        ("stride 1 0", "a condition reads what is no input"),
+        ("int 0", "a condition reads what is no input"),
+    ],
+)
+def test_conditions_on_what_no_input_has(tmp_path: Path, fact: str, text: str) -> None:
+    with pytest.raises(PackageError, match=f"damaged section 'manifest': {text}"):
+        load(tmp_path, contents(checks=(("c", fact),)))
+
+
 def test_what_is_missing_has_a_name(tmp_path: Path) -> None:
     c = contents()
     p = program((tensor("w", 3, 4), tensor("x", s0, 4)), extern("nowhere::op", outs=("o",)), ret("o"))
@@ -287,7 +313,10 @@ def test_damage_under_a_sanitizer(tmp_path: Path) -> None:
         single=False,
         weights={"w": torch.ones(3, 4), "v": torch.ones(5)},
         variants=(Variant("portable", b"plan", b"kernels"), Variant("avx2+sm_90", b"plan", None, b"cubins")),
-        checks=(("even", "size 0 0", "const 2", "mod", "const 0", "eq"),),
+        checks=(
+            ("even", "size 0 0", "const 2", "mod", "const 0", "eq"),
+            ("apart", "stride 1 0", "offset 2", "add", "size 1 1", "lt"),
+        ),
         folded=("old",),
         routines=(Routine(b"plan", [torch.ones(3)], ("cpu",), ()), Routine(b"plan", [], (), (control,))),
         fixed=((0, "n", None), (2, "m", True), (4, "k", 2.5), (5, "h", "up"), (6, "d", torch.float32)),

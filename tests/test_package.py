@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from torch.export import Dim, export
 
 import plait
 from plait._native import Package as NativePackage
+from plait.compat import export as compat_export
 from plait.errors import InputError, Unsupported, UserError
 from plait.runtime import signature as signatures
 from plait.runtime.package import Package
@@ -318,14 +320,36 @@ class Flat(nn.Module):
         return x.reshape(-1)
 
 
-def test_a_condition_that_no_package_checks_is_told(tmp_path: Path) -> None:
-    line = inspect.getsourcelines(Flat)[1] + 2
-    text = rf"sizes with x.stride\(0\) != (.|\n)*at test_package.py:{line}\n.*try: contiguous .*, or "
+def where_it_begins(x: Tensor) -> Tensor:
+    return x * 2 if x.storage_offset() % 3 == 1 else x * 3
+
+
+@pytest.mark.parametrize(
+    ("fn", "example", "fits", "breaks", "condition", "found"),
+    [
+        (Flat(), X[:6, :4], X[:3, :5], X[:3], "x.stride(0) != x.shape[1]", "stride(0) = 16"),
+        (Flat(), X[:, :8:2], X[:3, :10:2], X, "x.stride(0) != (x.shape[1]*x.stride(1))", "stride(1) = 1"),
+        (where_it_begins, X[2:, 2:], X[1:, 3:], X, "(x.storage_offset() % 3) == 1", "storage_offset() = 0"),
+    ],
+)
+def test_conditions_on_strides_are_checked(
+    tmp_path: Path, fn: Any, example: Tensor, fits: Tensor, breaks: Tensor, condition: str, found: str
+) -> None:
     shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+    plait.package(fn, tmp_path / "p.plait", (example,), shapes, machines="portable")
+    for call in (plait.load(tmp_path / "p.plait"), plait.compile(fn, (example,), shapes)):
+        assert torch.equal(call(fits), fn(fits))
+        text = f"strides break a condition of the program, .*{re.escape(condition)}.*: x .*, x.{re.escape(found)}$"
+        with pytest.raises(InputError, match=text):
+            call(breaks)
+
+
+def test_a_condition_beyond_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat_export, "_postfix", lambda *_: None)
+    line = inspect.getsourcelines(Flat)[1] + 2
+    text = rf"needs sizes with x.stride(.|\n)*at test_package.py:{line}\n.*try: plait.compile"
     with pytest.raises(Unsupported, match=text):
-        plait.package(Flat(), tmp_path / "p.plait", (X[:6, :4],), shapes)
-    plait.package(Flat(), tmp_path / "p.plait", (X[:6, :4].contiguous(),), shapes)
-    assert torch.equal(plait.load(tmp_path / "p.plait")(X[:4]), X[:4].flatten())
+        plait.package(Flat(), tmp_path / "p", (X[:6, :4],), ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
 
 
 @pytest.mark.parametrize("name", ["convolutions", "mlp"])

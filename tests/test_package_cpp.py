@@ -85,6 +85,10 @@ def mixed_package(path: Path) -> None:
         plait.load(path)
 
 
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(-1)
+
+
 def test_the_interface(tmp_path: Path) -> None:
     s0 = symbol("s0")
     p = program(
@@ -109,9 +113,11 @@ def test_the_interface(tmp_path: Path) -> None:
     )
     write_package(tmp_path / "p.plait", contents)
     mixed_package(tmp_path / "q.plait")
+    shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+    plait.package(flat, tmp_path / "r.plait", (torch.ones(6, 8)[:, :4],), shapes)
     (tmp_path / "CMakeLists.txt").write_text(CMAKE.format(source=ROOT / "tests" / "package_api.cpp"))
     built = build(tmp_path, tmp_path / "build")
-    assert run(built / "package_api", tmp_path / "p.plait", tmp_path / "q.plait") == "ok\n"
+    assert run(built / "package_api", *(tmp_path / f"{name}.plait" for name in "pqr")) == "ok\n"
 
 
 class Tied(torch.nn.Module):

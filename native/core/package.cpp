@@ -29,8 +29,9 @@
 //     dims: (0) any | (1, number) | (2, symbol, lowest, highest) each
 //   results: (0) the program's |
 //            (2, input, requires_grad, 0 or 1: is there an offset, offset) a view of an input
-//   conditions: text, then (operator, a, b) each; operators as in plans, 1 is size b of argument a,
-//     of b -1 the int itself
+//   conditions: text, facts, nodes each
+//     facts: (0 the int | 1 size | 2 stride | 3 offset in the storage, argument, dim or 0) each
+//     nodes: (operator, a, b) each, operators as in plans, 0 is the number a, 1 is fact a
 //   variants: (machine, plan, kernels, cubins) each, names of sections or empty
 //
 // The checksum: blocks of 32 bytes, the last one filled with zeros, go into four lanes of 64 bits,
@@ -280,31 +281,30 @@ class ManifestParser {
     return r;
   }
   Condition condition() {
-    Condition c{in_.text(), {}};
-    int64_t n = 0;
+    Condition c{in_.text(), in_.list([&] { return fact(); }), {}};
+    size_t n = 0;
     c.nodes = in_.list([&] {
       ExprNode e{static_cast<ExprNode::Op>(in_.id(0, 12, "expression operator"))};
-      if (e.op == ExprNode::Op::symbol) {
-        e.a = index(m_.signature.names.size(), "argument");
-        e.b = in_.id(-1, kMaxRank, "dimension");
-        require_dimension(e);
-      } else {
-        e.a = e.op == ExprNode::Op::constant ? in_.word() : in_.id(0, n, "expression");
-        e.b = e.op == ExprNode::Op::constant ? in_.word() : in_.id(0, n, "expression");
-      }
+      const bool constant = e.op == ExprNode::Op::constant, is_fact = e.op == ExprNode::Op::symbol;
+      e.a = constant ? in_.word() : index(is_fact ? c.facts.size() : n, "expression");
+      e.b = index(constant || is_fact ? 1 : n, "expression");
       ++n;
       return e;
     });
     if (c.nodes.empty()) Reader::fail("a condition is empty");
     return c;
   }
-  void require_dimension(const ExprNode& e) const {
-    for (const InputSpec& s : m_.signature.inputs)
-      if (s.arg == e.a && (s.kind == InputSpec::Kind::tensor
-                               ? e.b >= 0 && static_cast<size_t>(e.b) < s.sizes.size()
-                               : s.kind == InputSpec::Kind::integer && e.b < 0))
-        return;
-    Reader::fail("a condition reads a dimension that no input has");
+  Condition::Fact fact() {
+    using Kind = Condition::Fact::Kind;
+    const auto kind = static_cast<Kind>(in_.id(0, 4, "kind of fact"));
+    const auto of = kind == Kind::integer ? InputSpec::Kind::integer : InputSpec::Kind::tensor;
+    const int64_t arg = in_.word();
+    const std::vector<InputSpec>& inputs = m_.signature.inputs;
+    size_t i = 0;
+    while (i < inputs.size() && (inputs[i].kind != of || inputs[i].arg != arg)) ++i;
+    if (i == inputs.size()) Reader::fail("a condition reads what is no input");
+    const bool has_dim = kind == Kind::size || kind == Kind::stride;
+    return {kind, i, index(has_dim ? inputs[i].sizes.size() : 1, "dimension")};
   }
 
   Reader in_;

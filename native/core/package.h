@@ -13,7 +13,7 @@
 
 namespace plait {
 
-inline constexpr uint32_t kPackageVersion = 2;
+inline constexpr uint32_t kPackageVersion = 3;
 inline constexpr uint64_t kWeightAlign = 64;  // of storages among the weights
 
 // A hash of 64 bits against damage. Whoever wants to deceive it can: it is not cryptographic.

@@ -39,10 +39,18 @@ struct Produced {
   std::optional<int64_t> offset;
 };
 
-// A condition on sizes beyond those of Dim: holds unless its last node is 0. A node `symbol` is
-// size `b` of the caller's argument `a`, or with -1 for `b` this argument, an integer.
+// A condition on inputs beyond those of Dim: holds unless its last node is 0. A node `symbol` is
+// number `a` of its facts.
 struct Condition {
+  // Of an input: the integer itself, or of a tensor the size or the stride of a dimension, or its
+  // offset in its storage.
+  struct Fact {
+    enum class Kind { integer, size, stride, offset } kind;
+    size_t input;
+    int64_t dim;  // size, stride
+  };
   std::string text;
+  std::vector<Fact> facts;
   std::vector<ExprNode> nodes;
 };
 

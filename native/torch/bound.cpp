@@ -228,12 +228,15 @@ void Bound::check_apart(const Tensors& tensors) const {
 }
 
 void Bound::check_conditions(const Tensors& tensors, const Integers& integers) const {
-  using Kind = InputSpec::Kind;
-  const auto value_of = [&](const ExprNode& e) {
-    const Kind kind = e.b < 0 ? Kind::integer : Kind::tensor;
-    size_t i = 0;
-    while (signature_.inputs[i].kind != kind || signature_.inputs[i].arg != e.a) ++i;
-    return e.b < 0 ? integers[i] : tensors[i]->size(e.b);
+  using Kind = Condition::Fact::Kind;
+  const auto value_of = [&](const Condition::Fact& fact) {
+    const at::Tensor* t = tensors[fact.input];
+    if (fact.kind == Kind::integer) return integers[fact.input];
+    if (fact.kind == Kind::offset) return t->storage_offset();
+    return fact.kind == Kind::size ? t->size(fact.dim) : t->stride(fact.dim);
+  };
+  const auto name = [&](size_t input) -> const std::string& {
+    return signature_.names[static_cast<size_t>(signature_.inputs[input].arg)];
   };
   for (const Condition& c : signature_.conditions) {
     std::vector<int64_t> values(c.nodes.size());
@@ -241,19 +244,27 @@ void Bound::check_conditions(const Tensors& tensors, const Integers& integers) c
     for (size_t k = 0; known && k < values.size(); ++k) {
       const ExprNode& e = c.nodes[k];
       if (e.op == ExprNode::Op::symbol)
-        values[k] = value_of(e);
+        values[k] = value_of(c.facts[static_cast<size_t>(e.a)]);
       else
         known = evaluate(e, values.data(), values[k]);
     }
     if (known && values.back() != 0) continue;
-    std::string shapes;
+    std::string found, what = "sizes";
     for (size_t i = 0; i < tensors.size(); ++i) {
       const InputSpec& s = signature_.inputs[i];
-      if (s.kind != Kind::tensor && s.kind != Kind::integer) continue;
-      shapes += (shapes.empty() ? "" : ", ") + signature_.names[static_cast<size_t>(s.arg)] + " " +
-                (tensors[i] ? at::str(tensors[i]->sizes()) : std::to_string(integers[i]));
+      if (s.kind != InputSpec::Kind::tensor && s.kind != InputSpec::Kind::integer) continue;
+      found += (found.empty() ? "" : ", ") + name(i) + " " +
+               (tensors[i] ? at::str(tensors[i]->sizes()) : std::to_string(integers[i]));
     }
-    throw InputError("sizes break a condition of the program, " + c.text + ": " + shapes);
+    for (const Condition::Fact& fact : c.facts) {
+      if (fact.kind != Kind::stride && fact.kind != Kind::offset) continue;
+      what = "strides";
+      found += ", " + name(fact.input) +
+               (fact.kind == Kind::offset ? ".storage_offset()"
+                                          : ".stride(" + std::to_string(fact.dim) + ")") +
+               " = " + std::to_string(value_of(fact));
+    }
+    throw InputError(what + " break a condition of the program, " + c.text + ": " + found);
   }
 }
 

@@ -26,7 +26,7 @@ from plait.capture.program import collector_paused, compile_captured
 from plait.capture.trace import Traced, trace
 from plait.config import Config
 from plait.errors import UserError
-from plait.runtime.signature import as_called, named_in
+from plait.runtime.signature import as_called
 from plait.wrapper.program import CompileRecord
 from plait.wrapper.watch import watcher
 
@@ -97,5 +97,5 @@ def _bound(traced: Traced, roots: Mapping[str, Any], cfg: Config) -> tuple[Any, 
     specs = [("bound", name, x) for name, x in traced.state.items()] + argument_specs(traced)
     specs += [("bound", owners.name_of(len(traced.state) + k), x) for k, x in enumerate(outside)]
     call = bind(program.call, specs, signature.tensors, signature.single, results, traced.mutated, owners)
-    checks = [(named_in(check.text, signature.tensors), check.holds) for check in traced.sizes.checks]
+    checks = [(check.text, check.holds) for check in traced.sizes.checks]
     return as_called(call, signature, checks), program.record

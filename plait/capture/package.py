@@ -171,15 +171,12 @@ def _require_conditions(traced: Traced) -> None:
         if check.tokens:
             continue
         told = signatures.named_in(check.text, traced.signature.tensors)
-        hint = "plait.compile, which checks it in Python"
-        if ".stride(" in told or ".storage_offset(" in told:
-            hint = f"contiguous example inputs, such as x.contiguous(), or {hint}"
         named = [inputs[int(number)] for number in re.findall(r"args\[(\d+)\]", check.text)]
         traces = [str(user.meta.get("stack_trace") or "") for x in named for user in x.users]
         theirs = {last_frame(t) for t in traces if t.rfind('File "') > t.rfind(ours)}
         what = f"a package of a program that needs sizes with {told}"
         line = "".join(theirs) if len(theirs) == 1 else ""  # which of several it is, is not known
-        raise Unsupported(what, where=line, hint=hint)
+        raise Unsupported(what, where=line, hint="plait.compile, which checks it in Python")
 
 
 def _folded(traced: Traced) -> tuple[Traced, list[str]]:

@@ -248,24 +248,30 @@ def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tu
 
 
 def _symbolic_strides(fakes: Sequence[Any]) -> dict[Any, str]:
-    """The symbols of strides and offsets that vary on their own, as texts."""
-    given = [(f"args[{arg}].", x) for arg, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
-    found: list[tuple[str, Any]] = [(f"{own}storage_offset()", x.storage_offset()) for own, x in given]
-    found += [(f"{own}stride({d})", s) for own, x in given for d, s in enumerate(x.stride())]
-    return {s.node.expr: text for text, s in found if isinstance(s, torch.SymInt) and s.node.expr.is_symbol}
+    """The symbols of strides and offsets that vary on their own, as tokens."""
+    given = [(arg, x) for arg, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
+    found: list[tuple[str, Any]] = [(f"offset {arg}", x.storage_offset()) for arg, x in given]
+    found += [(f"stride {arg} {d}", s) for arg, x in given for d, s in enumerate(x.stride())]
+    exprs = [(token, s.node.expr) for token, s in found if isinstance(s, torch.SymInt)]
+    return {expr: token for token, expr in exprs if expr.is_symbol}
 
 
 def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, str] | None = None) -> Check:
     """A sympy condition on sizes, and on strides, as text and as a Python function of the arguments."""
-    own = {s: f"args[{a}]" if d is None else f"args[{a}].shape[{d}]" for s, (a, d) in where.items()}
-    texts = {**(strides or {}), **own}
-    if missing := [s for s in expr.free_symbols if s not in texts]:
+    own = {s: f"int {a}" if d is None else f"size {a} {d}" for s, (a, d) in where.items()}
+    names = {**(strides or {}), **own}
+    if missing := [s for s in expr.free_symbols if s not in names]:
         raise InternalError(f"size condition {expr} has a symbol {missing[0]} of no input")
-    sizes = {s: sympy.Symbol(text, **s.assumptions0) for s, text in texts.items()}
-    source = PythonPrinter().doprint(expr.xreplace(sizes))
+    texts = {s: sympy.Symbol(_spelled(*token.split()), **s.assumptions0) for s, token in names.items()}
+    source = PythonPrinter().doprint(expr.xreplace(texts))
     holds = eval(f"lambda *args: {source}", {"math": math, "torch": torch})
-    names = {s: f"size {a} {-1 if d is None else d}" for s, (a, d) in where.items()}
     return Check(source, holds, _postfix(expr, names) or ())
+
+
+def _spelled(kind: str, arg: str, dim: str = "") -> str:
+    """What a token stands for, in Python."""
+    ends = {"int": "", "size": f".shape[{dim}]", "stride": f".stride({dim})", "offset": ".storage_offset()"}
+    return f"args[{arg}]{ends[kind]}"
 
 
 _TOKENS = {
@@ -278,7 +284,7 @@ _TOKENS = {
 def _postfix(expr: Any, names: dict[Any, str]) -> tuple[str, ...] | None:
     """Operands, each followed by what it is combined by; None for one beyond these operators. What is true is 1."""
     if expr.is_Symbol:
-        return (names[expr],) if expr in names else None  # a stride is beyond a package
+        return (names[expr],)
     if expr.is_Integer or expr in (sympy.true, sympy.false):
         return (f"const {int(bool(expr)) if expr.is_Boolean else int(expr)}",)
     if isinstance(expr, sympy.Gt | sympy.Ge):

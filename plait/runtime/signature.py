@@ -91,7 +91,8 @@ class Layers:
 
 
 Check = tuple[str, Callable[..., bool]]
-"""A condition that sizes must meet: its text, and whether it holds for tensor arguments."""
+"""A condition that arguments must meet: its text, in which they are args[0], args[1] and so on, and whether it holds
+for them."""
 
 
 def as_called(call: Callable[..., Any], signature: Signature, checks: Sequence[Check] = ()) -> Callable[..., Any]:
@@ -109,21 +110,39 @@ def named_in(text: str, names: Sequence[str]) -> str:
 
 
 def _with_checks(call: Callable[..., Any], names: Sequence[str], checks: Sequence[Check]) -> Callable[..., Any]:
-    """call, after conditions on sizes that go beyond equality and ranges."""
+    """call, after conditions on sizes and strides that go beyond equality and ranges."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            args = (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs))
-        if len(args) != len(names):
-            raise InputError(f"expected {len(names)} inputs, got {len(args)}")
-        for text, holds in checks:
-            if not holds(*args):
-                sizes = (tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args)
-                shapes = ", ".join(f"{n} {size}" for n, size in zip(names, sizes, strict=True))
-                raise InputError(f"sizes break a condition of the program, {text}: {shapes}")
-        return call(*args)
+        given = (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
+        for text, holds in checks if len(given) == len(names) else ():
+            if _breaks(given, holds):
+                raise InputError(_broken(text, names, given))
+        return call(*args, **kwargs)
 
     return checked
+
+
+def _breaks(args: Sequence[Any], holds: Callable[..., bool]) -> bool:
+    """Whether a condition does not hold. Arguments of another kind break none: the call itself refuses them."""
+    try:
+        return not holds(*args)
+    except ZeroDivisionError:
+        return True
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return False
+
+
+_IN_MEMORY = re.compile(r"(args\[(\d+)\]\.(stride|storage_offset)\((\d*)\))")
+
+
+def _broken(text: str, names: Sequence[str], args: Sequence[Any]) -> str:
+    """What is wrong with arguments that break a condition: their sizes, and what it reads of their strides."""
+    sizes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
+    found = [f"{n} {size}" for n, size in zip(names, sizes, strict=True)]
+    in_memory = dict.fromkeys(_IN_MEMORY.findall(text))
+    found += [f"{spelled} = {getattr(args[int(k)], fact)(*map(int, dim))}" for spelled, k, fact, dim in in_memory]
+    what = "strides" if in_memory else "sizes"
+    return named_in(f"{what} break a condition of the program, {text}: {', '.join(found)}", names)
 
 
 def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:

@@ -31,13 +31,14 @@ InputSpec = tuple[Any, ...]
 Result = tuple[Any, ...]
 """Both as in capture/bound.py."""
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"PLAITPKG"
 _PAGE = 4096
 _WEIGHT_ALIGN = 64
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
-_OPERATORS = {"const": 0, "size": 1, "add": 2, "mul": 3, "floordiv": 4, "mod": 5, "min": 6, "max": 7, "eq": 8,
-              "ne": 9, "lt": 10, "le": 11}  # fmt: skip
+_FACTS = ("int", "size", "stride", "offset")
+_OPERATORS = ("const", "fact", "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le")
+"""Both in the order of their numbers in a file."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class Contents:
     ("symbol", name). names: of the caller's tensors and ints. outputs: of the results. weights: by name; they live
     where the plan has its inputs. constants: the plan's table; constant_devices: where they are to live, empty: where
     they are.
-    checks: a condition on sizes each: its text, then a formula with operands first: "size 0 1" (size 1 of the
-    caller's argument 0; "size 0 -1": this int itself), "const 4", "add", "mul", "floordiv", "mod", "min", "max",
-    "eq", "ne", "lt", "le".
+    checks: a condition on arguments each: its text, then a formula with operands first. Operands are "const 4" and
+    facts of the caller's argument 0: "size 0 1", "stride 0 1" (of dimension 1), "offset 0" (in its storage), "int 0"
+    (this int itself); operators are "add", "mul", "floordiv", "mod", "min", "max", "eq", "ne", "lt", "le".
     folded: names of weights that others were computed from. variants: best first. python: JSON that plait.load reads.
     controls: by number in the plans. fixed: constants among the arguments: position among all of them, name, value.
     """
@@ -368,14 +369,18 @@ def _control(c: Control) -> bytes:
 def _check(check: tuple[str, ...]) -> bytes:
     """Operands stand before what uses them: a node names them by number."""
     text, *tokens = check
+    facts: dict[bytes, int] = {}
     nodes: list[bytes] = []
     stack: list[int] = []
     for token in tokens:
         op, *numbers = token.split()
         a, b = (map(int, (*numbers, "0")[:2])) if numbers else (stack.pop(-2), stack.pop())
+        if op in _FACTS:
+            fact = _words(_FACTS.index(op), a, b)
+            op, a, b = "fact", facts.setdefault(fact, len(facts)), 0
         stack.append(len(nodes))
-        nodes.append(_words(_OPERATORS[op], a, b))
-    return _text(text) + _list(nodes)
+        nodes.append(_words(_OPERATORS.index(op), a, b))
+    return _text(text) + _list(facts) + _list(nodes)
 
 
 def _words(*numbers: int) -> bytes:

@@ -97,6 +97,20 @@ def compile_graph(captured: Captured, cfg: Config, target: Target | None = None)
     return Program(loaded, loaded.boxed, record)
 
 
+def compile_texts(captured: Captured, cfg: Config) -> tuple[WrapperProgram, Parts]:
+    """What a compile makes up to its program, and the files of cfg.debug_dir; nothing is built or loaded, so the graph
+    may be for a machine that is not this one."""
+    log = _log(captured, cfg)
+    lowered, plan = _plan(captured, cfg, log)
+    sources = log("emit kernels", _emit, plan, cfg)
+    plan = _name_kernels(plan, sources)
+    show.show_plan(log, plan)
+    show.show_sources(log, sources)
+    wrapper = _wrap(captured, lowered, plan, cfg, log)
+    show.show_wrapper(log, wrapper, {}, lowered.constants, lowered.callables)
+    return wrapper, Parts({}, lowered.constants, lowered.callables, sources, lowered.program.hints, cfg)
+
+
 @dataclass(frozen=True)
 class Portable:
     """A graph compiled for a machine that need not be this one. machine: its vector instructions, its GPU or both, such
@@ -168,7 +182,7 @@ def _log(captured: Captured, cfg: Config) -> PassLog:
 
 def _plan(captured: Captured, cfg: Config, log: PassLog) -> tuple[Lowered, Plan]:
     """The front half, which knows nothing of machines."""
-    show.show_graph(log, "0_captured.py", captured.graph)
+    show.show_given(log, captured)
     captured = log("clean graph", clean_graph, captured, cfg)
     show.show_graph(log, "1_graph.py", captured.graph)
     lowered = log("lower", lower_graph, captured, cfg)

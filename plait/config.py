@@ -33,7 +33,10 @@ class Config:
         in_key=False, choices=(0, 1, 2, 3, 4, 5),
     )  # fmt: skip
     debug_dir: str = flag(
-        "", doc="folder for one debug folder a graph; '' writes none unless debug >= 4 (then plait_debug)", in_key=False
+        "",
+        doc="folder for one debug folder a graph (%p: the process's number); '' writes none unless debug >= 4 "
+        "(then plait_debug)",
+        in_key=False,
     )
     verify: bool = flag(False, doc="check the IR between passes (also on when debug >= 1)", in_key=False)
     strict: bool = flag(

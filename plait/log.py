@@ -36,7 +36,8 @@ class PassLog:
         self.verifiers = verifiers or {}
         self.times_ms: dict[str, float] = {}
         self._open: list[str] = []
-        self._root = cfg.debug_dir or ("plait_debug" if cfg.debug >= SOURCE else "")
+        root = cfg.debug_dir or ("plait_debug" if cfg.debug >= SOURCE else "")
+        self._root = root.replace("%p", str(os.getpid()))
 
     def __call__(self, step: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """fn(*args, **kwargs), timed as `step` and then verified. Errors pass through untouched.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._prims_common import is_contiguous_or_false
 
 from plait.config import Config
 from plait.errors import Fallback, Rung
@@ -185,9 +186,10 @@ class Lowering:
         return "cpu" if found is None else device_name(found.device)
 
     def out_strides(self, k: int | None = None) -> tuple[Size, ...] | None:
-        """Eager's strides of the current node's (k-th) result, None if row-major."""
+        """Eager's strides of the current node's (k-th) result, None if row-major. Asks no guard: what sizes are
+        does not become a condition of the program."""
         meta = self.out_meta(k)
-        return None if meta.is_contiguous() else tuple(to_size(s) for s in meta.stride())
+        return None if is_contiguous_or_false(meta) else tuple(to_size(s) for s in meta.stride())
 
     # ---- buffers
     def new_buffer(

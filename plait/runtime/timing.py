@@ -120,8 +120,8 @@ def load_constants(path: str, beside: str) -> list[Tensor]:
     """The constants that were saved beside a module; [] for the empty path."""
     if not path:
         return []
-    loaded: list[Tensor] = torch.load(Path(beside).parent / path, weights_only=True)
-    return loaded
+    loaded: dict[int, Tensor] = torch.load(Path(beside).parent / path, weights_only=True)
+    return list(loaded.values())
 
 
 def benchmark(call: Boxed, inputs: Callable[[], list[object]], name: str) -> None:

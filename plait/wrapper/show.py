@@ -1,9 +1,10 @@
 """Every stage of a compilation in readable form: files of the debug folder, lines of the debug ladder.
 
-In: the data of a stage and the graph's `PassLog`, which knows who wants to see it. The files of one graph, in order:
-0_captured.py, 1_graph.py (FX), 2_loops.txt (before fusion), 3_plan.txt (after), 4_kernels.cpp (4_kernels_cuda.py for a
-GPU), 5_wrapper.txt and 6_module.py with 6_constants.pt, which runs by itself. docs/debug.md describes them. Nothing is
-built that nobody reads.
+In: the data of a stage and the graph's `PassLog`, which knows who wants to see it. The files of one
+graph, in order: 0_given.json with 0_given.pt, which `plait replay` compiles again, 0_captured.py,
+1_graph.py (FX), 2_loops.txt (before fusion), 3_plan.txt (after), 4_kernels.cpp (4_kernels_cuda.py for
+a GPU), 5_wrapper.txt and 6_module.py with 6_constants.pt, which runs by itself. docs/debug.md
+describes them. Nothing is built that nobody reads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from plait.graph.captured import Captured
+from plait.graph.text import given_text, tensors_of
 from plait.ir.loops import LoopProgram
 from plait.ir.text import program_text
 from plait.kernel.target import Source
@@ -28,6 +31,15 @@ from plait.wrapper.python import make_python
 from plait.wrapper.text import text
 
 CONSTANTS = "6_constants.pt"
+GIVEN, GIVEN_TENSORS = "0_given.json", "0_given.pt"
+
+
+def show_given(log: PassLog, captured: Captured) -> None:
+    """The graph as it came in, before any pass changes it: as data that reads back, and as Python to read."""
+    if log.folder is not None:
+        log.dump(GIVEN, lambda: given_text(captured, log.cfg))
+        _save(log, GIVEN_TENSORS, tensors_of(captured.graph))
+    show_graph(log, "0_captured.py", captured.graph)
 
 
 def show_graph(log: PassLog, filename: str, graph: torch.fx.GraphModule) -> None:
@@ -93,11 +105,16 @@ def show_wrapper(
     log.dump("6_module.py", lambda: make_python(program, libraries, saved, calls))
     if log.cfg.wrapper == "cpp":
         log.dump("6_program.cpp", lambda: make_cpp(program))
-    if saved and log.folder is not None:
-        with torch.utils._python_dispatch._disable_current_modes():  # constants are no fake tensors
-            try:
-                torch.save([c.detach() for c in constants], log.folder / CONSTANTS)
-            except (OSError, RuntimeError) as error:
-                log.give_up(error)
+    _save(log, CONSTANTS, dict(enumerate(constants)))
     if log.shows(SOURCE):
         log.note(SOURCE, f"{log.name}: wrapper\n{make_python(program, libraries, saved, calls)}")
+
+
+def _save(log: PassLog, filename: str, tensors: Mapping[Any, torch.Tensor]) -> None:
+    if not tensors or log.folder is None:
+        return
+    with torch.utils._python_dispatch._disable_current_modes():  # they are no fake tensors
+        try:
+            torch.save({name: t.detach() for name, t in tensors.items()}, log.folder / filename)
+        except (OSError, RuntimeError) as error:
+            log.give_up(error)

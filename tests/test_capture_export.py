@@ -8,8 +8,10 @@ import gc
 import operator
 import pickle
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.fx.experimental.sym_node import SymNode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._traceback import CapturedTraceback
 
@@ -287,6 +290,60 @@ def test_arguments_of_another_kind_where_there_are_conditions() -> None:
     ]:
         with pytest.raises(InputError, match=text):
             run(*args, **named)
+
+
+M = torch.arange(48.0).view(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("asks", "example", "fits", "breaks", "condition"),
+    [
+        (lambda x: x.shape[0] == 1, M, M[:2], M[:1], "x.shape[0] != 1"),
+        (lambda x: x.shape[0] != 0, M, M[:1], M[:0], "x.shape[0] != 0"),
+        (lambda x: not x.shape[0], M, M[:1], M[:0], "x.shape[0] != 0"),
+        (lambda x: x.numel() > 8, M, M[:2], M[:1], "8*x.shape[0] > 8"),
+        (lambda x: max(x.shape[0], 1) == 3, M, M[:1], M[:0], "x.shape[0] >= 1"),
+        (lambda x: x.stride(1) == 1, M[:, :6:2], M[:2, :8:3], M[:2, :3], "x.stride(1) != 1"),
+        (lambda x: x.stride(0) == 8, M[:, 2:5], M[:2, 3:6], M[:, :3].clone(), "x.stride(0) == 8"),
+        (lambda x: x.is_contiguous(), M[:, :6:2], M[:2, :3], M[:1, :3], "not (x.stride(1) == 1 and ("),
+        (lambda x: x.t().is_contiguous(), M[:, :4].t(), M[:, :5].t(), M.t(), "x.stride(1) != x.shape[0]"),
+        (lambda x: x.storage_offset() == 0, M[:4], M[:3], M[1:], "x.storage_offset() == 0"),
+        (lambda x: x[1:].storage_offset() == 16, M[1:4], M[1:5], M, "(8 + x.storage_offset()) == 16"),
+    ],
+)
+def test_what_a_program_asks_of_sizes_and_strides_holds_at_calls(
+    asks: Callable[[Tensor], bool], example: Tensor, fits: Tensor, breaks: Tensor, condition: str
+) -> None:
+    """Also where a size or stride is 0 or 1, which tracing takes for 2 or more."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 2 if asks(x) else x * 3
+
+    run = agrees(fn, (example,), (fits,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    with pytest.raises(InputError, match=re.escape(condition)):
+        run(breaks)
+
+
+def test_threads_that_trace_leave_torch_as_it_was() -> None:
+    """The one that begins first ends first."""
+    before = torch.compiler.is_compiling(), torch.SymBool.__bool__, SymNode.bool_, SymNode.eq
+    inside, left = threading.Event(), threading.Event()
+
+    def first(x: Tensor) -> Tensor:
+        assert inside.wait(60)
+        return x + 1
+
+    def second(x: Tensor) -> Tensor:
+        inside.set()
+        assert left.wait(60)
+        return x + 2
+
+    with ThreadPoolExecutor(2) as threads:
+        a, b = (threads.submit(plait.compile, fn, (X,)) for fn in (first, second))
+        a.result()
+        left.set()
+        b.result()
+    assert (torch.compiler.is_compiling(), torch.SymBool.__bool__, SymNode.bool_, SymNode.eq) == before
 
 
 def test_size_as_a_result() -> None:

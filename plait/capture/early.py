@@ -16,7 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from plait import compat
 from plait.capture.resampling import AUTOGRAD, COMPOSITE, whole
-from plait.capture.shared import Shared
+from plait.compat.shared import Shared
 
 Kernels = Mapping[Any, Callable[..., Any]]  # by dispatch key
 _EARLY = frozenset((AUTOGRAD, COMPOSITE))

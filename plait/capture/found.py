@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 from plait import compat
-from plait.capture.shared import Shared
+from plait.compat.shared import Shared
 
 
 class IndexByFound(TorchFunctionMode):

@@ -23,7 +23,8 @@ from plait import errors
 from plait.capture.aliases import views_of_inputs
 from plait.capture.assigned import Holding, with_state
 from plait.capture.early import early_changes
-from plait.capture.found import IndexByFound, mended_tracing, numbers_kept
+from plait.capture.found import mended_tracing, numbers_kept
+from plait.capture.laid_out import NotingLayouts
 from plait.capture.least import with_least_sizes
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
@@ -118,7 +119,7 @@ def trace(
             ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
             holding = Holding(module, who)
-            with holding.state(state, flat[: len(state)]), IndexByFound():
+            with holding.state(state, flat[: len(state)]), NotingLayouts(env):
                 result = module(*call_args, **call_kwargs)
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:

@@ -6,13 +6,16 @@ functional graph (`export_graph`).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -27,13 +30,20 @@ from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
 from torch.fx import GraphModule
 from torch.fx import proxy as fx_proxy
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+)
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from plait import errors
 from plait.compat import decomposition_table
+from plait.compat.shared import Shared
 from plait.errors import InternalError, Unsupported, UserError
 
 
@@ -64,8 +74,12 @@ class SizeFacts:
 
 
 class ExportEnv:
-    """Fake arguments for one export. leaves: the flattened arguments, tensors replaced by fake ones (on device, if
-    there is one)."""
+    """Fake arguments for one export.
+
+    leaves: the flattened arguments, tensors replaced by fake ones (on device, if there is one).
+    asked: what the traced program asked about sizes: the answer, what makes a condition, and of which expressions.
+    asks_offsets: the program asked where a tensor begins in its storage.
+    """
 
     def __init__(
         self,
@@ -91,6 +105,8 @@ class ExportEnv:
         self.device = device
         self._was_exported = isinstance(module, GraphModule)
         self.leaves = [self._moved(x) for x in pytree.tree_leaves((fake_args, fake_kwargs))]
+        self.asked: list[tuple[bool, Any, Sequence[Any]]] = []
+        self.asks_offsets = False
         # Fake tensors are memoised by the tensors they stand for, which must live for that.
         self._alive: list[torch.Tensor] = []
 
@@ -136,8 +152,24 @@ class ExportEnv:
             # torch assumes that a dynamic size is neither 0 nor 1 and lets them pass all the same.
             low = 0 if low is not None and low <= 2 and dim is not None else low
             bounds[symbol] = (low, int(span.upper) if span.upper < 2**62 else None)
-        conditions = [_condition(e, where, _symbolic_strides(fakes)) for e in _open_guards(shape_env, bounds)]
-        checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions)
+        strides = _symbolic_strides(fakes)
+        # torch has all of these positive, and answers by that.
+        plain = {s: sympy.Symbol(s.name, integer=True, nonnegative=True) for s in (*where, *strides) if s.is_positive}
+        known = {s for s in strides if not shape_env.replace(s).is_symbol}  # since the trace found what it is equal to
+
+        def found(expr: Any) -> Any:
+            now = {s: shape_env.replace(s) for s in expr.free_symbols if s not in known}
+            return expr.xreplace(now).xreplace(plain)
+
+        guards = [found(guard.expr) for guard in shape_env.guards]
+        for answer, condition, exprs in self.asked:
+            guards.append(condition(*map(found, exprs)) if answer else sympy.Not(condition(*map(found, exprs))))
+        own = {plain.get(s, s): place for s, place in where.items()}
+        apart = {plain.get(s, s): token for s, token in strides.items()}
+        ranges = {**dict.fromkeys(apart, (0, None)), **{plain.get(s, s): b for s, b in bounds.items()}}
+        conditions = [_condition(e, own, apart) for e in _not_implied(guards, ranges)]
+        offsets = _known_offsets(fakes) if self.asks_offsets else ()
+        checks = (*self._root_checks, *_derived_sizes(fakes, where), *conditions, *offsets)
         return SizeFacts({str(s): b for s, b in bounds.items()}, checks)
 
 
@@ -217,18 +249,14 @@ def _without_roots(
     return shapes, [_condition(e, where) for e in conditions]
 
 
-def _open_guards(shape_env: Any, bounds: dict[Any, Bounds]) -> list[Any]:
-    """Conditions that the trace recorded and that equal symbols and the checked ranges do not imply."""
+def _not_implied(guards: Sequence[Any], bounds: Mapping[Any, Bounds]) -> list[Any]:
+    """Those conditions on sizes that the checked ranges do not imply, once each."""
     ranges = {
         s: ValueRanges(-int_oo if low is None else low, int_oo if high is None else high)
         for s, (low, high) in bounds.items()
     }
-    found = []
-    for guard in shape_env.guards:
-        expr = shape_env.replace(guard.expr)
-        if expr not in found and bound_sympy(expr, ranges) != ValueRanges(sympy.true, sympy.true):
-            found.append(expr)
-    return found
+    true = ValueRanges(sympy.true, sympy.true)
+    return [expr for expr in dict.fromkeys(guards) if bound_sympy(expr, ranges) != true]
 
 
 def _derived_sizes(fakes: Sequence[torch.Tensor | torch.SymInt], where: dict[Any, Place]) -> Iterator[Check]:
@@ -248,12 +276,20 @@ def _symbolic_sizes(fakes: Sequence[torch.Tensor | torch.SymInt]) -> Iterator[tu
 
 
 def _symbolic_strides(fakes: Sequence[Any]) -> dict[Any, str]:
-    """The symbols of strides and offsets that vary on their own, as tokens."""
+    """The symbols of strides and offsets that were taken to vary on their own, as tokens."""
     given = [(arg, x) for arg, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
     found: list[tuple[str, Any]] = [(f"offset {arg}", x.storage_offset()) for arg, x in given]
     found += [(f"stride {arg} {d}", s) for arg, x in given for d, s in enumerate(x.stride())]
-    exprs = [(token, s.node.expr) for token, s in found if isinstance(s, torch.SymInt)]
+    exprs = [(token, s.node._expr) for token, s in found if isinstance(s, torch.SymInt)]
     return {expr: token for token, expr in exprs if expr.is_symbol}
+
+
+def _known_offsets(fakes: Sequence[Any]) -> Iterator[Check]:
+    """That tensors begin where they did, of those that were traced with a number for that."""
+    for arg, x in enumerate(fakes):
+        if isinstance(x, torch.Tensor) and isinstance(x.storage_offset(), int):
+            own = sympy.Symbol(f"offset_{arg}", integer=True)
+            yield _condition(sympy.Eq(own, x.storage_offset()), {}, {own: f"offset {arg}"})
 
 
 def _condition(expr: Any, where: Mapping[Any, Place], strides: Mapping[Any, str] | None = None) -> Check:
@@ -334,19 +370,64 @@ class _Forwards(traceback.StackSummary):
         return self
 
 
-@contextmanager
-def _exporting() -> Iterator[None]:
-    """torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values."""
-    flags = [(torch.compiler, name, True) for name in ("_is_compiling_flag", "_is_exporting_flag")]
-    changes: list[Any] = [*flags, (fx_proxy, "CapturedTraceback", _Forwards)]
-    before = [getattr(module, name) for module, name, _ in changes]
-    try:
-        for module, name, value in changes:
-            setattr(module, name, value)
-        yield
-    finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
-            setattr(module, name, value)
+_ask = SymNode.bool_
+_OPERATORS = tuple(f"{Path(p).parent}/" for p in (torch.__file__, errors.__file__)) + (
+    contextlib.__file__, functools.__file__,
+)  # fmt: skip
+
+
+def _asked(node: SymNode) -> bool:
+    """What Python gets that asks whether a condition on sizes holds. Tracing takes sizes and strides that vary for 2 or
+    more and leaves no guard where that answers: an env that is tracing takes a note of what its program asks."""
+    answer = _ask(node)
+    asked = getattr(node.shape_env, "asked", None)
+    if asked is not None and _is_the_program(sys._getframe(1)):
+        condition, exprs = getattr(node, "compares", (sympy.And, (node.expr,)))
+        if not any(map(free_unbacked_symbols, exprs)):
+            asked.append((answer, condition, exprs))
+    return answer
+
+
+def _comparing(name: str, condition: Any) -> Callable[[SymNode, SymNode], SymNode]:
+    """The method of nodes that compares two, whose result knows both."""
+    compare = getattr(SymNode, name)
+
+    def compared(a: SymNode, b: SymNode) -> SymNode:
+        node: Any = compare(a, b)
+        node.compares = condition, (a.expr, b.expr)
+        return node  # type: ignore[no-any-return]
+
+    return compared
+
+
+def _is_the_program(frame: FrameType | None) -> bool:
+    """Whether a frame belongs to what is traced, not to an operator that it called."""
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        if not frame.f_code.co_filename.startswith(_OPERATORS):
+            return True
+        frame = frame.f_back
+    return frame is None
+
+
+_CONDITIONS = {
+    "eq": sympy.Eq, "ne": sympy.Ne, "lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge,
+}  # fmt: skip
+_CHANGES: list[tuple[Any, str, Any]] = [
+    *((SymNode, name, _comparing(name, condition)) for name, condition in _CONDITIONS.items()),
+    (torch.compiler, "_is_compiling_flag", True), (torch.compiler, "_is_exporting_flag", True),
+    (fx_proxy, "CapturedTraceback", _Forwards), (SymNode, "bool_", _asked),
+]  # fmt: skip
+_BEFORE = [getattr(owner, name) for owner, name, _ in _CHANGES]
+
+
+def _set(values: Sequence[Any]) -> None:
+    for (owner, name, _), value in zip(_CHANGES, values, strict=True):
+        setattr(owner, name, value)
+
+
+_exporting = Shared(lambda: _set([new for *_, new in _CHANGES]), lambda: _set(_BEFORE))
+"""Inside, torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values. Stacks are
+short, and questions about sizes are noted."""
 
 
 def export_graph(
@@ -357,14 +438,17 @@ def export_graph(
     Also gives the positions of mutated inputs, and a number of tokens. The graph's first inputs and outputs are that
     many tokens; then come the new values of mutated inputs.
     """
+    env.mode.shape_env.asked = env.asked
     try:
-        with env.mode, tracing(TracingContext(env.mode)), _exporting():
+        with env.mode, tracing(TracingContext(env.mode)), _exporting:
             graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):
             raise
         what = f"{who} of a function that changes a tensor which is neither argument nor parameter nor buffer"
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
+    finally:
+        del env.mode.shape_env.asked
     assert isinstance(graph, GraphModule)
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())

@@ -114,7 +114,7 @@ def _index_source(x: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: s
             del shape[dim]
     says = "source tensor shape must match self tensor shape, excluding the specified dimension"
     _demand_equal(shapes[0], shapes[1], f"{says}. Got self.shape = {x.shape} source.shape = {source.shape}")
-    if (x.dim() == 1 or x.dim() and reduce) and x.device.type == "cpu":
+    if x.dim() == 1 and x.device.type == "cpu":
         kind = IndexError if kwargs.get("include_self", True) else RuntimeError
         _demand(sym_or(x.shape[dim] > 0, n == 0), "index out of range in self", kind)
     return NotImplemented

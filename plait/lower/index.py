@@ -15,7 +15,7 @@ import torch
 
 from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
-from plait.ir.dtypes import b1, u8
+from plait.ir.dtypes import b1, i64, u8
 from plait.ir.loops import Node, Scatter, loop_vars
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
@@ -80,6 +80,43 @@ def _broadcast_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
     return tuple(out)
 
 
+def require_elements(ctx: Lowering, x: View, how: Indexing) -> None:
+    """Asserts, as eager does before it looks at an index, that none picks from a size of 0. Kernels look only where
+    there is something to read or to write."""
+    picked = sz.product(s for d, s in enumerate(x.shape) if d in how.tensors)
+    require_some(ctx, picked, sz.numel(how.common), "index is out of bounds for dimension with size 0", "IndexError")
+
+
+def require_all_inside(ctx: Lowering, x: View, d: int, index: View, error: str, says: str) -> None:
+    """Asserts that all indices are positions along dimension d of x where its other dimensions have no elements:
+    eager looks at them then too, and a kernel does not."""
+    size, rest = x.shape[d], sz.numel(x.shape[:d] + x.shape[d + 1 :])
+    if not sz.may_be_zero(rest):
+        return
+
+    def is_outside(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        at = ops.cast(index.load(ops, r), i64)
+        inside = all_of(ops, [ops.op("ge", at, ops.const(0, i64)), ops.op("lt", at, ops.index(size))])
+        return ops.op("where", inside, ops.const(0, i64), ops.const(1, i64))
+
+    index = at_least_1d(index)
+    wrong = ctx.reduce((), index.shape, "sum", is_outside)
+    found = ctx.item(wrong, sz.symbol(f"{wrong.buf}_found", lo=0))
+    ctx.assert_true(sz.smax(from_zero(rest), sz.compare("le", found, 0)), says, error=error)
+
+
+def require_some(ctx: Lowering, size: Size, count: Size, says: str, error: str) -> None:
+    """Asserts that there is something to pick from, or nothing is picked."""
+    if sz.may_be_zero(size):
+        ctx.assert_true(sz.smax(from_zero(size), sz.compare("eq", from_zero(count), 0)), says, error=error)
+
+
+def from_zero(size: Size) -> Size:
+    """A size without what its range does not tell: one that varies from 1 on may be 0, see `capture/least.py`."""
+    least = {a: sz.symbol(a.name, hi=a.hi) for a in sz.free_symbols(size) if a.lo == 1}
+    return sz.substitute(size, least)
+
+
 @lower(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(ctx: Lowering, x: View, indices: Sequence[View | None]) -> Any:
     assert ctx.node is not None
@@ -87,6 +124,8 @@ def index(ctx: Lowering, x: View, indices: Sequence[View | None]) -> Any:
         return call_extern(ctx, ctx.node, (x, indices), {}, fallback=False)
     how = indexing(x, indices)
     check = ctx.node.target is aten.index.Tensor
+    if check:
+        require_elements(ctx, x, how)
     return result(ctx, lambda ops, i: x.load(ops, how.point(ops, x, i, check)))
 
 
@@ -118,8 +157,7 @@ def index_select(ctx: Lowering, x: View, dim: int, index: View) -> View:
     index = at_least_1d(index)
     d = wrap_dim(dim, len(x.shape))
     size = x.shape[d] if x.shape else 1
-    if size == 0:
-        raise NoRule("there is nothing to select")  # which ATen refuses, also where the result is empty
+    _require_selected(ctx, x, d, index)
     # Eager has a kernel of its own for dimension 1.
     bound = out_of_bounds(d, size, "RuntimeError") if d == 1 else OUT_OF_RANGE
 
@@ -128,6 +166,15 @@ def index_select(ctx: Lowering, x: View, dim: int, index: View) -> View:
         return x.load(ops, (*i[:d], at, *i[d + 1 :]) if x.shape else ())
 
     return result(ctx, body)
+
+
+def _require_selected(ctx: Lowering, x: View, d: int, index: View) -> None:
+    """What eager's index_select asserts of an empty x."""
+    if len(x.shape) < 2 or ctx.device() != "cpu":
+        return
+    says = "index_select(): self indexing axis dim should be positive"
+    require_some(ctx, x.shape[d], sz.numel(index.shape), says, "RuntimeError")
+    require_all_inside(ctx, x, d, index, "RuntimeError", "INDICES element is out of DATA bounds")
 
 
 @lower(aten.embedding.default)
@@ -139,6 +186,8 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> View:
+    _require_selected(ctx, weight, 0, indices)
+
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         row = ops.checked(indices.load(ops, i[:-1]), weight.shape[0], wrap=False)
         return weight.load(ops, (row, i[-1]))

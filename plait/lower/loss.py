@@ -42,10 +42,7 @@ def nll_loss(
         """value(class of target i), 0 where it is ignored."""
         t = ops.cast(target.load(ops, i), i64)
         counts = ops.op("ne", t, ops.index(ignore_index))
-        safe = ops.op("where", counts, t, ops.const(0, i64))
-        at = ops.checked(safe, x.shape[1], wrap=False, check=_TARGET)
-        found = value(at)
-        return ops.op("where", counts, found, ops.const(0, found.dtype))
+        return ops.masked(counts, lambda: value(ops.checked(t, x.shape[1], wrap=False, check=_TARGET)), 0)
 
     def weight_of(ops: Recorder, at: Expr) -> Node:
         return ops.const(1, i64) if weight is None else ops.cast(weight.load(ops, (at,)), compute)

@@ -22,7 +22,7 @@ from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, NoRule, Rule, View, lower
 from plait.lower.dtypes import compute_dtype
-from plait.lower.scatter import scatter_loop
+from plait.lower.scatter import scatter_loop, unless_empty
 from plait.lower.shape import all_of, compare, result
 from plait.lower.view import unflatten
 
@@ -421,4 +421,4 @@ def _max_unpool(ctx: Lowering, x: View, indices: View, size: Sequence[Size], *_:
         return (*i[:lead], *unflatten(shape[lead:], at)), x.load(ops, i)
 
     zeros = ctx.pointwise(shape, dtype, lambda ops, i: ops.const(0, dtype))
-    return scatter_loop(ctx, zeros, x.shape, "store", body)
+    return scatter_loop(ctx, zeros, unless_empty(ctx, x.shape, sz.numel(size)), "store", body)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from plait.ir import sizes as sz
 from plait.ir.checks import OUT_OF_RANGE, Check, out_of_bounds
 from plait.ir.dtypes import DType, b1, i64, u8
 from plait.ir.loops import Node, Scatter, loop_vars
@@ -21,7 +22,7 @@ from plait.ir.sizes import Expr, Size
 from plait.lower.core import Index, Lowering, NoRule, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
-from plait.lower.index import at_least_1d, indexing
+from plait.lower.index import at_least_1d, from_zero, indexing, require_all_inside, require_elements, require_some
 from plait.lower.inplace import strides_like
 from plait.lower.pointwise import convert
 from plait.lower.shape import fit, result, scalar
@@ -63,6 +64,16 @@ def scatter_loop(
         raise NoRule(f"{base.dtype} elements that collide and combine by '{mode}' on a GPU")
     ctx.ops.append(Scatter(out, start.buf, vars_, index, args, value, mode, origin=ctx.origin))
     return ctx.whole(out)
+
+
+def unless_empty(ctx: Lowering, shape: tuple[Size, ...], size: Size) -> tuple[Size, ...]:
+    """Points to go over, of this shape (rank 1 or more), none where `size` is 0: eager looks at no index then."""
+    if not sz.may_be_zero(size):
+        return shape
+    some = sz.symbol(f"some_{len(ctx.symbols)}", hi=1)
+    assert some.symbol is not None
+    ctx.symbols[some.symbol.name] = sz.smin(from_zero(size), 1)
+    return (sz.mul(shape[0], some), *shape[1:])
 
 
 # -------------------------------------------------------------------------------------------
@@ -168,6 +179,8 @@ def index_put(ctx: Lowering, x: View, indices: Sequence[View | None], values: Vi
         return where or call_extern(ctx, ctx.node, args, {}, fallback=False)
     how = indexing(x, indices)
     check = ctx.node.target is aten.index_put.default
+    if check:
+        require_elements(ctx, x, how)
     given = fit(ctx, values, how.shape, _MISMATCH, ones=True)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> tuple[Index, Node]:
@@ -216,7 +229,10 @@ def _index_along(
     alpha: Any = 1,
     wrap: bool = False,
     check: Check = OUT_OF_RANGE,
+    drop: bool = False,
 ) -> View:
+    """x into which src, times alpha, goes at index. wrap: negative indices count from the end. drop: no index is looked
+    at where the size along dim is 0."""
     flat, index = at_least_1d(x), at_least_1d(index)
     d = wrap_dim(dim, len(flat.shape))
     shape = (*flat.shape[:d], index.shape[0], *flat.shape[d + 1 :])
@@ -235,8 +251,9 @@ def _index_along(
             value = ops.op(times, ops.cast(value, compute), scalar(ctx, ops, alpha, compute))
         return (*i[:d], at, *i[d + 1 :]), ops.cast(value, x.dtype)
 
+    points = unless_empty(ctx, shape, flat.shape[d]) if drop else shape
     # On a GPU, as eager's kernel, each row is added on its own: x may be far larger than what is added to it.
-    out = scatter_loop(ctx, flat, shape, mode, body, once=ctx.buffers[x.buf].device == "cpu")
+    out = scatter_loop(ctx, flat, points, mode, body, once=ctx.buffers[x.buf].device == "cpu")
     return out if x.shape else out.remap((), lambda _: (0,))
 
 
@@ -244,8 +261,12 @@ def _index_along(
 def index_add(ctx: Lowering, x: View, dim: int, index: View, source: View, *, alpha: Any = 1) -> View:
     if 0 in x.shape:  # eager looks at no index then
         return x
-    check = _bound(x, dim, "RuntimeError") if len(x.shape) > 1 else OUT_OF_RANGE
-    return _index_along(ctx, x, dim, index, source, "add", alpha, check=check)
+    rank = len(x.shape)
+    if rank <= 1:
+        return _index_along(ctx, x, dim, index, source, "add", alpha)
+    adds_slices = alpha != 1 or x.dtype == b1 or wrap_dim(dim, rank) not in (0, rank - 1)
+    check = OUT_OF_RANGE if adds_slices else _bound(x, dim, "RuntimeError")  # two kernels of eager
+    return _index_along(ctx, x, dim, index, source, "add", alpha, check=check, drop=True)
 
 
 def _bound(x: View, dim: int, error: str = "IndexError", where: str = "") -> Check:
@@ -269,6 +290,12 @@ def index_fill(ctx: Lowering, x: View, dim: int, index: View, value: Any) -> Vie
 def index_reduce(
     ctx: Lowering, x: View, dim: int, index: View, source: View, reduce: str, *, include_self: bool = True
 ) -> View:
+    d = wrap_dim(dim, len(x.shape))
+    if len(x.shape) > 1 and ctx.device() == "cpu":
+        says, error = OUT_OF_RANGE.message, OUT_OF_RANGE.error
+        require_some(ctx, x.shape[d], sz.numel(index.shape), says, error)
+        require_all_inside(ctx, x, d, index, error, says)
+
     def put(base: View, value: Any, mode: str) -> View:
         return _index_along(ctx, base, dim, index, value, mode)
 

@@ -30,10 +30,32 @@ def _of_one_shape(*tensors: Tensor) -> list[Tensor]:
     return found
 
 
-def _order(*tensors: Tensor) -> list[int]:
-    """The dimensions, from outermost to innermost in memory, of what eager makes of operands of one shape."""
-    found: Any = prims.compute_elementwise_output_logical_to_physical_perm(*tensors, _skip_checks=True)
+def _exact_rows(*tensors: Tensor) -> bool:
+    """Whether all are surely row-major, their dimensions of size 1 too: eager heeds the strides of these."""
+    return all(
+        guard_or_false(have == want)
+        for x in tensors
+        for have, want in zip(x.stride(), prims.make_contiguous_strides_for(x.shape), strict=True)
+    )
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if _exact_rows(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _order(shape: Sequence[Any], *operands: tuple[Tensor, Sequence[Any]]) -> list[int]:
+    """The dimensions, from outermost to innermost in memory, of what eager makes in this shape.
+    operands: tensors, each with its strides there: 0 where it is spread."""
+    laid = [x.as_strided(shape, strides) for x, strides in operands]
+    found: Any = prims.compute_elementwise_output_logical_to_physical_perm(*laid, _skip_checks=True)
     return list(found[0])
+
+
+def _spread(x: Tensor, shape: Sequence[Any]) -> list[Any]:
+    """Strides of x where it is spread to this shape."""
+    first = len(shape) - x.ndim
+    own = zip(x.shape, shape[first:], x.stride(), strict=True)
+    return [0] * first + [s if guard_or_false(n == m) else 0 for n, m, s in own]
 
 
 def _back(order: Sequence[int]) -> list[int]:
@@ -57,11 +79,13 @@ def _in_turn(op: Any) -> Callable[..., Any]:
         return isinstance(x, Tensor) and x.dim() > 0
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _known_rows(*args):
+        laid = list(filter(is_laid, args))
+        if _exact_rows(*laid):
             return NotImplemented
-        wide = _of_one_shape(*filter(is_laid, args))
-        order = _order(*wide)
-        given = iter([x.permute(order).contiguous() for x in wide])
+        wide = _of_one_shape(*laid)
+        shape = wide[0].shape
+        order = _order(shape, *((x, _spread(x, shape)) for x in laid))
+        given = iter([_in_rows(x.permute(order)) for x in wide])
         made = op(*(next(given) if is_laid(x) else x for x in args), **kwargs)
         return made.permute(_back(order))
 
@@ -94,20 +118,55 @@ def _formatted(op: Any) -> Callable[..., Any]:
 
 
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
-    """In eager the order of the indices' dimensions counts too."""
+    """In eager the order of the indices' dimensions counts too, and so do dimensions of size 1."""
+    found = [k for k, i in enumerate(indices) if i is not None]
     given = [i for i in indices if i is not None]
-    if _known_rows(*given) or any(i.dtype in (torch.bool, torch.uint8) for i in given):
+    rest = [k for k in range(x.ndim) if k not in found]
+    ones = [k for k in rest if guard_or_false(x.shape[k] == 1)]
+    masks = any(i.dtype in (torch.bool, torch.uint8) or not i.ndim for i in given)
+    if masks or _exact_rows(*given, *([x] if ones else [])):
         return NotImplemented
-    rows = [None if i is None else i.contiguous() for i in indices]
-    out = aten.index.Tensor(x, rows)
-    given = _of_one_shape(*given)
-    n, found = given[0].ndim, [k for k, i in enumerate(indices) if i is not None]
-    rest = [s for k, s in enumerate(x.stride()) if k not in found]
+    wide = _of_one_shape(*given)
+    n, size = wide[0].ndim, wide[0].shape
     first = found[0] if found == list(range(found[0], found[-1] + 1)) else 0
-    read = [*rest[:first], *[0] * n, *rest[first:]]
-    at = [(*[0] * first, *i.stride(), *[0] * (len(rest) - first)) for i in given]
-    order = _order(x.as_strided(out.shape, read), *(i.as_strided(out.shape, s) for i, s in zip(given, at, strict=True)))
-    return out.permute(order).contiguous().permute(_back(order))
+    before, after = rest[:first], rest[first:]
+    shape = [*(x.shape[k] for k in before), *size, *(x.shape[k] for k in after)]
+    read = [*(x.stride(k) for k in before), *[0] * n, *(x.stride(k) for k in after)]
+    order = _order(shape, (x, read), *_places(x, wide, shape, first))
+    kept = [k for k in rest if k not in ones]
+    moved = x.permute([*found, *kept, *ones]).squeeze(list(range(x.ndim - len(ones), x.ndim)))
+    out = aten.index.Tensor(moved, list(map(_in_rows, given)))[(..., *[None] * len(ones))]
+    at = {k: n + p for p, k in enumerate([*kept, *ones])}
+    out = out.permute([*(at[k] for k in before), *range(n), *(at[k] for k in after)])
+    return _in_rows(out.permute(order)).permute(_back(order))
+
+
+def _places(x: Tensor, wide: Sequence[Tensor], shape: Sequence[Any], first: int) -> list[tuple[Tensor, Sequence[Any]]]:
+    """Indices of one shape, each with its strides in the shape of x[wide]. first: how many dimensions
+    of x come before them there."""
+    read = [i.to(x.device, torch.int64) for i in wide]
+    last = len(shape) - first - read[0].ndim
+    strides = [_among(i, first, last) for i in read]
+    if x.device.type != "cpu" and any(s != strides[0] for s in strides):
+        rows = prims.make_contiguous_strides_for([*[1] * first, *wide[0].shape, *[1] * last])
+        strides = [s if _known_rows(i) else list(rows) for i, s in zip(read, strides, strict=True)]
+    for k in (*range(first), *range(len(shape) - last, len(shape))):
+        for own in () if guard_or_false(shape[k] == 1) else strides:
+            own[k] = 0
+    return list(zip(read, strides, strict=True))
+
+
+def _among(i: Tensor, first: int, last: int) -> list[Any]:
+    """Strides of i between so many dimensions of size 1, as eager's reshape gives them. Those of fake
+    tensors are others."""
+    dims = [*[(1, 0)] * first, *zip(i.shape, i.stride(), strict=True), *[(1, 0)] * last]
+    step, n, strides = i.stride(-1), 1, []
+    for size, stride in reversed(dims):
+        if not guard_or_false(size == 1) and not guard_or_false(stride == n * step):
+            step, n = stride, 1
+        strides.append(n * step)
+        n = n * size
+    return strides[::-1]
 
 
 def _constant_pad(x: Tensor, pad: Sequence[Any], value: Any = 0) -> Any:

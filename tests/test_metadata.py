@@ -4,6 +4,7 @@ what autograd knows of them; on every road, at sizes and positions that vary."""
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import plait
+from plait.graph.strides import _index as index_in_eagers_order
 from tests.metadata import facts, versions
 
 
@@ -42,6 +45,11 @@ def moved_view(x: Tensor, k: int) -> Any:
     y = x * 2
     y[k].add_(1)
     return y[k:], y
+
+
+def then_changed(x: Tensor, old: Any) -> Any:
+    x.add_(1)
+    return old
 
 
 VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
@@ -82,6 +90,10 @@ VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
     "changed, another type": lambda x, k: (x.add_(1), x[k:].view(torch.int32))[1],
     "changed through a view": in_place_on_a_view,
     "changed between": moved_view,
+    "copied before a change": lambda x, k: then_changed(x, (lambda y: (y[k:], y.t(), y))(x.clone())),
+    "copied as another type, then changed": lambda x, k: then_changed(x, x[k:].view(torch.int16).clone()),
+    "a part copied, then changed": lambda x, k: then_changed(x, x.as_strided((3, 2), (6, 2), 2 * k).clone()),
+    "a part of a copy": lambda x, k: then_changed(x, (lambda y: (y.as_strided((3, 2), (6, 2), 2 * k), y))(x.clone())),
     "detached": lambda x, k: (x[k:].detach(), x.detach()),
     "real and imaginary": lambda x, k: torch.view_as_real(torch.view_as_complex(x[k:].view(-1, 3, 2)) * 2),
 }
@@ -145,6 +157,25 @@ def test_of_training(name: str) -> None:
         assert facts(got, [x], name not in TRACING_DIFFERS) == facts(want, [twin], name not in TRACING_DIFFERS)
         loss.backward()
         assert w.grad is not None and w.grad.eq(2).all()
+
+
+@torch.library.custom_op("plait_metadata::add_one_", mutates_args=("x",))
+def add_one_(x: Tensor) -> None:
+    x.add_(1)
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("of_input", [True, False])
+def test_operators_do_not_write_what_is_read_as_another_type(of_input: bool, wrapper: str) -> None:
+    def fn(x: Tensor) -> Any:
+        x = x if of_input else x * 2
+        bits = x.view(torch.int16).clone()
+        add_one_(x)
+        return bits + 1, bits, x.view(torch.int16) + 1
+
+    compiled = torch.compile(fn, backend="plait", options={"wrapper": wrapper, "strict": True}, fullgraph=True)
+    for got, want in zip(compiled(floats()), fn(floats()), strict=True):
+        assert torch.equal(got, want)
 
 
 FOUND: dict[str, Callable[[Tensor], Any]] = {
@@ -239,6 +270,16 @@ ORDERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "index of windows": (lambda x, i: x[i], (laid((5,), (1,)), places((4, 5), (1, 1)))),
     "transposed index": (lambda x, i: x[:, i], (laid((6, 5, 7), (1, 6, 30)), places((2, 3), (1, 2)))),
     "index of three dimensions": (lambda x, i: x[i], (laid((5, 6), (6, 1)), places((2, 3, 4), (3, 1, 6)))),
+    "rows of size 1": (lambda x, i: x[i], (laid((1, 2, 1, 3), (6, 3, 3, 1)), torch.zeros(34).long().view(2, 17).t())),
+    "columns of size 1": (lambda x, i: x[:, i], (laid((1, 5, 3), (1, 3, 1)), places((4,), (1,)))),
+    "spread indices of int32": (
+        lambda x, i, j: x[i, j],
+        (laid((3, 1, 2), (2, 2, 1)), torch.zeros(1, 2).int(), torch.zeros(4).int().as_strided((2, 1, 2), (1, 2, 2))),
+    ),
+    "signs of rows of size 1": (
+        lambda x, y: torch.copysign(x, y),
+        (laid((1, 1, 3), (1, 1, 1)), laid((3, 1, 1), (1, 3, 1))),
+    ),
     "indices apart": (
         lambda x, i, j: x[i, :, j],
         (laid((5, 2, 5), (1, 5, 10)), places((4, 3), (1, 4)), places((3,), (1,))),
@@ -289,6 +330,38 @@ def test_results_lie_in_the_order_of_eagers_kernels(name: str, dynamic: bool) ->
         got = compiled(*args)
         torch.testing.assert_close(got, want)
         assert facts(got, args) == facts(want, args)
+
+
+def strided(shape: Sequence[int], rng: random.Random) -> Tensor:
+    """Zeros of a shape, in a random order of dimensions, some with gaps or spread from one row."""
+    order = rng.sample(range(len(shape)), len(shape))
+    room = [n + rng.choice([0, 0, 0, 1]) for n in shape]
+    x = torch.zeros([room[d] for d in order], dtype=torch.int64).permute([order.index(d) for d in range(len(shape))])
+    for d, n in enumerate(shape):
+        x = x.narrow(d, 0, n)
+    if shape and rng.random() < 0.2:
+        x = x.narrow(d := rng.randrange(len(shape)), 0, 1).expand(shape)
+    return x.contiguous() if rng.random() < 0.3 else x
+
+
+def test_orders_of_indices_of_any_layout() -> None:
+    """What is traced for an index lies as eager's result, dimensions of size 1 and spread ones among its operands."""
+    rng, seen = random.Random(0), 0
+    for _ in range(600):
+        x = strided([rng.choice([1, 1, 2, 3]) for _ in range(rng.randint(1, 4))], rng)
+        whole = [rng.choice([1, 2, 3]) for _ in range(rng.randint(1, 3))]
+        spread = [[rng.choice([1, n, n, n]) for n in whole] for _ in range(x.ndim)]
+        given = [strided(n, rng) if rng.random() < 0.6 else None for n in spread]
+        given = given if any(i is not None for i in given) else [strided(whole, rng)]
+        given = [None if i is None else i.int() for i in given] if rng.random() < 0.2 else given
+        want = torch.ops.aten.index.Tensor(x, given)
+        with FakeTensorMode() as mode:
+            fake = index_in_eagers_order(
+                mode.from_tensor(x), [None if i is None else mode.from_tensor(i) for i in given]
+            )
+        seen += fake is not NotImplemented
+        assert fake is NotImplemented or facts([fake], []) == facts([want], []), (x.shape, x.stride(), given)
+    assert seen > 100
 
 
 def test_orders_of_all_operands_of_copysign() -> None:

@@ -550,7 +550,9 @@ class _Walk:
         val = node.meta["val"]
         root = _root(node)
         view, like = self.env[root], root.meta["val"]
-        if root is node or not isinstance(view, View) or begins_anywhere(node) or not self.ctx.cfg.kernels:
+        if root is node or not isinstance(view, View) or not self.ctx.cfg.kernels:
+            return None
+        if root.op == "placeholder" and begins_anywhere(node):
             return None
         if (like.is_conj(), like.is_neg()) != (val.is_conj(), val.is_neg()):
             return None

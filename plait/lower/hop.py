@@ -113,7 +113,7 @@ def _copy_and_mutate(ctx: Lowering, op: Any, bases: Sequence[View], kwargs: Mapp
 
 def _target(ctx: Lowering, x: View, strides: tuple[Size, ...], args: Sequence[Any]) -> View:
     """Where an operator does its work on x: in place if nobody can tell, else in a copy. args: all its arguments."""
-    if count_uses(args, x.buf) == 1 and may_write(ctx, x, strides):
+    if count_uses(ctx, args, x.buf) == 1 and may_write(ctx, x, strides):
         ctx.fix_layout(x.buf)
         return x
     return ctx.copy(x, strides, fixed=True)

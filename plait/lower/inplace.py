@@ -1,8 +1,8 @@
 """Whether an operator that writes its arguments may write a value itself instead of a copy of it.
 
-Asked while a functionalised mutable operator is lowered. Views of a buffer are views of its memory here, so the
-question is about buffers: nobody may read the old contents later, and nobody outside may see the write, but for an
-input that the graph overwrites in the end anyway.
+Asked while a functionalised mutable operator is lowered. Views of a buffer are views of its memory here, and so are
+buffers that are that memory seen as another type: nobody may read the old contents later, and nobody outside may see
+the write, but for an input that the graph overwrites in the end anyway.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ def may_write(ctx: Lowering, x: View, strides: tuple[Size, ...]) -> bool:
             return False
     elif not _is_own(ctx, x.buf):
         return False
+    if any(isinstance(op, Extern) and x.buf in op.aliases for op in ctx.ops):
+        return False
     values = (*ctx.floats.values(), *(source for _, source in ctx.mutations))  # both are read later
-    return not count_uses(values, x.buf) and not any(_read_later(ctx, n) for n in _holders(ctx, x.buf))
+    if count_uses(ctx, values, x.buf):
+        return False
+    return not any(_read_later(ctx, node) for node in _holders(ctx, x.buf))
 
 
 def strides_like(ctx: Lowering, buf: str) -> tuple[Size, ...] | None:
@@ -55,9 +59,9 @@ def buffers_of(value: Value) -> Iterator[str]:
             yield from buffers_of(item)
 
 
-def count_uses(values: Sequence[Value], buf: str) -> int:
-    """How many tensors among the values lie in a buffer."""
-    return sum(name == buf for v in values for name in buffers_of(v))
+def count_uses(ctx: Lowering, values: Sequence[Value], buf: str) -> int:
+    """How many tensors among the values lie in the memory of a buffer."""
+    return sum(ctx.memory(name) == ctx.memory(buf) for v in values for name in buffers_of(v))
 
 
 def _is_own(ctx: Lowering, buf: str) -> bool:
@@ -83,7 +87,7 @@ def _is_own(ctx: Lowering, buf: str) -> bool:
 
 def _holders(ctx: Lowering, buf: str) -> Iterator[torch.fx.Node]:
     for node, value in ctx.env.items():
-        if buf in buffers_of(value):
+        if count_uses(ctx, [value], buf):
             yield node
 
 

@@ -286,7 +286,9 @@ def _as_strided(
     """A map of positions in the storage: through the memory order of the tensor that owns all of it, where there is
     one."""
     assert ctx.node is not None
-    owner, meta = _owner(ctx)
+    node = _owner(ctx)
+    meta, given = node.meta["val"], node.op == "placeholder"
+    owner: View = ctx.env[node]
     offset = to_size(ctx.out_meta().storage_offset()) if storage_offset is None else storage_offset
     shape = tuple(size)
     if ctx.is_found(*shape, *stride, offset, *x.shape):
@@ -296,7 +298,7 @@ def _as_strided(
     span = sz.total(sz.mul(sz.add(s, -1), st) for s, st in zip(shape, stride, strict=True))
     # An input's storage may be larger than the input; memory of our own making is never left (eager checks that).
     # Where an input begins in its storage, nobody checks.
-    fits = not ctx.is_input(owner.buf) or (
+    fits = not given or (
         storage_offset is None and sz.known_le(0, inside) and sz.known_lt(sz.add(inside, span), sz.numel(owner.shape))
     )
     order = dense_order(tuple(map(to_size, meta.shape)), tuple(map(to_size, meta.stride())))
@@ -309,14 +311,14 @@ def _as_strided(
             return tuple(by_dim[d] for d in range(len(order)))
 
         return owner.remap(shape, at)
-    if not ctx.is_input(owner.buf):
+    if not given:
         raise Unsupported("as_strided beyond the tensor that it is given", hint="use slicing and views instead")
     if storage_offset is None:
         return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), inside)
     return ctx.alias(ctx.whole(owner.buf), x.dtype, shape, tuple(stride), offset, relative=False)
 
 
-def _owner(ctx: Lowering) -> tuple[View, torch.Tensor]:
+def _owner(ctx: Lowering) -> torch.fx.Node:
     """The value at the root of the views that led here: as far up as nodes share one storage."""
     assert ctx.node is not None
     node = ctx.node.args[0]
@@ -331,7 +333,7 @@ def _owner(ctx: Lowering) -> tuple[View, torch.Tensor]:
         ):
             break
         node = node.args[0]
-    return ctx.env[node], node.meta["val"]
+    return node
 
 
 def dense_order(shape: tuple[Size, ...], strides: tuple[Size, ...]) -> list[int] | None:

@@ -401,10 +401,10 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
     for k, made in enumerate(plan.steps):
         for name in made.outs if isinstance(made, Kernel) else ():
             maker.setdefault(name, k)
-    last_read: dict[str, int] = {}
+    last_read: dict[str, int] = {}  # of memory, whatever it is seen as
     for k, step in enumerate(plan.steps):
         if not isinstance(step, Mutate):
-            last_read.update(dict.fromkeys(touched(step)[0], k))
+            last_read.update({memory.get(name, name): k for name in touched(step)[0]})
     out: dict[str, str] = {}
     taken: set[str] = set()
     for step in plan.steps:
@@ -420,7 +420,8 @@ def _into_inputs(plan: Plan) -> dict[str, str]:
         last = last_read.get(step.target, -1)
         if not same or last > k:
             continue
-        if last < k or overwritable(kernel, step.source, step.target, plan.buffers):
+        others = any(memory.get(b.name) == step.target for b in kernel.args)  # the same memory, seen otherwise
+        if last < k or not others and overwritable(kernel, step.source, step.target, plan.buffers):
             out[step.source] = step.target
             taken.add(step.target)
     return out

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import Unsupported
+from tests.metadata import facts
 
 ROW = torch.arange(4.0)
 
@@ -130,3 +131,22 @@ def test_a_layer_in_two_places_and_a_tensor_in_two_layers() -> None:
     torch.testing.assert_close(plait.compile(module, (ROW,))(ROW), want)
     assert {name: id(x) for name, x in module.named_parameters(remove_duplicate=False)} == before
     assert torch.equal(module(ROW), want)
+
+
+@pytest.mark.parametrize("road", ["native", "python", "cpp", "fx", "package"])
+def test_results_in_a_buffer_that_is_assigned_lie_as_in_eager(road: str, tmp_path: Path) -> None:
+    def parts(m: Any, x: Tensor) -> Any:
+        old = m.a
+        m.a = old + x
+        return old.diagonal(), old.t()[1:], old[:, 1], old.view(torch.int32)
+
+    ours, eager = (Assigns(parts, {}, a=torch.arange(16.0).view(4, 4)) for _ in range(2))
+    if road == "package":
+        plait.package(ours, tmp_path / "p.plait", (ROW,))
+        call: Callable[..., Any] = plait.load(tmp_path / "p.plait")
+    else:
+        call = plait.compile(ours, (ROW,), options={"wrapper": road})
+    for _ in range(2):
+        got, want = call(ROW), eager(ROW)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert facts(got[:3], []) == facts(want[:3], [])

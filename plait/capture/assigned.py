@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from plait.capture.aliases import same_bits
 from plait.compat import is_stand_in
 from plait.errors import Unsupported, warn_once
 
@@ -72,12 +74,18 @@ class Holding:
         self._new = [(olds[name], self._fitting(name, olds[name], new).clone()) for name, new in assigned.items()]
 
     def write(self, results: Sequence[Any]) -> list[Any]:
-        """Copies what was assigned to where it belongs. Gives the results; they keep old values."""
-        storages = {_storage(old) for old, _ in self._new}
-        kept = [x.clone() if isinstance(x, torch.Tensor) and _storage(x) in storages else x for x in results]
+        """Copies what was assigned to where it belongs. Gives the results: those in memory that is
+        written lie in one copy of it, as they lay there."""
+        copies = {_storage(old): (old, old.clone()) for old, _ in self._new}
+
+        def kept(x: Any) -> Any:
+            pair = copies.get(_storage(x)) if isinstance(x, torch.Tensor) else None
+            return x if pair is None else _moved(x, *pair)
+
+        results = [kept(x) for x in results]
         for old, new in self._new:
             old.copy_(new)
-        return kept
+        return results
 
     def _fitting(self, name: str, old: torch.Tensor, new: Any) -> torch.Tensor:
         alike = isinstance(new, torch.Tensor) and (new.dtype, new.device) == (old.dtype, old.device)
@@ -123,6 +131,17 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (torch.Tensor, list, tuple, dict)):
         return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
     return []
+
+
+def _moved(x: torch.Tensor, old: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """x, which lies in the memory of old, in the same place of a copy of that; a copy of x alone where
+    there is no such place."""
+    first = x.storage_offset() - old.storage_offset()
+    last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    alike = x.dtype == old.dtype and same_bits(old, x) and old.stride() == copy.stride()
+    if alike and guard_or_false(0 <= first) and guard_or_false(last < old.numel()):
+        return copy.as_strided(x.shape, x.stride(), first)
+    return x.clone()
 
 
 def _storage(x: torch.Tensor) -> int:

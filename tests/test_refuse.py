@@ -229,7 +229,29 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "assignment that overlaps": (lambda x: x.__setitem__(slice(1, None), x[:-1]), (ones(4),)),
     "scatter that overlaps": (lambda x, i: x.scatter_(0, i, x[1:]), (ones(4), i4[:3])),
     "out that overlaps": (lambda x: torch.add(x[1:], 1, out=x[:-1]), (ones(4),)),
-}
+    "product of integers by a float": (lambda x: x.mul_(2.5), (i4,)),
+    "product of a value": (lambda x: (x + 1).mul_(2.5), (i4,)),
+    "product of bools by an integer": (lambda x: x.mul_(2), (i4 > 1,)),
+    "sum of integers and floats": (lambda x, y: x.add_(y), (i4, ones(4))),
+    "*= of integers": (lambda x, y: x.__imul__(y), (i4, ones(4))),
+    "sum of floats and a complex number": (lambda x: x.add_(1j), (ones(4),)),
+    "sum of floats and complex numbers": (lambda x, y: x.add_(y), (ones(4), ones(4, dtype=torch.complex64))),
+    "product of a row": (lambda x: x[0].mul_(2.5), (i4.view(2, 2),)),
+    "product of a part": (lambda x: x[1:].__imul__(2.5), (i4,)),
+    "product of a transposed matrix": (lambda x: x.t().mul_(2.5), (i4.view(2, 2),)),
+    "product by a number that is found": (lambda x, y: x.mul_(y.sum().item()), (i4, ones(4))),
+    "addcmul of integers": (lambda x, y: x.addcmul_(y, y), (i4, ones(4))),
+    "foreach of integers": (lambda x: torch._foreach_mul_([x, x + 1], 2.5), (i4,)),
+    "operator by name": (lambda x: torch.ops.aten.mul_.Scalar(x, 2.5), (i4,)),
+    "running sum of bools": (lambda x: x.cumsum_(0), (i4 > 1,)),
+    "logit of integers": (lambda x: x.logit_(), (i4,)),
+    "ldexp of integers": (lambda x, y: x.ldexp_(y), (i4, i4)),
+    "sum into integers": (lambda x, y: torch.add(x, y, out=x), (i4, ones(4))),
+    "root into integers": (lambda x: torch.sqrt(x, out=x), (i4,)),
+    "product into doubles": (
+        lambda x, y: torch.mm(y, y, out=x), (ones(4, 4, dtype=F64), ones(4, 4))
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -368,6 +390,12 @@ TAKES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda x, i: x.narrow(0, i.item(), 1).clone().cumsum_(0), (ones(1, 1).expand(5, 1), torch.tensor(2))
     ),
     "shapes in place": (lambda x: x.expand(3, 4).detach().t_() + 1, (ones(4),)),
+    "floats into integers": (lambda x, y: x.clone().copy_(y).masked_fill_(y > 0, 2.5), (i4, ones(4))),
+    "an element of integers": (lambda x: x.clone().index_fill_(0, x[:1], 2.5).__setitem__(0, 7.5), (i4,)),
+    "comparison in place": (lambda x, y: x.clone().lt_(y).add_(1), (i4, ones(4))),
+    "bools in place": (lambda x: x.clone().bitwise_and_(1 > 0).logical_or_(x), (i4 > 1,)),
+    "halves in place": (lambda x, y: x.clone().add_(y).mul_(0.5).div_(i4 + 1), (ones(4, dtype=F16), ones(4))),
+    "sum into floats": (lambda x, y: torch.add(x, x, out=y.clone()), (i4, ones(4))),
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Writes that eager refuses, seen before AOTAutograd makes copies of them: to memory that several elements share
-(`x.expand(3, 4).add_(1)`) and to memory that overlaps what is read (`x[1:].copy_(x[:-1])`).
+(`x.expand(3, 4).add_(1)`), to memory that overlaps what is read (`x[1:].copy_(x[:-1])`), and of results that what is
+written cannot hold (`x.mul_(2.5)` of integers).
 
 Comes in: a Dynamo graph, or each function that a trace without Dynamo calls. Whether a write of a suspicious kind is
 refused only eager knows, so it is asked, on zeros that lie as the operands do. What it does take is Unsupported where
@@ -10,11 +11,13 @@ tensor adds up what each element changed by).
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +39,11 @@ _SHAPES = frozenset(  # these write no elements
     swapaxes_ swapdims_ t_ transpose_ unsqueeze_""".split()
 )
 _KEYWORDS = ("and_", "is_", "not_", "or_")  # Python's operators with these names write nothing
-_REFUSED = "unsupported operation"  # how eager's text starts
+_FLOATS = ("ldexp_", "logit_")  # these make floats of integers, too, and tracing does not see it
+_REFUSED = re.compile(  # how eager's text starts
+    "unsupported operation|.*(can't be cast|out tensor to have dtype|not implemented for 'Bool')"
+)
+_CAST = "the operation without an underscore gives a result of its own dtype"
 
 
 def check_writes(gm: torch.nn.Module) -> None:
@@ -54,8 +61,8 @@ def _check_node(node: Node) -> None:
     if node.op == "call_method" and args:
         fn = getattr(torch.Tensor, fn, None)
     if fn is not None and (wrong := _verdict(fn, args, kwargs)):
-        kind, what = wrong
-        raise kind(what, where=last_frame(str(node.meta.get("stack_trace") or "")), hint=CLONE)
+        kind, what, hint = wrong
+        raise kind(what, where=last_frame(str(node.meta.get("stack_trace") or "")), hint=hint)
 
 
 class CheckWrites(TorchFunctionMode):
@@ -67,9 +74,9 @@ class CheckWrites(TorchFunctionMode):
         named = dict(kwargs or {})
         if fn == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise Unsupported("an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x")
-        if _writes(getattr(fn, "__name__", ""), named) and (wrong := _verdict(fn, args, named)):
-            kind, what = wrong
-            raise kind(what, where=users_line(), hint=CLONE)
+        if _writes(fn, named) and (wrong := _verdict(fn, args, named)):
+            kind, what, hint = wrong
+            raise kind(what, where=users_line(), hint=hint)
         return fn(*args, **named)
 
 
@@ -77,29 +84,56 @@ def _writes(fn: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function, or one of that name, may write its first argument or `out`."""
     if kwargs.get("out") is not None or fn in _OPERATORS:
         return True
+    if isinstance(fn, OpOverload):
+        return fn.namespace == "aten" and fn._schema.is_mutable
     name = fn if isinstance(fn, str) else getattr(fn, "__name__", "")
     return name in _METHODS or (name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS)
 
 
-def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[type[PlaitError], str] | None:
-    """The class and text of what is wrong with a write, None if nothing is."""
+def _verdict(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[type[PlaitError], str, str] | None:
+    """The class and text of what is wrong with a write, and what to try; None if nothing is."""
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if not given or any(x.layout != torch.strided or x.device.type == "meta" for x in given):
         return None
     if any(map(compat.is_transformed, given)):  # by torch.func: it stands for no memory of its own
         return None
-    written = kwargs["out"] if kwargs.get("out") is not None else (*args, *kwargs.values())[0]
-    shares = any(repeats(x) for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor))
+    out = kwargs.get("out")
+    target = (*args, *kwargs.values())[0] if out is None else out
+    written = [x for x in pytree.tree_leaves(target) if isinstance(x, torch.Tensor)]
+    shares = any(map(repeats, written))
     shared = len({x.untyped_storage()._cdata for x in given}) < len({id(x) for x in given})
-    if not shares and not shared:
+    own = out is not None or getattr(fn, "__name__", "") in _FLOATS
+    is_users = isinstance(fn, OpOverloadPacket) and not str(fn).startswith("aten.")  # it holds what it likes
+    casts = not is_users and _may_not_hold(written, given, (args, kwargs), own)
+    if not shares and not shared and not casts:
         return None
     error = _tried(fn, args, kwargs)
     text = str(error).strip()
-    if isinstance(error, RuntimeError) and text.startswith(_REFUSED):
-        return refusal(error), text.splitlines()[0]
+    if error is not None and _REFUSED.match(text):
+        return refusal(error), text.splitlines()[0], CLONE if text.startswith("unsupported") else _CAST
     if error is None and shares and getattr(fn, "__name__", "") not in _SHAPES:
-        return Unsupported, SHARED
+        return Unsupported, SHARED, CLONE
     return None
+
+
+_FLOAT, _COMPLEX = 2, 3
+
+
+def _may_not_hold(written: Sequence[torch.Tensor], given: Sequence[torch.Tensor], operands: Any, own: bool) -> bool:
+    """Whether the result may be of a dtype that what is written cannot hold. own: it may be the operator's own; else it
+    is of the kind of an operand."""
+    least = min(map(_kind, written), default=_COMPLEX)
+    if own and (least < _FLOAT or len({x.dtype for x in given}) > 1):
+        return True
+    return max(map(_kind, pytree.tree_leaves(operands))) > least
+
+
+def _kind(x: Any) -> int:
+    """0 for a bool, 1 for an integer, _FLOAT, _COMPLEX; a tensor's is that of its elements. All else is -1."""
+    if isinstance(x, torch.Tensor):
+        return _COMPLEX if x.is_complex() else _FLOAT if x.is_floating_point() else int(x.dtype != torch.bool)
+    kinds = (bool, torch.SymBool), (int, torch.SymInt), (float, torch.SymFloat), (complex,)
+    return next((k for k, kind in enumerate(kinds) if isinstance(x, kind)), -1)
 
 
 def _tried(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:

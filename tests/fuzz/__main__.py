@@ -11,6 +11,7 @@ by its reciprocal: the last bits of such quotients differ.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -91,8 +92,9 @@ def _trim(cache: Path) -> None:
     """Built kernels of programs that are done fill a disk."""
     old = time.time() - 300
     for path in cache.rglob("*"):
-        if path.is_file() and path.stat().st_mtime < old:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # a program that ends takes its files away
+            if path.is_file() and path.stat().st_mtime < old:
+                path.unlink()
 
 
 def report(data: dict[str, Any]) -> str:

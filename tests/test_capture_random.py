@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import plait
 from plait.errors import UserError
 from plait.runtime import philox
 from tests.against_eager import compiled
@@ -258,3 +259,13 @@ def test_the_numbers_of_eager() -> None:
         if wants_grad:
             (a,), (b,) = torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x)
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+def test_an_operator_whose_name_is_a_word_of_python(wrapper: str, own: bool) -> None:
+    """`aten.random.from`, which no Python can spell."""
+    run = plait.compile(
+        lambda x: x.random_(3, 5) * 1, (torch.ones(64),), options={"wrapper": wrapper, "eager_random": own}
+    )
+    assert set(run(torch.ones(64)).tolist()) == {3.0, 4.0}

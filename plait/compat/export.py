@@ -28,7 +28,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import fake_tensor
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args, _DerivedDim, _tree_map_with_path
-from torch.fx import GraphModule
+from torch.fx import GraphModule, _lazy_graph_module
 from torch.fx import proxy as fx_proxy
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
@@ -416,6 +416,7 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *((SymNode, name, _comparing(name, condition)) for name, condition in _CONDITIONS.items()),
     (torch.compiler, "_is_compiling_flag", True), (torch.compiler, "_is_exporting_flag", True),
     (fx_proxy, "CapturedTraceback", _Forwards), (SymNode, "bool_", _asked),
+    (_lazy_graph_module, "_use_lazy_graph_module_flag", True),
 ]  # fmt: skip
 _BEFORE = [getattr(owner, name) for owner, name, _ in _CHANGES]
 
@@ -427,7 +428,7 @@ def _set(values: Sequence[Any]) -> None:
 
 _exporting = Shared(lambda: _set([new for *_, new in _CHANGES]), lambda: _set(_BEFORE))
 """Inside, torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values. Stacks are
-short, and questions about sizes are noted."""
+short, questions about sizes are noted, and of a graph no Python is made, which has no word for `aten.random.from`."""
 
 
 def export_graph(

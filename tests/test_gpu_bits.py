@@ -87,6 +87,14 @@ def test_quotients_by_numbers(name: str, dtype: torch.dtype) -> None:
     same(QUOTIENTS[name], torch.arange(-1000, 1000, device="cuda").to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quotients_by_numbers_that_sizes_make(dtype: torch.dtype) -> None:
+    dynamic = torch.compile(lambda x: x / (x.shape[0] * 0.37 + 1), backend="plait", dynamic=True)
+    for n in (2, 3, 7):
+        x = torch.arange(-1000, 1000, device="cuda").to(dtype).expand(n, -1)
+        assert torch.equal(dynamic(x), x / (n * 0.37 + 1))
+
+
 def test_quotients_of_integers_by_numbers() -> None:
     same(lambda x: x / 9, torch.arange(-1000, 1000, device="cuda"))
 

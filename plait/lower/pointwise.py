@@ -381,9 +381,12 @@ def _by_reciprocal(m: Maths, a: Node, b: Node) -> Node:
 
 
 def _by_exact_reciprocal(m: Maths, a: Node, b: Node) -> Node:
-    """Of a Python number, eager computes the reciprocal in double."""
+    """Of a Python number, and of one that sizes make, eager computes the reciprocal in double."""
     if b.op == "const" and isinstance(b.attr, (int, float)) and b.attr:
         return m("mul", a, 1.0 / b.attr)
+    if b.op == "cast":
+        exact = m("truediv", m.const(1.0, f64), m.cast(b.args[0], f64))
+        return m("mul", a, m.cast(exact, b.dtype))
     return _by_reciprocal(m, a, b)
 
 
@@ -420,7 +423,8 @@ def _trunc_divide(m: Maths, a: Node, b: Node, divided: Formula) -> Node:
 def _quotient(ctx: Lowering, a: Operand, b: Operand, mode: str | None) -> View:
     divided = _divided(ctx, b)
     if mode is None:
-        formula = _by_exact_reciprocal if divided is _by_reciprocal else divided
+        exact = divided is _by_reciprocal and not isinstance(b, View)
+        formula = _by_exact_reciprocal if exact else divided
         return elementwise(ctx, formula, (a, b), FLOAT, rounds=_rounds_dividend)
     if mode == "trunc":
         return elementwise(ctx, lambda m, x, y: _trunc_divide(m, x, y, divided), (a, b), rounds=_rounds_dividend)

@@ -26,6 +26,12 @@ MASKS = (M, ONE, NONE, ALL)
 SQUARE, W = torch.arange(16.0).reshape(4, 4).sin(), torch.arange(12.0).reshape(4, 3).cos()
 INDICES = [torch.tensor(i) for i in (2, -1, 0, -4, 3, 4, 7, -5, -9)]
 
+LENGTHS = ([4, 3, 2, 1], [4, 4, 4, 4], [2, 1, 1, 1], [1, 2, 3, 4], [4, 3, 2, 0])
+
+
+def packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    return torch._pack_padded_sequence(x[..., None], lengths, batch_first)
+
 
 def four(x: Tensor) -> Tensor:
     z = x.nonzero()
@@ -112,6 +118,11 @@ EXACT: dict[str, Case] = {
     "a column of a value, seen": (lambda x, i: (x * 2).narrow(1, i.item(), 1), [(SQUARE, i) for i in INDICES]),
     "the lesser of two": (lambda x, i: x[max(0, i.item() - 1) : min(i.item(), 5)] * 2, [(X, i) for i in INDICES]),
     "a row of a value's bits, seen": (bits_of_a_row, [(SQUARE, i) for i in INDICES]),
+    "packed sequences": (lambda x, n: packed(x, n, True)[0] * 2, [(SQUARE, torch.tensor(n)) for n in LENGTHS]),
+    "steps of packed sequences": (
+        lambda x, n: packed(x, n, False)[1] + 1,
+        [(SQUARE, torch.tensor(n)) for n in LENGTHS],
+    ),
 }
 # Of these eager broadcasts one element, where tracing has taken one size for another.
 BROADCAST: dict[str, Case] = {
@@ -135,6 +146,7 @@ ON_ALL_TARGETS = (
     "write",
     "a row, seen",
     "a row of a value's bits, seen",
+    "packed sequences",
     "index by a mask",
 )
 

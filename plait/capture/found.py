@@ -3,7 +3,7 @@
 Python's indexing (`x[i.item()]`) asks such a number for its value, which it does not have yet: it becomes a `select`.
 A number of which something is asserted (`torch._check`) and that is not used otherwise stays in the graph, for else
 nothing could be checked. And `divmod` takes sizes. In torch 2.11 what counts and finds (`unique`, `bincount`) gets its
-element types here, for Dynamo too.
+element types here, for Dynamo too, and in all versions packed sequences get their sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx.node
 from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import GraphModule
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -188,7 +189,20 @@ def _typed(shapes: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _packed(mode: Any, op: Any, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+    """Shapes of packed sequences: as many rows as all have together, and a number for each step. PyTorch's own
+    function takes the rows for those of one sequence."""
+    env = mode.shape_env
+    if env is None or not env.allow_dynamic_output_shape_ops:
+        raise DynamicOutputShapeException(op)
+    rows, steps = env.create_unbacked_symint(), env.create_unbacked_symint()
+    for n in (rows, steps):
+        symbolic_shapes._constrain_range_for_size(n)
+    return x.new_empty((rows, *x.shape[2:])), lengths.new_empty((steps,), dtype=torch.int64)
+
+
+_shapes = fake_impls.op_implementations_dict
+_shapes[aten._pack_padded_sequence.default] = _packed
 if compat.BEFORE_2_13:
-    _shapes = fake_impls.op_implementations_dict
     for _op in (aten.bincount.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default):
         _shapes[_op] = _typed(_shapes[_op])

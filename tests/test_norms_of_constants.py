@@ -1,7 +1,8 @@
-"""Layer and group norm of rows of equal or nearly equal elements, against eager and float64."""
+"""Norms of rows of equal or nearly equal elements, and gradients, against eager and float64."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +24,11 @@ def norms(n: int, eps: float) -> dict[str, Norm]:
         "layer_norm": lambda x: F.layer_norm(x, (n,), eps=eps),
         "group_norm": lambda x: F.group_norm(x.view(len(x), 1, n), 1, eps=eps).view(x.shape),
     }
+
+
+def gradients(fn: Norm, dy: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    given = tuple(x.clone().requires_grad_() for x in given)
+    return torch.autograd.grad(fn(*given), given, dy)
 
 
 def worst(x: torch.Tensor, truth: torch.Tensor) -> float:
@@ -57,12 +63,49 @@ def test_gradients_of_constant_rows(isa: str) -> None:
         x = torch.tensor(MIDDLES)[:, None].repeat(1, n)
         dy = torch.randn(x.shape)
 
-        def gradient(f: Norm, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-            x = x.clone().requires_grad_()
-            return torch.autograd.grad(f(x), x, dy)[0]
+        (truth,), (got,) = gradients(fn, dy.double(), x.double()), gradients(run, dy, x)
+        torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=2.0)
 
-        truth = gradient(fn, x.double(), dy.double())
-        torch.testing.assert_close(gradient(run, x, dy).double(), truth, rtol=1e-5, atol=2.0)
+
+GROUPS = ((3, 4, 16, 1), (2, 6, 49, 3), (4, 8, 256, 2), (5, 32, 7, 8), (3, 16, 1, 2))
+"""Of group norms: samples, channels, elements of a channel, groups."""
+
+
+@all_isas
+@pytest.mark.parametrize("affine", [True, False])
+def test_gradients_of_group_norm(affine: bool, isa: str) -> None:
+    """The mean takes no digits of the sums, as it does in eager's."""
+    for n, c, size, groups in GROUPS:
+        torch._dynamo.reset()
+
+        def fn(x: torch.Tensor, *weights: torch.Tensor, groups: int = groups) -> torch.Tensor:
+            return F.group_norm(x, groups, *weights)
+
+        run = torch.compile(fn, backend="plait", options={"isa": isa}, dynamic=False)
+        for middle, spread in itertools.product(MIDDLES, (*SPREADS, 1e-2, 1.0)):
+            noise = 1 + spread * torch.randn(n, c, size, dtype=torch.float64)
+            given = [(middle * noise).float(), *(torch.randn(c) for _ in range(2 * affine))]
+            dy = torch.randn(n, c, size)
+            truths = gradients(fn, dy.double(), *(x.double() for x in given))
+            wants, gots = gradients(fn, dy, *given), gradients(run, dy, *given)
+            for truth, want, got in zip(truths, wants, gots, strict=True):
+                limit = 2 * worst(want, truth) + 5e-7 * float(truth.abs().max())
+                assert worst(got, truth) <= limit, (n, c, size, groups, middle, spread)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm"])
+def test_gradients_round_once(name: str, dtype: torch.dtype) -> None:
+    """Statistics that are saved have half precision, in eager too; all else is in float32."""
+    for n in (7, 48, 294, 1031):
+        torch._dynamo.reset()
+        fn = norms(n, 1e-5)[name]
+        run = torch.compile(fn, backend="plait", dynamic=False)
+        x = torch.tensor(MIDDLES[:4])[:, None].repeat(1, n).to(dtype)
+        dy = torch.randn(x.shape).to(dtype)
+        (truth,), (want,) = gradients(fn, dy.double(), x.double()), gradients(fn, dy, x)
+        (got,) = gradients(run, dy, x)
+        assert worst(got, truth) <= 1.02 * worst(want, truth), n
 
 
 def test_squares_that_overflow_are_no_nans() -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 import sympy
@@ -102,7 +102,7 @@ def kept_whole() -> tuple[Any, ...]:
         hardtanh_backward.default hardswish_backward.default elu_backward.default threshold.default
         reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default std.correction
         replication_pad1d.default replication_pad2d.default replication_pad3d.default
-        alias_copy.default
+        alias_copy.default native_group_norm_backward.default
     """
     packets = (name.split(".") for name in names.split())
     return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in packets)
@@ -127,6 +127,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     for op in kept_whole():
         table.pop(op, None)
     table[torch.ops.aten.pow.Tensor_Scalar] = _bool_power
+    norm = torch.ops.aten.native_layer_norm_backward.default
+    table[norm] = partial(_layer_norm_backward, table[norm])
     return table | {op: around(table.get(op)) for op, around in CHECKS.items()}
 
 
@@ -143,6 +145,14 @@ def hint_of(x: Any) -> Any:
         return x
     number = x.node.expr if x.node.expr.is_number else 2
     return x.node.hint if x.node.has_hint() else x.node.pytype(number)
+
+
+def _layer_norm_backward(run: Callable[..., Any], grad: torch.Tensor, *given: Any) -> Any:
+    """run: torch's own, which divides a reciprocal deviation of half precision by the number of
+    elements and rounds. Eager does so in float32."""
+    x, shape, mean, rstd, *others = given
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return run(grad, x, shape, mean.to(wide), rstd.to(wide), *others)
 
 
 def _bool_power(x: torch.Tensor, exponent: Any) -> Any:

@@ -16,7 +16,7 @@ from plait.ir.dtypes import DType
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.ir.sizes import Expr, Size
-from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.core import Lowering, NoRule, ReduceBody, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.extern import call_extern
 from plait.lower.pointwise import Maths, convert
@@ -93,6 +93,78 @@ def _group_norm(
 
     out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
     return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
+
+
+@lower(aten.native_group_norm_backward.default)
+def _group_norm_backward(
+    ctx: Lowering, grad: View, x: View, mean: View, rstd: View, weight: View | None,
+    N: Size, C: Size, HxW: Size, group: int, output_mask: Sequence[bool],
+) -> tuple[View | None, ...]:  # fmt: skip
+    """By sums over deviations from the mean. Sums over the elements would lose the digits that a
+    mean far from 0 takes up, and sums in half precision most of the others."""
+    compute = compute_dtype(x.dtype)
+    per_group = sz.floordiv(C, group)
+    mean, rstd = (convert(ctx, t, compute) for t in (mean, rstd))
+    rows = [reshape(t, (N, C, HxW)) for t in (grad, x)]
+
+    def group_of(at: Sequence[Size]) -> tuple[Size, Size]:
+        return at[0], sz.floordiv(at[1], per_group)
+
+    def weighted(ops: Recorder, value: Node, channel: Size) -> Node:
+        if weight is None:
+            return value
+        return ops.op("mul", value, ops.cast(weight.load(ops, (channel,)), compute))
+
+    def pair(ops: Recorder, of: Sequence[View], at: Sequence[Size]) -> tuple[Node, Node]:
+        """An element's gradient, and its deviation."""
+        g, e = (ops.cast(t.load(ops, at), compute) for t in of)
+        return g, ops.op("sub", e, mean.load(ops, group_of(at)))
+
+    def product(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        return ops.op("mul", *pair(ops, rows, (*i, *r)))
+
+    sums = ctx.reduce((N, C), (HxW,), "sum", lambda ops, i, r: pair(ops, rows, (*i, *r))[0])
+    products = ctx.reduce((N, C), (HxW,), "sum", product)
+
+    def average(of: View) -> View:
+        """Of what `of` sums over each channel, with the channels' weights, in each group."""
+
+        def term(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+            channel = sz.add(sz.mul(i[1], per_group), r[0])
+            return weighted(ops, of.load(ops, (i[0], channel)), channel)
+
+        total = ctx.reduce((N, group), (per_group,), "sum", term)
+
+        def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
+            count = ops.cast(ops.index(sz.mul(per_group, HxW)), compute)
+            return ops.op("truediv", total.load(ops, i), count)
+
+        return ctx.pointwise(total.shape, compute, body)
+
+    def over_batch(k: int, term: ReduceBody) -> View | None:
+        if not output_mask[k]:
+            return None
+        return convert(ctx, ctx.reduce((C,), (N,), "sum", term), ctx.out_dtype(k))
+
+    def of_weight(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        at = (*r, *i)
+        return ops.op("mul", products.load(ops, at), rstd.load(ops, group_of(at)))
+
+    level, slope = average(sums), average(products)
+
+    def of_input(ops: Recorder, v: tuple[Expr, ...]) -> Node:
+        m, at = Maths(ops), group_of(v)
+        g, off = pair(ops, (grad, x), v)
+        scale = rstd.load(ops, at)
+        along = m("mul", off, m("mul", m("mul", scale, scale), slope.load(ops, at)))
+        across = m("sub", m("sub", weighted(ops, g, v[1]), level.load(ops, at)), along)
+        return ops.cast(m("mul", scale, across), x.dtype)
+
+    return (
+        ctx.pointwise(x.shape, x.dtype, of_input, ctx.out_strides(0)) if output_mask[0] else None,
+        over_batch(1, of_weight),
+        over_batch(2, lambda ops, i, r: sums.load(ops, (*r, *i))),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- batch norm

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 import plait
-from plait.errors import Unsupported
+from plait.errors import InputError, Unsupported
 from tests.metadata import facts
 
 ROW = torch.arange(4.0)
@@ -120,6 +122,155 @@ def test_what_a_module_keeps_beside_its_state_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="assigns 'last'"):
         call = plait.compile(module, (ROW,))
     assert torch.equal(call(ROW), ROW + 1) and module.last is None
+
+
+def made_from_the_first(m: Any, x: Tensor) -> Tensor:
+    if m.a is None:
+        m.a = x.clone()
+    return x - m.a
+
+
+def summed(m: Any, x: Tensor) -> Tensor:
+    m.a = x if m.a is None else m.a + x
+    return m.a * 1
+
+
+def summed_in_place(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "made"):
+        m.made = torch.zeros(4)
+    m.made += x
+    return m.made * 1
+
+
+def drawn_once(m: Any, x: Tensor) -> Tensor:
+    if m.a is None:
+        m.a = torch.rand(4)
+    return x * m.a
+
+
+def made_once(m: Any, x: Tensor) -> Tensor:
+    if m.a is None or m.n < x.shape[0]:
+        m.n, m.a = x.shape[0], torch.arange(float(x.shape[0]))
+    return x * m.a[: x.shape[0]]
+
+
+def in_a_pair(m: Any, x: Tensor) -> Tensor:
+    a, b = m.a or (torch.zeros(4), torch.zeros(4))
+    m.a = (a + x, b + a)
+    return b * 1
+
+
+def in_a_dict(m: Any, x: Tensor) -> Tensor:
+    m.d["a"] = m.d.get("a", 0) + x
+    return m.d["a"] * 1
+
+
+def in_a_list(m: Any, x: Tensor) -> Tensor:
+    m.l.append(x)
+    return torch.stack(m.l).sum(0)
+
+
+def in_an_object(m: Any, x: Tensor) -> Tensor:
+    m.o.a = m.o.a + x
+    return m.o.a * 1
+
+
+def counts(m: Any, x: Tensor) -> Tensor:
+    m.n += 1
+    return x * m.n
+
+
+def tells_the_first(m: Any, x: Tensor) -> Tensor:
+    first, m.first = m.first, False
+    return x if first else x * 2
+
+
+def turns(m: Any, x: Tensor) -> tuple[Tensor, bool]:
+    m.first = not m.first
+    return x * 2, m.first
+
+
+def never_settles(m: Any, x: Tensor) -> Tensor:
+    m.first = not m.first
+    return x * 2
+
+
+TABLE: dict[str, Tensor] = {}
+
+
+def in_a_global(_: Any, x: Tensor) -> Tensor:
+    TABLE["sum"] = TABLE.get("sum", 0) + x
+    return TABLE["sum"] * 1
+
+
+def new_buffer(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "made"):
+        m.register_buffer("made", torch.zeros(4))
+    return x + m.made
+
+
+def new_layer(m: Any, x: Tensor) -> Any:
+    if not hasattr(m, "made"):
+        m.made = nn.Linear(4, 4)
+    return m.made(x)
+
+
+def attributes() -> dict[str, Any]:
+    return {"a": None, "n": 0, "first": True, "d": {}, "l": [], "o": SimpleNamespace(a=torch.zeros(4))}
+
+
+REMEMBERS = [
+    made_from_the_first, summed, summed_in_place, drawn_once, made_once, in_a_pair, in_a_dict, in_a_list, in_an_object,
+    counts, tells_the_first, turns, never_settles, in_a_global, new_buffer, new_layer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", REMEMBERS)
+@pytest.mark.parametrize("shapes", [None, ({0: Dim.DYNAMIC},)], ids=["fixed", "dynamic"])
+def test_calls_that_ask_for_what_others_kept_are_refused(fn: Callable[..., Any], shapes: Any) -> None:
+    module = Assigns(fn, attributes())
+    with pytest.raises(Unsupported, match=r"asks for what the one before it left|no buffer with a value"):
+        plait.compile(module, (ROW,), shapes)
+    assert not TABLE and not hasattr(module, "made") and not module._buffers
+    assert {name: getattr(module, name) for name in ("a", "n", "first", "d", "l")} == {
+        name: x for name, x in attributes().items() if name != "o"
+    }
+
+
+def test_what_is_made_once_may_be_there_before(tmp_path: Path) -> None:
+    module = Assigns(made_once, attributes())
+    module(torch.ones(8))
+    shapes = ({0: Dim.DYNAMIC},)
+    plait.package(module, tmp_path / "p.plait", (ROW,), shapes)
+    for call in (plait.compile(module, (ROW,), shapes), plait.load(tmp_path / "p.plait")):
+        for n in (4, 8, 3):
+            assert torch.equal(call(torch.ones(n)), torch.arange(float(n)))
+        with pytest.raises(InputError, match="expected size at most 8"):
+            call(torch.ones(9))
+
+
+def test_what_nobody_asks_for_is_not_kept() -> None:
+    """In attributes, lists and dicts, also those of hooks; numbers that count, and flags."""
+
+    def keeps(m: Any, x: Tensor) -> Tensor:
+        m.n += 1
+        m.l.append(x * 2)
+        m.d["last"] = x * 3
+        m.a = (x, m.n)
+        if m.first:
+            m.first = False
+        return m.layer(x) + 1  # type: ignore[no-any-return]
+
+    seen: dict[str, Tensor] = {}
+    module = Assigns(keeps, attributes() | {"layer": nn.Identity()})
+    module.layer.register_forward_hook(lambda *_: seen.update(x=_[2]))
+    module.l.append(ROW)
+    with pytest.warns(UserWarning, match="a call of Assigns assigns .*'n'.*, one of the program does not"):
+        call = plait.compile(module, (ROW,))
+    for k in range(3):
+        assert torch.equal(call(ROW + k), ROW + k + 1)
+    assert not seen and module.d == {} and module.first and module.n == 0 and module.a is None
+    assert len(module.l) == 1 and module.l[0] is ROW
 
 
 def test_a_layer_in_two_places_and_a_tensor_in_two_layers() -> None:

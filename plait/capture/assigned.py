@@ -1,8 +1,7 @@
 """Tensors that a module's forward assigns anew (`self.n = self.n + 1`), while it is traced.
 
-A buffer or parameter that is assigned is written: the program copies the new value into it. Any other
-tensor that a module keeps is no input of the program. Where it was a tensor before, the program would
-read the old one for ever: that is Unsupported. Where it was none, it stays so, and a warning says that.
+A buffer or parameter that is assigned is written: the program copies the new value into it. Whatever else a
+call leaves in Python is no matter of the program (`kept.py`).
 """
 
 from __future__ import annotations
@@ -12,18 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from plait.capture.aliases import same_bits
-from plait.compat import is_stand_in
-from plait.errors import Unsupported, warn_once
+from plait.capture.kept import Change, Kept
+from plait.errors import Unsupported
 
-_ABSENT = object()
-_WEIGHTS_OF_RNN = "_flat_weights"  # a list of its parameters, which nn.RNN makes anew when they change
-_OWN = ("_parameters", "_buffers", "_modules")
 _COMPILED = 'torch.compile(fn, backend="plait")'
-_Before = list[tuple[torch.nn.Module, dict[str, Any], list[str]]]
 
 
 @contextmanager
@@ -49,27 +43,33 @@ def with_state(
 
 
 class Holding:
-    """Runs a module with other tensors as its state. who: the function that traces it."""
+    """Runs a module with other tensors as its state.
 
-    def __init__(self, module: torch.nn.Module, who: str) -> None:
-        self.module, self.who = module, who
+    who: the function that traces it. before: what a call before this one left in Python. left: what this one does,
+    which is undone.
+    """
+
+    def __init__(self, module: torch.nn.Module, who: str, before: Sequence[Change]) -> None:
+        self.module, self.who, self.before = module, who, before
+        self.left: list[Change] = []
         self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @contextmanager
     def state(self, state: Mapping[str, torch.Tensor], given: Sequence[torch.Tensor]) -> Iterator[None]:
         """As `with_state`. Raises Unsupported where the module assigns what no program can assign."""
-        before = _attributes(self.module)
+        kept = Kept(self.module)
+        for change in self.before:
+            change.redo()
         try:
             with with_state(self.module, state, given) as assigned:
                 yield
         finally:
-            replaced, made = _restore(before)
-        if replaced:
-            what = f"{self.who} of a module that assigns {replaced[0]!r}, which is no buffer with a value"
+            self.left = kept.changes()
+            for change in self.left:
+                change.undo()
+        if wrong := [change.name for change in self.left if change.of_state]:
+            what = f"{self.who} of a module that assigns {wrong[0]!r}, which is no buffer with a value"
             raise Unsupported(what, hint=f"register_buffer with a tensor of its size, or {_COMPILED}")
-        if made:
-            names = ", ".join(map(repr, made))
-            warn_once(f"{self.who}: a call of the module assigns {names}, one of the program does not")
         olds = dict(zip(state, given, strict=True))
         self._new = [(olds[name], self._fitting(name, olds[name], new).clone()) for name, new in assigned.items()]
 
@@ -94,43 +94,6 @@ class Holding:
             raise Unsupported(what, hint=_COMPILED)
         assert isinstance(new, torch.Tensor)
         return new
-
-
-def _attributes(module: torch.nn.Module) -> _Before:
-    """Of each module inside: its attributes, and the names of buffers that are None."""
-    return [
-        (part, dict(part.__dict__), [name for name, x in part._buffers.items() if x is None])
-        for part in module.modules()
-    ]
-
-
-def _restore(before: _Before) -> tuple[list[str], list[str]]:
-    """Takes away tensors of the trace, which mean nothing after it. Gives the names of what was a tensor
-    or buffer before, and of other attributes."""
-    replaced: list[str] = []
-    made: list[str] = []
-    for part, old, empty in before:
-        for name, value in list(part.__dict__.items()):
-            was = old.get(name, _ABSENT)
-            if name in _OWN or value is was or not any(map(is_stand_in, _tensors(value))):
-                continue
-            if was is _ABSENT:
-                del part.__dict__[name]
-            else:
-                part.__dict__[name] = was
-            if name != _WEIGHTS_OF_RNN:
-                (replaced if _tensors(was) else made).append(name)
-        for name in empty:
-            if part._buffers.get(name) is not None:
-                part._buffers[name] = None
-                replaced.append(name)
-    return replaced, made
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (torch.Tensor, list, tuple, dict)):
-        return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-    return []
 
 
 def _moved(x: torch.Tensor, old: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

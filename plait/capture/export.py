@@ -41,9 +41,12 @@ def compile(
     """Compiles fn for inputs like example_inputs: positional arguments, or a mapping of keyword arguments. An
     ExportedProgram has an example and dynamic sizes already.
 
-    fn is called twice, on tensors without values; what else it does (printing, keeping a tensor in a list) happens
-    then, not at calls of the result. Training or evaluation mode, autocast and arguments that are no tensors are built
-    in as they are now; at a call autocast makes no difference, and gradients are never taken.
+    fn is called twice or more, on tensors without values: what it prints is printed then, not at calls of the result.
+    What it keeps in Python (attributes, items of lists) is taken back, with a warning: calls of the result keep
+    nothing. Unsupported where a call asks for what the one before it kept.
+
+    Training or evaluation mode, autocast and arguments that are no tensors are built in as they are now; at a call
+    autocast makes no difference, and gradients are never taken.
 
     Parameters and buffers count as they are at a call: changes of their values, and other tensors of the same dtype,
     device, sizes and strides in their place. InputError where one does not fit, is gone, or a sub-module was replaced.

@@ -43,11 +43,11 @@ def reachable(fn: Callable[..., Any]) -> dict[str, Any]:
         if isinstance(x, (Module, torch.Tensor)):
             found.setdefault(name, x)
         else:
-            todo.extend(_held(x))
+            todo.extend(held(x))
     return found
 
 
-def _held(x: Any) -> Iterator[tuple[str, Any]]:
+def held(x: Any) -> Iterator[tuple[str, Any]]:
     """What a function or an object that is called like one refers to, by name."""
     if isinstance(x, functools.partial):
         yield from [("", x.func), *_enumerated("argument", x.args), *x.keywords.items()]

@@ -24,12 +24,13 @@ from plait.capture.aliases import views_of_inputs
 from plait.capture.assigned import Holding, with_state
 from plait.capture.early import early_changes
 from plait.capture.found import mended_tracing, numbers_kept
+from plait.capture.kept import Change, same_program, settled
 from plait.capture.laid_out import NotingLayouts
 from plait.capture.least import with_least_sizes
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
 from plait.compat.export import ExportEnv, SizeFacts, export_graph, wants_values
-from plait.errors import InputError, PlaitError, Unsupported, UserError
+from plait.errors import InputError, PlaitError, Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
 from plait.graph.refuse import CLONE, SHARED, answer
@@ -106,21 +107,25 @@ def trace(
     out_leaves: tuple[Any, ...] = ()
     is_result: list[bool] = []  # as first found: a size may be known only when the module is run again
     views: dict[int, InputView] = {}
+    before: list[Change] = []
+    left: list[Change] = []
 
     class Flat(torch.nn.Module):
         """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
 
         def forward(self, *flat: Any) -> tuple[Any, ...]:
-            nonlocal out_spec, out_leaves, is_result, views
+            nonlocal out_spec, out_leaves, is_result, views, left
             given = iter(flat[len(state) :])
             leaves = [
                 next(given) if value else real if fake is None else fake
                 for value, real, fake in zip(is_value, real_leaves, env.leaves, strict=True)
             ]
             call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
-            holding = Holding(module, who)
-            with holding.state(state, flat[: len(state)]), NotingLayouts(env):
+            holding = Holding(module, who, before)
+            with holding.state(state, flat[: len(state)]), NotingLayouts(env) as layouts:
                 result = module(*call_args, **call_kwargs)
+            layouts.ask_of_results(flat, result)
+            left = holding.left
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
                 if not _is_value(x) and not isinstance(x, CONSTANTS):
@@ -135,9 +140,13 @@ def trace(
 
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
-    try:
+
+    def export() -> tuple[GraphModule, tuple[int, ...], int]:
         with early_changes, numbers_kept, mended_tracing, CheckWrites():
-            graph, mutated, tokens = export_graph(env, Flat(), inputs, who)
+            return export_graph(env, Flat(), inputs, who)
+
+    try:
+        graph, mutated, tokens = export()
     except InputError as error:
         what = f"{who} of {_name_of(module)}, which calls what plait.compile returned"
         raise Unsupported(what, where=users_line(error), hint="call the function itself: its __wrapped__") from error
@@ -160,6 +169,14 @@ def trace(
             raise
         found.add_note(note)
         raise found from error
+    if left:
+        before, made = left, (out_spec, out_leaves, views)
+        told = ", ".join(dict.fromkeys(repr(change.name) for change in left))
+        if not _again(export, graph, mutated) or (out_spec, out_leaves) != made[:2] or not settled(before, left):
+            what = f"{who} of {_name_of(module)}, of which a call asks for what the one before it left: {told}"
+            raise Unsupported(what, hint=_KEEP)
+        out_spec, out_leaves, views = made
+        warn_once(f"{who}: a call of {_name_of(module)} assigns {told}, one of the program does not")
     drop_tokens(graph.graph, tokens)
     _write_back(graph, mutated)
     assert out_spec is not None
@@ -167,6 +184,23 @@ def trace(
     signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
     facts = with_least_sizes(env.size_facts(fakes, graph), graph)
     return Traced(graph, mutated, state, fakes, signature, facts, views)
+
+
+_KEEP = (
+    "a buffer (register_buffer) or an argument for what changes; what is made once has to be there before: call it "
+    "once with the largest sizes"
+)
+
+
+def _again(
+    export: Callable[[], tuple[GraphModule, tuple[int, ...], int]], graph: GraphModule, mutated: tuple[int, ...]
+) -> bool:
+    """Whether the same program is traced once more."""
+    try:
+        found = export()
+    except Exception:  # noqa: BLE001  whatever comes of what is no tensor
+        return False
+    return found[1] == mutated and same_program(found[0], graph)
 
 
 def _raised_by_eager(

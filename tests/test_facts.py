@@ -461,3 +461,22 @@ def test_strides_that_are_equal_in_the_example_only(target: str) -> None:
     for case in ((4, 2, 2), (3, 2, 3), (5, 3, 2), (4, 1, 5)):
         args = given(*case)
         torch.testing.assert_close(run(*args), fn(*args))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_bool_that_is_found_in_training(target: str) -> None:
+    """The backward program is given it as a number that is 0 or 1."""
+
+    def fn(x: Tensor) -> Tensor:
+        is_positive = (x.sum() > 0).item()
+        return torch.where(x > 0, x * x, is_positive).sum() * is_positive + x.sin().sum()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = torch.compile(fn, backend="plait", fullgraph=True, options={"wrapper": target, "strict": True})
+        for sign in (1, -1, 1):
+            grads = []
+            for f in (fn, run):
+                x = (torch.tensor([1.0, 2, -2, 3]) * sign).requires_grad_()
+                f(x).backward()
+                grads.append(x.grad)
+            torch.testing.assert_close(grads[1], grads[0])

@@ -167,6 +167,8 @@ class _Walk:
             return self._tensor_input(val)
         if isinstance(val, torch.SymInt) and not is_ragged(val):
             return self._int_input(to_size(val))
+        if isinstance(val, torch.SymBool) and (bit := _bit(to_size(val))) is not None:
+            return self._int_input(bit)
         if is_symbolic(val) and not is_ragged(val):
             raise Unsupported(f"a graph input that is a {type(val).__name__}", hint="pass it as a tensor")
         self.inputs.append(None)
@@ -584,6 +586,14 @@ class _Walk:
         if not is_input and out not in self.results.values():
             return out
         return self._aliased(b.name, out.dtype or b.dtype, out)
+
+
+def _bit(condition: Size) -> Expr | None:
+    """The symbol of a bool that is found, 0 or 1: tracing has it as a condition, that the symbol is 1."""
+    for a in sz.free_symbols(condition):
+        if (a.lo, a.hi) == (0, 1) and [sz.substitute(condition, {a: k}) for k in (0, 1)] == [0, 1]:
+            return sz.symbol(a.name, 0, 1)
+    return None
 
 
 def _is_token(node: torch.fx.Node) -> bool:

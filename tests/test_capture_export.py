@@ -324,6 +324,41 @@ def test_what_a_program_asks_of_sizes_and_strides_holds_at_calls(
         run(breaks)
 
 
+def changed(x: Tensor, y: Tensor) -> Tensor:
+    """x, once y, which may be a view of it, is written."""
+    y.add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "example", "fits", "breaks"),
+    [
+        (lambda x: x.t().reshape(-1), M, M[:2], M[:1]),
+        (lambda x: (lambda y: (y, y.t().flatten(), y.sum()))(x * 2), M, M[:2], M[:1]),
+        (lambda x: changed(x, x.t().ravel()).sum(), M, M[:3], M[:1]),
+        (lambda x: (lambda y: changed(y, y.t().contiguous()) + y)(x * 2), M, M[:2], M[:1]),
+        (lambda x: (lambda y: changed(y.t().reshape(-1), y))(x * 2), M, M[:2], M[:1]),
+        (lambda x: x.reshape(-1), M[:, :4], M[:2, :5], M.view(8, 6)),
+        (lambda x: changed(x, x[:, :, None].reshape(-1, 2)) * 2, M[:, :4], M[:2, :4], M.view(12, 4)),
+        (lambda x: x.t().reshape(-1) + x.t().contiguous().view(-1), M, M[:1], None),
+        (lambda x: changed((x * 2).t().reshape(-1), (x * 3).t().reshape(-1)), M, M[:1], None),
+    ],
+)
+def test_views_where_the_example_has_copies_are_seen(
+    fn: Callable[[Tensor], Any], example: Tensor, fits: Tensor, breaks: Tensor | None
+) -> None:
+    """Where it can be told which one it is, a call has the same as the example, or is refused."""
+    x = torch.export.Dim.AUTO
+    run = plait.compile(fn, (example,), ({0: x, 1: x},))
+    for given in (example, fits):
+        ours, eagers = (torch.empty_strided(given.shape, given.stride()).copy_(given) for _ in range(2))
+        torch.testing.assert_close(run(ours), fn(eagers), rtol=0, atol=0)
+        assert torch.equal(ours, eagers)
+    if breaks is not None:
+        with pytest.raises(InputError, match="s break a condition of the program"):
+            run(breaks)
+
+
 def test_threads_that_trace_leave_torch_as_it_was() -> None:
     """The one that begins first ends first."""
     before = torch.compiler.is_compiling(), torch.SymBool.__bool__, SymNode.bool_, SymNode.eq

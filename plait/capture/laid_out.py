@@ -1,19 +1,35 @@
 """What a traced function asks of where its tensors lie, noted for checks at calls.
 
-Tracing without Dynamo answers `x.storage_offset()` by the example's, and takes a stride that varies
-for 2 or more, which decides `x.is_contiguous()` without a guard.
+Tracing without Dynamo answers `x.storage_offset()` by the example's, and takes a size or stride that
+varies for 2 or more. That decides `x.is_contiguous()` without a guard, and whether `x.reshape(-1)` is
+a view of x. The latter is asked only where it shows: where one of both is written and the other one
+read, or where both are inputs or results.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
+from itertools import combinations
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from plait.capture.found import IndexByFound
+from plait.capture.writes import may_write
 from plait.compat.export import ExportEnv
 
 _CHANNELS_LAST = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
+_RESHAPES = frozenset(
+    getattr(owner, name)
+    for name in ("reshape", "reshape_as", "flatten", "ravel")
+    for owner in (torch, torch.Tensor)
+    if hasattr(owner, name)
+)
 
 
 class NotingLayouts(IndexByFound):
@@ -22,17 +38,60 @@ class NotingLayouts(IndexByFound):
     def __init__(self, env: ExportEnv) -> None:
         super().__init__()
         self.env = env
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, Callable[[], Any]]] = []  # of what, what, what to ask
+        self._stale: set[int] = set()  # memory that had been written, had the copies been views
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
         if func is torch.Tensor.storage_offset:
             self.env.asks_offsets = True
-        if func in (torch.Tensor.is_contiguous, torch.Tensor.contiguous):
-            _ask_whether_dense(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        if func is torch.Tensor.is_contiguous:
+            bool(_is_dense(*args, **named))
+        if self._stale and getattr(func, "__name__", "") != "__get__":
+            self._ask(self._stale & _memory((args, named)))
+        made = super().__torch_function__(func, types, args, kwargs)
+        if self._copies and (written := _memory(_written(func, args, named))):
+            self._stale |= self._near(written) - written
+        if func in _RESHAPES and made.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
+            self._copies.append((args[0], made, partial(_is_view, args[0], made.shape)))
+        if func is torch.Tensor.contiguous and made is not args[0]:
+            self._copies.append((args[0], made, partial(_is_dense, *args, **named)))
+        return made
+
+    def ask_of_results(self, inputs: Any, results: Any) -> None:
+        """Asks what decides which inputs and results share memory, and which inputs are written."""
+        seen = _memory((inputs, results))
+        self._ask({key for key in seen if key in self._stale or len(self._near({key}) & seen) > 1})
+
+    def _near(self, memory: set[int]) -> set[int]:
+        """This memory, and that which copies of it, or of which it holds copies, lie in."""
+        pairs = [_memory((x, y)) for x, y, _ in self._copies]
+        more = memory.union(*(pair for pair in pairs if pair & memory))
+        return more if more == memory else self._near(more)
+
+    def _ask(self, memory: set[int]) -> None:
+        near = self._near(memory) if memory else set()
+        for x, y, question in self._copies:
+            if _memory((x, y)) <= near:
+                bool(question())
 
 
-def _ask_whether_dense(x: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> None:
-    """Asks what `x.is_contiguous(memory_format)` does, as one question."""
+def _memory(tree: Any) -> set[int]:
+    leaves = pytree.tree_leaves(tree)
+    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor) and x.layout == torch.strided}
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """The arguments that a function may write."""
+    if isinstance(func, OpOverloadPacket | OpOverload):
+        packet: Any = func
+        ops = [func] if isinstance(func, OpOverload) else [getattr(packet, name) for name in packet.overloads()]
+        return (args, kwargs) if any(op._schema.is_mutable for op in ops) else ()
+    return (args[:1], kwargs.get("out")) if may_write(func, kwargs) else ()
+
+
+def _is_dense(x: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    """What `x.is_contiguous(memory_format)` is, as one condition."""
     order: Any = reversed(range(x.dim()))
     if memory_format != torch.contiguous_format:
         order = _CHANNELS_LAST.get(x.dim(), ())
@@ -41,4 +100,30 @@ def _ask_whether_dense(x: torch.Tensor, memory_format: torch.memory_format = tor
     for dim in order:
         dense = dense & ((x.shape[dim] == 1) | (x.stride(dim) == stride))
         stride = stride * x.shape[dim]
-    bool(dense)
+    return dense
+
+
+def _is_view(x: torch.Tensor, shape: Sequence[Any]) -> Any:
+    """Whether x can be seen in another shape of as many elements, as one condition: dimensions lie one in the other
+    wherever the new ones do not end where they do. Of what a run finds nothing is asked."""
+    sizes, strides = x.shape, x.stride()
+    if any(free_unbacked_symbols(n) for n in (*sizes, *strides, *shape)):
+        return False
+    ends, own = list(_behind(shape)), list(_behind(sizes))
+    cut = [_any(n == end for end in ends) for n in own]
+    fits: Any = True
+    for i, j in combinations(range(x.dim()), 2):
+        nested = strides[i] == sizes[j] * strides[j]
+        apart = _any((*cut[i + 1 : j + 1], *(n != 1 for n in sizes[i + 1 : j])))
+        fits = fits & ((sizes[i] == 1) | (sizes[j] == 1) | nested | apart)
+    return fits
+
+
+def _behind(sizes: Sequence[Any]) -> Iterator[Any]:
+    """For each dimension, how many elements it and those behind it have."""
+    for k in range(len(sizes)):
+        yield reduce(operator.mul, sizes[k:])
+
+
+def _any(conditions: Iterable[Any]) -> Any:
+    return reduce(operator.or_, conditions, False)

@@ -51,7 +51,7 @@ def check_writes(gm: torch.nn.Module) -> None:
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                if _writes(node.target, node.kwargs):
+                if may_write(node.target, node.kwargs):
                     _check_node(node)
 
 
@@ -74,13 +74,13 @@ class CheckWrites(TorchFunctionMode):
         named = dict(kwargs or {})
         if fn == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise Unsupported("an assignment to x.data", where=users_line(), hint="x.copy_(...) writes into x")
-        if _writes(fn, named) and (wrong := _verdict(fn, args, named)):
+        if may_write(fn, named) and (wrong := _verdict(fn, args, named)):
             kind, what, hint = wrong
             raise kind(what, where=users_line(), hint=hint)
         return fn(*args, **named)
 
 
-def _writes(fn: Any, kwargs: Mapping[str, Any]) -> bool:
+def may_write(fn: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function, or one of that name, may write its first argument or `out`."""
     if kwargs.get("out") is not None or fn in _OPERATORS:
         return True

@@ -242,6 +242,35 @@ def test_numbers_that_decide_where_results_lie(name: str, dynamic: bool | None, 
         assert facts(got, [x]) == facts(want, [x])
 
 
+def with_a_view(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y, y.mT
+
+
+FACTORS: dict[str, tuple[Callable[[Tensor, int], Any], Sequence[tuple[int, ...]]]] = {
+    "one larger element": (lambda x, k: with_a_view(x.view(torch.int64)[k:].clone()), [(3, 2, 2), (5, 4, 2)]),
+    "larger elements": (lambda x, k: with_a_view(x.view(torch.int64)[k:].clone()), [(3, 2, 8), (5, 4, 6)]),
+    "one, indexed": (lambda x, k: with_a_view(x.view(torch.int64)[torch.eye(2).long()]), [(3, 2, 2), (5, 4, 2)]),
+    "half a size": (
+        lambda x, k: with_a_view(torch.cat([x[..., : x.shape[2] // 2], x[..., :1]])),
+        [(3, 2, 3), (5, 4, 3)],
+    ),
+}
+"""Strides with factors that tracing knows more of than it says."""
+
+
+@pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_views_of_values_with_known_factors_in_their_strides(name: str, wrapper: str) -> None:
+    fn, shapes = FACTORS[name]
+    options, dim = {"wrapper": wrapper}, torch.export.Dim.AUTO
+    direct = plait.compile(fn, (torch.rand(shapes[0]), 1), (dict.fromkeys(range(3), dim), dim), options=options)
+    for compiled in (direct, torch.compile(fn, backend="plait", dynamic=True, options=options)):
+        for shape in shapes:
+            x = torch.rand(shape)
+            got, want = compiled(x, 1), fn(x, 1)
+            assert all(map(torch.equal, got, want)) and facts(got, [x]) == facts(want, [x])
+
+
 @pytest.mark.parametrize("wrapper", ["native", "python", "cpp", "fx"])
 @pytest.mark.parametrize("name", FOUND)
 def test_views_of_found_sizes_share_memory(name: str, wrapper: str) -> None:

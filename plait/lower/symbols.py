@@ -114,11 +114,15 @@ def _size(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
 
 def _convert(e: sympy.Basic, memo: _Memo, env: Any) -> Size:
     if isinstance(e, sympy.Symbol):
-        return _symbol(e, env)
+        return _pinned(e, env) or _symbol(e, env)
     if isinstance(e, sympy.Integer):
         return int(e)
     if e is sympy.true or e is sympy.false:
         return int(bool(e))
+    if env is not None and isinstance(e, sf.FloorDiv):
+        if _is_one(env.create_symintnode(e, hint=None)):
+            return 1
+        e = _by_factors(e, env)
     rule = _RULES.get(type(e))
     if rule is None:
         raise Unsupported(
@@ -153,6 +157,30 @@ def definitions(vals: Iterable[Any]) -> Mapping[str, tuple[Expr, Expr]]:
     vals: fake inputs."""
     env = next((e for v in vals if (e := shape_env_of(v)) is not None), None)
     return {} if env is None else _made.setdefault(env, {})
+
+
+def _holds(about: sympy.Basic, value: int, env: Any) -> bool:
+    """Whether tracing found that an expression has this value. Only a guard that speaks of it can say so."""
+    if not any(guard.expr.has(about) for guard in env.guards):
+        return False
+    return statically_known_true(env.create_symboolnode(sympy.Eq(about, value)))
+
+
+def _pinned(s: sympy.Symbol, env: Any) -> int:
+    """The value of a symbol that tracing found to be a multiple of a number, once it; 0 for others. Tracing replaces
+    only what is found to be equal to a number."""
+    found = None if env is None else compat.backed_values(env).get(s)
+    n = int(found) if isinstance(found, int | sympy.Integer) else 0
+    return n if n > 1 and _holds(sf.FloorDiv(s, n), 1, env) and _holds(sf.Mod(s, n), 0, env) else 0
+
+
+def _by_factors(e: Any, env: Any) -> sympy.Basic:
+    """A quotient of a product as one of its factor that the divisor is known to divide, times the others."""
+    factors, n = sympy.Mul.make_args(e.args[0]), e.args[1]
+    divided = next((f for f in factors if len(factors) > 1 and _holds(sf.Mod(f, n), 0, env)), None)
+    if divided is None:
+        return e
+    return sympy.Mul(sf.FloorDiv(divided, n), *(f for f in factors if f is not divided))
 
 
 def _symbol(s: sympy.Symbol, env: Any) -> Size:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from plait.capture.found import mended_tracing, numbers_kept
 from plait.capture.kept import Change, same_program, settled
 from plait.capture.laid_out import NotingLayouts
 from plait.capture.least import with_least_sizes
+from plait.capture.orders import has_orders, in_another_order, loose_keywords
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
 from plait.compat.export import ExportEnv, SizeFacts, export_graph, wants_values
@@ -109,6 +110,7 @@ def trace(
     views: dict[int, InputView] = {}
     before: list[Change] = []
     left: list[Change] = []
+    arrange: Callable[[pytree.TreeSpec, Iterator[Any]], Any] = lambda spec, leaves: pytree.tree_unflatten(leaves, spec)
 
     class Flat(torch.nn.Module):
         """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
@@ -120,7 +122,7 @@ def trace(
                 next(given) if value else real if fake is None else fake
                 for value, real, fake in zip(is_value, real_leaves, env.leaves, strict=True)
             ]
-            call_args, call_kwargs = pytree.tree_unflatten(leaves, in_spec)
+            call_args, call_kwargs = arrange(in_spec, iter(leaves))
             holding = Holding(module, who, before)
             with holding.state(state, flat[: len(state)]), NotingLayouts(env) as layouts:
                 result = module(*call_args, **call_kwargs)
@@ -177,11 +179,19 @@ def trace(
             raise Unsupported(what, hint=_KEEP)
         out_spec, out_leaves, views = made
         warn_once(f"{who}: a call of {_name_of(module)} assigns {told}, one of the program does not")
+    loose, (args_spec, kwargs_spec) = loose_keywords(module.forward, kwargs), in_spec.children()
+    any_order = not has_orders(args_spec, kwargs_spec, loose)
+    if not any_order and not left:
+        arrange, made = in_another_order, (out_spec, out_leaves, views)
+        any_order = _again(export, graph, mutated) and (out_spec, out_leaves) == made[:2]
+        out_spec, out_leaves, views = made
     drop_tokens(graph.graph, tokens)
     _write_back(graph, mutated)
     assert out_spec is not None
     leaves = tuple(VALUE if value else x for value, x in zip(is_value, real_leaves, strict=True))
-    signature = Signature(in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves)
+    signature = Signature(
+        in_spec, leaves, names, len(args), tuple(kwargs), out_spec, out_leaves, any_order, () if any_order else loose
+    )
     facts = with_least_sizes(env.size_facts(fakes, graph), graph)
     return Traced(graph, mutated, state, fakes, signature, facts, views)
 

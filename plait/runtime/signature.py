@@ -41,6 +41,8 @@ class Signature:
 
     leaves: the example's argument leaves, VALUE where a tensor goes. names: one for each leaf.
     out_leaves: result leaves, VALUE where a tensor or size of the graph goes, otherwise a constant.
+    any_order: dicts of arguments may have their keys in any order. loose: keyword arguments that have to come in this
+    order; all others may come in any.
     """
 
     in_spec: pytree.TreeSpec
@@ -50,6 +52,8 @@ class Signature:
     keywords: tuple[str, ...]
     out_spec: pytree.TreeSpec
     out_leaves: tuple[Any, ...]
+    any_order: bool = False
+    loose: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> list[str]:
@@ -59,7 +63,8 @@ class Signature:
     @property
     def takes_tensors(self) -> bool:
         """Whether every argument is a tensor itself."""
-        if not all(x is VALUE for x in self.leaves) or len(self.leaves) != self.n_args + len(self.keywords):
+        n_given = self.n_args + len(self.keywords)
+        if self.loose or len(self.leaves) != n_given or not all(x is VALUE for x in self.leaves):
             return False
         flat = ((VALUE,) * self.n_args, dict.fromkeys(self.keywords, VALUE))
         return pytree.tree_structure(flat) == self.in_spec
@@ -153,10 +158,12 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if tuple(kwargs) != signature.keywords and set(kwargs) == set(signature.keywords):
+            if signature.loose and tuple(name for name in kwargs if name in signature.loose) != signature.loose:
+                raise InputError(f"the program goes by the order of keyword arguments, {', '.join(signature.loose)}")
             kwargs = {name: kwargs[name] for name in signature.keywords}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != signature.in_spec:
-            raise InputError(f"arguments are nested as {spec}, the program was compiled for {signature.in_spec}")
+            leaves = _by_keys(signature, (args, kwargs), spec)
         for i, want in constants:
             got = leaves[i]
             if type(got) is not type(want) or (got != want and (got == got or want == want)):  # a nan is a nan
@@ -170,6 +177,19 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
         return pytree.tree_unflatten([next(values) if x is VALUE else x for x in out_leaves], out_spec)
 
     return compiled
+
+
+def _by_keys(signature: Signature, given: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """The leaves of arguments whose dicts have their keys in another order than the example's, or are of another kind
+    (dict, OrderedDict, defaultdict)."""
+    what = f"arguments are nested as {spec}, the program was compiled for {signature.in_spec}"
+    try:
+        leaves = signature.in_spec.flatten_up_to(given)
+    except ValueError:
+        raise InputError(what) from None
+    if not signature.any_order:
+        raise InputError(f"{what}, and goes by the order of keys")
+    return leaves
 
 
 def result_names(signature: Signature) -> tuple[str, ...]:
@@ -198,6 +218,8 @@ def dump(signature: Signature) -> dict[str, Any]:
         "keywords": list(signature.keywords),
         "outputs": _dump_spec(signature.out_spec, "results"),
         "constants": [_dump_leaf(x, "a result") for x in signature.out_leaves],
+        "any_order": signature.any_order,
+        "loose": list(signature.loose),
     }
 
 
@@ -212,13 +234,15 @@ def read(data: dict[str, Any]) -> Signature:
         tuple(data["keywords"]),
         _read_spec(data["outputs"]),
         tuple(map(_read_leaf, data["constants"])),
+        data.get("any_order") is True,
+        tuple(data.get("loose", ())),
     )
     n_leaves, n_results = len(signature.leaves), len(signature.out_leaves)
     if not (signature.in_spec.num_leaves == n_leaves == len(signature.names) and _all_texts(signature.names)):
         raise ValueError(f"{signature.in_spec.num_leaves} arguments, {n_leaves} values, names {signature.names}")
     if signature.out_spec.num_leaves != n_results:
         raise ValueError(f"{signature.out_spec.num_leaves} results, {n_results} values")
-    if not _all_texts(signature.keywords) or type(signature.n_args) is not int:
+    if not _all_texts((*signature.keywords, *signature.loose)) or type(signature.n_args) is not int:
         raise ValueError("wrong names of keywords or number of positional arguments")
     return signature
 

@@ -53,8 +53,8 @@ def compile(
     A tensor that fn takes from a closure or a global is the one of now; changes of its values count.
 
     dynamic_shapes: as for torch.export.export; without it every size is fixed. The result raises InputError for inputs
-    that differ from what was compiled. Raises UserError for wrong arguments, Unsupported if fn cannot be traced, and
-    what fn itself raises.
+    that differ from what was compiled; keys of dicts may come in any order, unless fn goes by it. Raises UserError for
+    wrong arguments, Unsupported if fn cannot be traced, and what fn itself raises.
     """
     cfg = Config.from_env().with_options(options, mode)
     source = source_of(fn, example_inputs, dynamic_shapes, "plait.compile")

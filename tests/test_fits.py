@@ -117,6 +117,13 @@ REFUSED: dict[str, Program] = {
         lambda x, y: torch.baddbmm(x, y, y, alpha=1j), (ones(1, 2, 2), ones(1, 2, 2)),
     ),
     "a bool times numbers": (lambda x, y: torch.sub(x, y, alpha=True), (zeros(3), zeros(3))),
+    # strides
+    "isin of few, transposed": (lambda x, y: torch.isin(x, y.t()), (zeros(8), zeros(3, 4))),
+    "isin of few with gaps": (lambda x, y: torch.isin(x, y[:, :2], invert=True), (zeros(9), zeros(2, 5))),
+    "isin of a number": (lambda y: torch.isin(3, y.t()), (zeros(3, 3),)),
+    "group norm of rows apart": (
+        lambda x: torch.native_group_norm(x.mT, None, None, 2, 4, 3, 2, 1e-5)[0], (ones(2, 3, 4),),
+    ),
     # dtypes
     "nearest of integers": (lambda x: F.interpolate(x, size=3), (zeros(2, 3, 4),)),
     "bilinear of integers": (
@@ -147,6 +154,9 @@ def test_what_does_not_fit_is_refused_as_eager_refuses_it(name: str) -> None:
 
 
 RESULTS: dict[str, Program] = {
+    "isin of more, transposed": (lambda x, y: torch.isin(x, y.t()), (zeros(8), zeros(7, 2))),
+    "isin of gaps that are copied": (lambda x, y: torch.isin(x, y[:, :2]), (ones(9), zeros(2, 5))),
+    "isin of one row, transposed": (lambda x, y: torch.isin(x.t(), y.t()), (zeros(8, 2), zeros(1, 9))),
     "addr": (torch.addr, (ones(dtype=DOUBLE), torch.randn(3), torch.randn(4))),
     "addr of a row": (torch.addr, (torch.randn(4), torch.randn(3), torch.randn(4))),
     "huber_loss": (F.huber_loss, (torch.randn(9).half(), torch.randn(9))),

@@ -8,10 +8,8 @@ read, or where both are inputs or results.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, reduce
-from itertools import combinations
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from plait.capture.found import IndexByFound
 from plait.capture.writes import may_write
 from plait.compat.export import ExportEnv
+from plait.graph.strides import is_view
 
 _CHANNELS_LAST = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
 _RESHAPES = frozenset(
@@ -52,10 +51,10 @@ class NotingLayouts(IndexByFound):
         made = super().__torch_function__(func, types, args, kwargs)
         if self._copies and (written := _memory(_written(func, args, named))):
             self._stale |= self._near(written) - written
-        if func in _RESHAPES and made.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
-            self._copies.append((args[0], made, partial(_is_view, args[0], made.shape)))
-        if func is torch.Tensor.contiguous and made is not args[0]:
-            self._copies.append((args[0], made, partial(_is_dense, *args, **named)))
+        if func in _RESHAPES or func is torch.Tensor.contiguous:
+            x = args[0] if args else next(iter(named.values()))
+            ask = partial(is_view, x, made.shape) if func in _RESHAPES else partial(_is_dense, *args, **named)
+            self._copies += [] if _memory(made) <= _memory(x) else [(x, made, ask)]
         return made
 
     def ask_of_results(self, inputs: Any, results: Any) -> None:
@@ -70,9 +69,12 @@ class NotingLayouts(IndexByFound):
         return more if more == memory else self._near(more)
 
     def _ask(self, memory: set[int]) -> None:
+        """Asks which copies of this memory would be views. Of what a run finds nothing can be asked."""
         near = self._near(memory) if memory else set()
-        for x, y, question in self._copies:
-            if _memory((x, y)) <= near:
+        asked = [copy for copy in self._copies if _memory(copy[:2]) <= near]
+        self._copies = [copy for copy in self._copies if not _memory(copy[:2]) <= near]
+        for x, y, question in asked:
+            if not any(free_unbacked_symbols(n) for n in (*x.shape, *x.stride(), *y.shape)):
                 bool(question())
 
 
@@ -101,29 +103,3 @@ def _is_dense(x: torch.Tensor, memory_format: torch.memory_format = torch.contig
         dense = dense & ((x.shape[dim] == 1) | (x.stride(dim) == stride))
         stride = stride * x.shape[dim]
     return dense
-
-
-def _is_view(x: torch.Tensor, shape: Sequence[Any]) -> Any:
-    """Whether x can be seen in another shape of as many elements, as one condition: dimensions lie one in the other
-    wherever the new ones do not end where they do. Of what a run finds nothing is asked."""
-    sizes, strides = x.shape, x.stride()
-    if any(free_unbacked_symbols(n) for n in (*sizes, *strides, *shape)):
-        return False
-    ends, own = list(_behind(shape)), list(_behind(sizes))
-    cut = [_any(n == end for end in ends) for n in own]
-    fits: Any = True
-    for i, j in combinations(range(x.dim()), 2):
-        nested = strides[i] == sizes[j] * strides[j]
-        apart = _any((*cut[i + 1 : j + 1], *(n != 1 for n in sizes[i + 1 : j])))
-        fits = fits & ((sizes[i] == 1) | (sizes[j] == 1) | nested | apart)
-    return fits
-
-
-def _behind(sizes: Sequence[Any]) -> Iterator[Any]:
-    """For each dimension, how many elements it and those behind it have."""
-    for k in range(len(sizes)):
-        yield reduce(operator.mul, sizes[k:])
-
-
-def _any(conditions: Iterable[Any]) -> Any:
-    return reduce(operator.or_, conditions, False)

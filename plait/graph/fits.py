@@ -12,15 +12,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._prims_common as prims
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false, sym_or
 
-import plait.graph.strides  # noqa: F401 - what it puts in order is looked at before
 from plait import compat
 from plait.errors import refusal
 from plait.graph.refuse import or_else, users_line
+from plait.graph.strides import is_view  # what it puts in order is looked at before
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -125,6 +126,16 @@ def _index_select(x: Tensor, dim: int, index: Tensor) -> Any:
         n = index.numel()
         says = f"index_select(): Index to scalar can have only 1 value, got {n} value(s)"
         _demand(n == 1, says)
+    return NotImplemented
+
+
+def _isin(x: Any, given: Tensor, **kwargs: Any) -> Any:
+    """Eager compares with all of a few elements, which it sees as one row."""
+    n = x.numel() if isinstance(x, Tensor) else 1
+    if _is(given.numel() + 1 <= 10.0 * n**0.145):
+        seen = given.to(torch.result_type(x, given)) if given.device.type == "cpu" else given
+        says = "view size is not compatible with input tensor's size and stride. Use .reshape(...) instead."
+        _demand(is_view(seen, [seen.numel()]), says)
     return NotImplemented
 
 
@@ -254,6 +265,9 @@ def _group_norm(x: Tensor, weight: Any, bias: Any, n: Any, c: Any, size: Any, gr
             says = f"Expected {name} to be a vector of size equal to the number of channels in"
             _demand(t.dim() == 1, f"{says} input, but got {name} of shape {t.shape}")
             _demand_equal(t.shape, [c], f"{says} input, but got {name} of shape {t.shape}")
+    order = prims.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+    if not any(map(free_unbacked_symbols, (*x.shape, *x.stride()))):
+        _demand(x.is_contiguous(memory_format=order), "Expected X.is_contiguous(memory_format) to be true")
     op = aten.native_group_norm.default
     if x.dim() < 2 or not _is(x.shape[0] == n) or not _is(x.shape[1] == c):
         out, *rest = op(x.reshape(n, c, size), weight, bias, n, c, size, groups, eps)
@@ -398,6 +412,8 @@ _RULES: dict[OpOverload, Rule] = {
     aten.cumsum.default: _running,
     aten.huber_loss.default: _huber_loss,
     aten.im2col.default: partial(_windows, 1),
+    aten.isin.Scalar_Tensor: _isin,
+    aten.isin.Tensor_Tensor: _isin,
     aten.index_add.default: _index_source,
     aten.index_reduce.default: _index_source,
     aten.index_select.default: _index_select,

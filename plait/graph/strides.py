@@ -6,8 +6,10 @@ are put in the order in which eager's result lies. These are copies and transpos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,10 +17,35 @@ import torch._prims_common as prims
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+import plait.graph.margins  # noqa: F401 - puts its decompositions into the table
 from plait import compat
 from plait.graph.refuse import or_else  # what is refused is looked at first
 
 aten = torch.ops.aten
+
+
+def is_view(x: Tensor, shape: Sequence[Any]) -> Any:
+    """Whether x can be seen in another shape of as many elements, as one condition: dimensions lie one in the other
+    wherever the new ones do not end where they do."""
+    sizes, strides = x.shape, x.stride()
+    ends, own = list(_behind(shape)), list(_behind(sizes))
+    cut = [_any(n == end for end in ends) for n in own]
+    fits: Any = True
+    for i, j in itertools.combinations(range(x.dim()), 2):
+        nested = strides[i] == sizes[j] * strides[j]
+        apart = _any((*cut[i + 1 : j + 1], *(n != 1 for n in sizes[i + 1 : j])))
+        fits = fits & ((sizes[i] == 1) | (sizes[j] == 1) | nested | apart)
+    return fits
+
+
+def _behind(sizes: Sequence[Any]) -> Iterator[Any]:
+    """For each dimension, how many elements it and those behind it have."""
+    for k in range(len(sizes)):
+        yield reduce(operator.mul, sizes[k:])
+
+
+def _any(conditions: Iterable[Any]) -> Any:
+    return reduce(operator.or_, conditions, False)
 
 
 def _known_rows(*tensors: Any) -> bool:

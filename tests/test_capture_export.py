@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx.experimental.sym_node import SymNode
@@ -379,6 +380,50 @@ def test_threads_that_trace_leave_torch_as_it_was() -> None:
         left.set()
         b.result()
     assert (torch.compiler.is_compiling(), torch.SymBool.__bool__, SymNode.bool_, SymNode.eq) == before
+
+
+def doubled_and_turned(x: Tensor) -> Any:
+    x.mul_(2)
+    return x.t(), x[1:], x.sum()
+
+
+def doubled_in_another_shape(x: Tensor) -> Tensor:
+    x.mul_(2)
+    return x.reshape(-1)
+
+
+def changed_in_part(x: Tensor) -> Any:
+    x[1:].add_(1)
+    return x[0], x.flatten()
+
+
+def changed_through_views(x: Tensor) -> Any:
+    x.t().mul_(3)
+    return x.chunk(2, 1), x.view(torch.int32), x.expand(2, *x.shape)
+
+
+@pytest.mark.parametrize("fn", [doubled_and_turned, doubled_in_another_shape, changed_in_part, changed_through_views])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x: x[:4, ::2],
+        lambda x: x[:4, :6].t(),
+        lambda x: x[2:5, 3:9],
+        lambda x: x[1:4],
+        lambda x: x.view(2, 3, 4, 10).permute(0, 3, 1, 2)[:, :4].reshape(8, 12)[:, ::3],
+    ],
+    ids=["gaps", "transposed", "a part", "from a row on", "copied"],
+)
+@pytest.mark.parametrize("shapes", [None, ({0: Dim.DYNAMIC},)], ids=["fixed", "dynamic"])
+def test_results_in_inputs_that_are_written(fn: Any, given: Callable[[Tensor], Tensor], shapes: Any) -> None:
+    """They lie where eager's do, however their input lies."""
+    x, y, z = (given(torch.arange(240.0).view(10, 24)) for _ in range(3))
+    call = plait.compile(fn, (x,), shapes)
+    out, want = call(y), fn(z)
+    tree_equal((out, y), (want, z), "result")
+    assert sharing((y,), out) == sharing((z,), want)
+    places = [[t.storage_offset() for t in pytree.tree_leaves(tree)] for tree in (out, want)]
+    assert places[0] == places[1]
 
 
 def test_size_as_a_result() -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
-from plait import errors
+from plait import compat, errors
 from plait.capture.aliases import views_of_inputs
 from plait.capture.assigned import Holding, with_state
 from plait.capture.early import early_changes
@@ -30,7 +30,7 @@ from plait.capture.least import with_least_sizes
 from plait.capture.orders import has_orders, in_another_order, loose_keywords
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
-from plait.compat.export import ExportEnv, SizeFacts, export_graph, wants_values
+from plait.compat.export import ExportEnv, SizeFacts, export_graph, exporting, wants_values
 from plait.errors import InputError, PlaitError, Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
@@ -108,6 +108,7 @@ def trace(
     out_leaves: tuple[Any, ...] = ()
     is_result: list[bool] = []  # as first found: a size may be known only when the module is run again
     views: dict[int, InputView] = {}
+    moved = False  # whether results lie in inputs that got other strides
     before: list[Change] = []
     left: list[Change] = []
     arrange: Callable[[pytree.TreeSpec, Iterator[Any]], Any] = lambda spec, leaves: pytree.tree_unflatten(leaves, spec)
@@ -116,7 +117,7 @@ def trace(
         """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
 
         def forward(self, *flat: Any) -> tuple[Any, ...]:
-            nonlocal out_spec, out_leaves, is_result, views, left
+            nonlocal out_spec, out_leaves, is_result, views, moved, left
             given = iter(flat[len(state) :])
             leaves = [
                 next(given) if value else real if fake is None else fake
@@ -138,6 +139,7 @@ def trace(
             out_leaves = tuple(VALUE if value else x for x, value in zip(found, is_result, strict=True))
             results = tuple(x for x, value in zip(found, is_result, strict=True) if value)
             views = views_of_inputs(results, flat)
+            moved = any(compat.is_moved(flat[v.input]) for v in views.values())
             return results
 
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
@@ -145,7 +147,11 @@ def trace(
 
     def export() -> tuple[GraphModule, tuple[int, ...], int]:
         with early_changes, numbers_kept, mended_tracing, CheckWrites():
-            return export_graph(env, Flat(), inputs, who)
+            made = export_graph(env, Flat(), inputs, who)
+            if moved:  # of their new values: how results lie is right where nothing is made functional
+                with env.mode, exporting, torch.no_grad():
+                    Flat()(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
+            return made
 
     try:
         graph, mutated, tokens = export()

@@ -476,6 +476,20 @@ def is_stand_in(x: torch.Tensor) -> bool:
     return isinstance(x, (fake_tensor.FakeTensor, FunctionalTensor))
 
 
+def is_moved(x: torch.Tensor) -> bool:
+    """Whether a tensor that is traced functionally was written, and its value lies otherwise than it does: views of it
+    then tell how they lie in the value."""
+    if not isinstance(x, FunctionalTensor):
+        return False
+    torch._sync(x)  # type: ignore[attr-defined, no-untyped-call]
+    value: torch.Tensor = torch._from_functional_tensor(x.elem)
+    return _place(value) != _place(x)
+
+
+def _place(x: torch.Tensor) -> list[str]:
+    return [str(n) for n in (*x.stride(), x.storage_offset())]
+
+
 def untraced(fn: Callable[P, T]) -> Callable[P, T]:
     """fn, unseen by Dynamo: a backward pass that a compiled function runs itself after a graph break calls the compiler
     while Dynamo looks at every frame."""

@@ -426,7 +426,7 @@ def _set(values: Sequence[Any]) -> None:
         setattr(owner, name, value)
 
 
-_exporting = Shared(lambda: _set([new for *_, new in _CHANGES]), lambda: _set(_BEFORE))
+exporting = Shared(lambda: _set([new for *_, new in _CHANGES]), lambda: _set(_BEFORE))
 """Inside, torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at values. Stacks are
 short, questions about sizes are noted, and of a graph no Python is made, which has no word for `aten.random.from`."""
 
@@ -441,7 +441,7 @@ def export_graph(
     """
     env.mode.shape_env.asked = env.asked
     try:
-        with env.mode, tracing(TracingContext(env.mode)), _exporting:
+        with env.mode, tracing(TracingContext(env.mode)), exporting:
             graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
     except (AssertionError, RuntimeError) as error:
         if not re.search("entirely functional graph|mutating a non-functional tensor", str(error)):

@@ -313,7 +313,9 @@ REFUSED = _texts("""
     torch.zeros(4).index_add_(0, torch.tensor([1]), torch.ones(1).double());  {x}.mm({y});
     F.batch_norm({x}.float(), {y}.half(), {y}.half());  F.cross_entropy({x}.float(), {y}.int());
     torch.zeros(4, 4).index_put_((torch.tensor([1, 2]),), torch.ones(3, 4));
-    torch.bmm({x}, {x});  torch.zeros(4).copy_({y}[None].expand(3, 4));  {b}.cumprod(0).chunk(0)
+    torch.bmm({x}, {x});  torch.zeros(4).copy_({y}[None].expand(3, 4));  {b}.cumprod(0).chunk(0);
+    {x}.long().mul_(2.5);  {y}.long()[1:].add_({x}[0, 0]);  {b}.clone().mul_(3);  {b}.t().add_({y});
+    {x}.int().addcmul_({x}, {x});  torch.sqrt({y}.int(), out={y}.int());  {y}.long().logit_()
 """)
 
 

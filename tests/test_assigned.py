@@ -301,3 +301,19 @@ def test_results_in_a_buffer_that_is_assigned_lie_as_in_eager(road: str, tmp_pat
         got, want = call(ROW), eager(ROW)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         assert facts(got[:3], []) == facts(want[:3], [])
+
+
+def test_what_is_put_into_arguments_is_warned_of() -> None:
+    """Results are eager's; the dicts and lists of the caller stay."""
+
+    def fn(x: Tensor, batch: dict[str, Tensor], rest: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        batch["sum"] = x + batch.pop("a")
+        return batch, rest.pop() * 2
+
+    text = r"a call of fn changes 'rest', \"batch\['a'\]\", \"batch\['sum'\]\" of its arguments"
+    with pytest.warns(UserWarning, match=text):
+        call = plait.compile(fn, (ROW, {"a": ROW}, [ROW, ROW]))
+    batch, rest = {"a": ROW + 1}, [ROW, ROW + 2]
+    out, last = call(ROW, batch, rest)
+    assert list(out) == ["sum"] and torch.equal(out["sum"], ROW * 2 + 1) and torch.equal(last, (ROW + 2) * 2)
+    assert list(batch) == ["a"] and len(rest) == 2

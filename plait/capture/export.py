@@ -43,7 +43,8 @@ def compile(
 
     fn is called twice or more, on tensors without values: what it prints is printed then, not at calls of the result.
     What it keeps in Python (attributes, items of lists) is taken back, with a warning: calls of the result keep
-    nothing. Unsupported where a call asks for what the one before it kept.
+    nothing, nor do they put anything into dicts and lists among the arguments. Unsupported where a call asks for what
+    the one before it kept.
 
     Training or evaluation mode, autocast and arguments that are no tensors are built in as they are now; at a call
     autocast makes no difference, and gradients are never taken.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from plait.capture.aliases import views_of_inputs
 from plait.capture.assigned import Holding, with_state
 from plait.capture.early import early_changes
 from plait.capture.found import mended_tracing, numbers_kept
-from plait.capture.kept import Change, same_program, settled
+from plait.capture.kept import Change, Kept, same_program, settled
 from plait.capture.laid_out import NotingLayouts
 from plait.capture.least import with_least_sizes
 from plait.capture.orders import has_orders, in_another_order, loose_keywords
@@ -111,24 +112,27 @@ def trace(
     moved = False  # whether results lie in inputs that got other strides
     before: list[Change] = []
     left: list[Change] = []
+    in_arguments: list[Change] = []
     arrange: Callable[[pytree.TreeSpec, Iterator[Any]], Any] = lambda spec, leaves: pytree.tree_unflatten(leaves, spec)
 
     class Flat(torch.nn.Module):
         """Takes state and tensor leaves, returns a tuple of tensors and sizes. It is run more than once."""
 
         def forward(self, *flat: Any) -> tuple[Any, ...]:
-            nonlocal out_spec, out_leaves, is_result, views, moved, left
+            nonlocal out_spec, out_leaves, is_result, views, moved, left, in_arguments
             given = iter(flat[len(state) :])
             leaves = [
                 next(given) if value else real if fake is None else fake
                 for value, real, fake in zip(is_value, real_leaves, env.leaves, strict=True)
             ]
             call_args, call_kwargs = arrange(in_spec, iter(leaves))
+            bound = inspect.signature(module.forward).bind(*call_args, **call_kwargs)
+            given_away = Kept(SimpleNamespace(**bound.arguments))
             holding = Holding(module, who, before)
             with holding.state(state, flat[: len(state)]), NotingLayouts(env) as layouts:
                 result = module(*call_args, **call_kwargs)
             layouts.ask_of_results(flat, result)
-            left = holding.left
+            left, in_arguments = holding.left, given_away.changes()
             paths, out_spec = pytree.tree_flatten_with_path(result)
             for path, x in paths:
                 if not _is_value(x) and not isinstance(x, CONSTANTS):
@@ -185,6 +189,9 @@ def trace(
             raise Unsupported(what, hint=_KEEP)
         out_spec, out_leaves, views = made
         warn_once(f"{who}: a call of {_name_of(module)} assigns {told}, one of the program does not")
+    if in_arguments:
+        told = ", ".join(dict.fromkeys(repr(change.name) for change in in_arguments))
+        warn_once(f"{who}: a call of {_name_of(module)} changes {told} of its arguments, one of the program does not")
     loose, (args_spec, kwargs_spec) = loose_keywords(module.forward, kwargs), in_spec.children()
     any_order = not has_orders(args_spec, kwargs_spec, loose)
     if not any_order and not left:

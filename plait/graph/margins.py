@@ -19,6 +19,8 @@ from plait import compat
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # at::Reduction
+_demand: Any = torch._check
+_rows: Any = torch.atleast_2d
 
 
 def _reduced(each: Tensor, reduction: int) -> Tensor:
@@ -31,23 +33,23 @@ def _multi_margin(
     x: Tensor, target: Tensor, p: Any = 1, margin: Any = 1,
     weight: Tensor | None = None, reduction: int = _MEAN,
 ) -> Tensor:  # fmt: skip
-    rows, labels = torch.atleast_2d(x), torch.atleast_1d(target)
-    torch._check(p in (1, 2), lambda: "only p == 1 and p == 2 supported")
-    torch._check(labels.shape == rows.shape[:1], lambda: f"target of inconsistent size {labels.shape}")
+    rows, labels = _rows(x), target.reshape(target.shape or (1,))
+    _demand(p in (1, 2), lambda: "only p == 1 and p == 2 supported")
+    _demand(labels.shape == rows.shape[:1], lambda: f"target of inconsistent size {target.shape}")
     labels = labels.unsqueeze(1)
     z = margin - rows.gather(1, labels) + rows
     others = torch.arange(rows.shape[1], device=x.device) != labels
     z = torch.where((z > 0) & others, z, 0)
     z = z if p == 1 else z * z
     if weight is not None:
-        torch._check(weight.numel() == rows.shape[1], lambda: "a weight for each class is needed")
+        _demand(weight.numel() == rows.shape[1], lambda: "a weight for each class is needed")
         z = z * weight[labels]
     return _reduced(z.mean(1), reduction)
 
 
 def _multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
-    torch._check(target.shape == x.shape, lambda: f"target of inconsistent size {target.shape}")
+    rows, labels = _rows(x), _rows(target)
+    _demand(target.shape == x.shape, lambda: f"target of inconsistent size {target.shape}")
     counted = (labels == -1).cumsum(1) == 0
     labels = torch.where(counted, labels, 0)
     found = labels.unsqueeze(2) == torch.arange(rows.shape[1], device=x.device)

@@ -21,7 +21,7 @@ MUTANTS = {
     "results_are_trusted": 105,
     "lone_updates_once": 56,
     "empty_loops_read": 838,
-    "views_by_dtype_at_the_start": 12,
+    "views_by_dtype_at_the_start": 53,
     "mixed_dtypes_computed": 197,
     "tangents_are_dropped": 395,
     "replaced_parameters_stay": 84,

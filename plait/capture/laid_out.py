@@ -23,12 +23,18 @@ from plait.compat.export import ExportEnv
 from plait.graph.strides import is_view
 
 _CHANNELS_LAST = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
-_RESHAPES = frozenset(
-    getattr(owner, name)
-    for name in ("reshape", "reshape_as", "flatten", "ravel")
-    for owner in (torch, torch.Tensor)
-    if hasattr(owner, name)
-)
+
+
+def _named(*names: str) -> frozenset[Any]:
+    """The functions, methods and operators of these names."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    owned = [getattr(owner, name, None) for owner in (torch, torch.Tensor) for name in names]
+    return frozenset((*packets, *overloads, *owned)) - {None}
+
+
+_RESHAPES = _named("reshape", "reshape_as", "flatten", "ravel")
+_CONTIGUOUS = _named("contiguous")
 
 
 class NotingLayouts(IndexByFound):
@@ -51,7 +57,7 @@ class NotingLayouts(IndexByFound):
         made = super().__torch_function__(func, types, args, kwargs)
         if self._copies and (written := _memory(_written(func, args, named))):
             self._stale |= self._near(written) - written
-        if func in _RESHAPES or func is torch.Tensor.contiguous:
+        if func in _RESHAPES or func in _CONTIGUOUS:
             x = args[0] if args else next(iter(named.values()))
             ask = partial(is_view, x, made.shape) if func in _RESHAPES else partial(_is_dense, *args, **named)
             self._copies += [] if _memory(made) <= _memory(x) else [(x, made, ask)]

@@ -38,7 +38,7 @@ TORCH_LIBRARY(plait_cpp, library) {
   library.impl("twice", c10::DispatchKey::CPU, TORCH_FN(twice));
 }
 
-// f(x, n, {"a": [y, 2.5]}, flag=None, how="up", dtype=float64): a loop of n rounds, an operator of
+// f(x, n, {"a": [y, 2.5]}, flag=None, how="up", dtype=float64, zero=-0.0): a loop of n rounds, an operator of
 // this program.
 void mixed(const std::string& path) {
   using plait::InputError, plait::Package;
@@ -47,18 +47,18 @@ void mixed(const std::string& path) {
   std::vector<std::string> names;
   for (const Package::Input& input : p.inputs()) names.push_back(input.name);
   REQUIRE(names == (std::vector<std::string>{"x", "n", "more['a'][0]", "more['a'][1]", "flag", "how",
-                                             "dtype"}));
+                                             "dtype", "zero"}));
   REQUIRE(p.inputs()[1].kind == Kind::integer && p.inputs()[1].sizes[0].lowest == 2);
   REQUIRE(p.inputs()[2].kind == Kind::tensor && p.inputs()[2].dtype == at::kFloat);
   REQUIRE(p.inputs()[3].kind == Kind::constant && std::get<double>(p.inputs()[3].value) == 2.5);
   REQUIRE(std::holds_alternative<std::monostate>(p.inputs()[4].value));
 
   const at::Tensor x = at::ones({3}), y = at::full({3}, 7.f);
-  const std::vector<Package::Value> given = {x, 4, y, 2.5, {}, "up", "torch.float64"};
+  const std::vector<Package::Value> given = {x, 4, y, 2.5, {}, "up", "torch.float64", -0.0};
   REQUIRE(p.run_values(given)[0].equal(at::full({3}, 16 * 2 * 2.5 + 7, at::kDouble)));
-  REQUIRE(p.run_values({x, 5, y, 2.5, {}, "up", "torch.float64"})[0].equal(
+  REQUIRE(p.run_values({x, 5, y, 2.5, {}, "up", "torch.float64", -0.0})[0].equal(
       at::full({3}, 32 * 2 * 2.5 + 7, at::kDouble)));
-  REQUIRE(p.run_values({x.neg(), 5, y, 2.5, {}, "up", "torch.float64"})[0].equal(
+  REQUIRE(p.run_values({x.neg(), 5, y, 2.5, {}, "up", "torch.float64", -0.0})[0].equal(
       at::full({3}, -2 * 2.5 + 7, at::kDouble)));
   const auto with = [&](size_t k, const Package::Value& value) {
     std::vector<Package::Value> changed = given;
@@ -67,6 +67,7 @@ void mixed(const std::string& path) {
   };
   refuses<InputError>(with(3, 2.25), "input 'more['a'][1]': the program was compiled for 2.5, got 2.25");
   refuses<InputError>(with(3, 2), "compiled for 2.5, got 2");
+  refuses<InputError>(with(7, 0.0), "input 'zero': the program was compiled for -0.0, got 0");
   refuses<InputError>(with(4, false), "input 'flag': the program was compiled for None, got False");
   refuses<InputError>(with(5, "down"), "input 'how': the program was compiled for 'up', got 'down'");
   refuses<InputError>(with(5, x), "compiled for 'up', got a Tensor");
@@ -75,7 +76,7 @@ void mixed(const std::string& path) {
   refuses<InputError>(with(1, 4.0), "input 'n': expected an int, got 4.0");
   refuses<InputError>(with(2, 3), "input 'more['a'][0]': expected a tensor, got 3");
   refuses<InputError>([&] { p.run({x, y}); }, "input 'n' is an int: give all inputs to run_values");
-  refuses<InputError>([&] { p.run_values({x}); }, "expected 7 inputs, got 1");
+  refuses<InputError>([&] { p.run_values({x}); }, "expected 8 inputs, got 1");
 }
 
 // x.reshape(-1) of rows that are apart in memory.

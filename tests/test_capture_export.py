@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import math
 import operator
 import pickle
 import re
@@ -437,6 +438,19 @@ def test_results_in_inputs_that_are_written(fn: Any, given: Callable[[Tensor], T
     assert sharing((y,), out) == sharing((z,), want)
     places = [[t.storage_offset() for t in pytree.tree_leaves(tree)] for tree in (out, want)]
     assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("value, other", [(-0.0, 0.0), (0.0, -0.0), (complex(1, -0.0), 1 + 0j), (math.nan, 1.0)])
+def test_numbers_among_arguments_are_the_same_numbers(value: Any, other: Any) -> None:
+    run = agrees(lambda x, v: x * v, (X, value))
+    with pytest.raises(InputError, match="the program was compiled for"):
+        run(X, other)
+
+
+def test_a_script_module_inside_is_refused() -> None:
+    module = nn.Sequential(nn.ReLU(), torch.jit.script(nn.ReLU()))
+    with pytest.raises(Unsupported, match="of which '1' is a ScriptModule"):
+        plait.compile(module, (X,))
 
 
 def test_size_as_a_result() -> None:

@@ -64,22 +64,23 @@ class Mixed(torch.nn.Module):
         flag: bool | None = None,
         how: str = "down",
         dtype: torch.dtype = torch.float32,
+        zero: float = 0.0,
     ) -> Tensor:
         assert n >= 2
         y, by = more["a"]
         _, up = torch.while_loop(lambda i, x: i < n, lambda i, x: (i + 1, x * 2), (0, x))
         x = torch.cond(x.sum() > 0, lambda up, x: up + 0, lambda up, x: x + 0, (up, x))
         x = torch.ops.plait_cpp.twice(x) if how == "up" and flag is None else x
-        return (x * by + y).to(dtype)
+        return (x * by + y - zero).to(dtype)
 
 
 def mixed_package(path: Path) -> None:
     """Its operator is there only for tracing: the C++ program has its own."""
-    args = (torch.ones(3), 4, {"a": [torch.ones(3), 2.5]}, None, "up", torch.float64)
+    args = (torch.ones(3), 4, {"a": [torch.ones(3), 2.5]}, None, "up", torch.float64, -0.0)
     with torch.library._scoped_library("plait_cpp", "DEF") as operators:
         operators.define("twice(Tensor x) -> Tensor")
         operators.impl("twice", lambda x: torch.empty_like(x), "Meta")
-        shapes = (None, Dim.DYNAMIC, {"a": [None, None]}, None, None, None)
+        shapes = (None, Dim.DYNAMIC, {"a": [None, None]}, None, None, None, None)
         plait.package(Mixed(), path, args, dynamic_shapes=shapes)
     with pytest.raises(plait.PackageError, match="no operator plait_cpp::twice: load the library that defines"):
         plait.load(path)

@@ -13,6 +13,7 @@
 #include <torch/headeronly/version.h>
 
 #include <bit>
+#include <cmath>
 #include <charconv>
 
 #include "torch/package.h"
@@ -238,9 +239,11 @@ bool same(const Value& a, const Value& b) {
   const auto equal = [&]<class T>(const T& x) {
     if constexpr (std::is_same_v<T, at::Tensor>) {
       return false;
+    } else if constexpr (std::is_same_v<T, double>) {  // a nan is a nan, and -0.0 is not 0.0
+      const double y = std::get<double>(b);
+      return x != x ? y != y : x == y && std::signbit(x) == std::signbit(y);
     } else {
-      const T& y = std::get<T>(b);
-      return x == y || (x != x && y != y);  // a nan is a nan
+      return x == std::get<T>(b);
     }
   };
   return std::visit(equal, a);

@@ -98,6 +98,10 @@ def trace(
     if not _is_python(module.forward):
         kind = type(module.forward).__name__
         raise Unsupported(f"{who} of a {type(module).__name__} whose forward is a {kind}, not Python")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            what = f"{who} of {_name_of(module)}, of which {name!r} is a ScriptModule, not Python"
+            raise Unsupported(what, hint="the module that it was scripted from")
     real_leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, real_leaves, strict=True):

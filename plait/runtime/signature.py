@@ -166,7 +166,7 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
             leaves = _by_keys(signature, (args, kwargs), spec)
         for i, want in constants:
             got = leaves[i]
-            if type(got) is not type(want) or (got != want and (got == got or want == want)):  # a nan is a nan
+            if type(got) is not type(want) or _differ(got, want):
                 given = f"a {type(got).__name__}" if isinstance(got, torch.Tensor) else reprlib.repr(got)
                 raise InputError(
                     f"input '{signature.names[i]}': the program was compiled for {reprlib.repr(want)}, got {given}",
@@ -177,6 +177,11 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
         return pytree.tree_unflatten([next(values) if x is VALUE else x for x in out_leaves], out_spec)
 
     return compiled
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two constants of one type are different. A nan is a nan, and -0.0 is not 0.0."""
+    return repr(a) != repr(b) if isinstance(a, (float, complex)) else bool(a != b)
 
 
 def _by_keys(signature: Signature, given: Any, spec: pytree.TreeSpec) -> list[Any]:

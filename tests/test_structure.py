@@ -100,7 +100,7 @@ def test_the_compiler_is_small() -> None:
     beside = [p for p in files if str(p.relative_to(ROOT)).startswith(LIBRARY)]
     lines = {p: code_lines(p.read_text(), p.suffix == ".py") for p in files}
     assert sum(lines[p] for p in beside) <= 6_500
-    assert sum(lines.values()) - sum(lines[p] for p in beside) <= 41_000
+    assert sum(lines.values()) - sum(lines[p] for p in beside) <= 41_500
 
 
 def test_inductor_is_never_named() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import RuntimeAssert, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import RuntimeAssert, ShapeEnv, ShapeGuard, SLoc
 from torch.utils._sympy import functions, numbers
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -49,6 +49,7 @@ def stored(env: Any) -> dict[str, Any]:
         "symbols": symbols,
         **{name: _pairs(getattr(env, name)) for name in _PAIRS},
         "axioms": _pairs(env.axioms),
+        "guards": [expression(guard.expr) for guard in env.guards],
         "divisible": sorted((expression(e) for e in env.divisible), key=str),
         "asserts": [[s and s.name, [[expression(a.expr), a.msg] for a in found]] for s, found in asserts],
     }
@@ -72,6 +73,7 @@ def restored(facts: dict[str, Any]) -> FakeTensorMode:
         env.var_to_sources[s] = [ConstantSource(name)]
     for field in (*_PAIRS, "axioms"):
         getattr(env, field).update({read(k, names): read(v, names) for k, v in facts[field]})
+    env.guards += [ShapeGuard(read(e, names), SLoc(None, None), False) for e in facts["guards"]]
     env.divisible.update(read(e, names) for e in facts["divisible"])
     for name, found in facts["asserts"]:
         made = [RuntimeAssert(read(e, names), msg, None) for e, msg in found]  # type: ignore[arg-type]

@@ -177,7 +177,8 @@ def _pinned(s: sympy.Symbol, env: Any) -> int:
 def _by_factors(e: Any, env: Any) -> sympy.Basic:
     """A quotient of a product as one of its factor that the divisor is known to divide, times the others."""
     factors, n = sympy.Mul.make_args(e.args[0]), e.args[1]
-    divided = next((f for f in factors if len(factors) > 1 and _holds(sf.Mod(f, n), 0, env)), None)
+    varying = [f for f in factors if not f.is_number] if len(factors) > 1 else []
+    divided = next((f for f in varying if _holds(sf.Mod(f, n), 0, env)), None)
     if divided is None:
         return e
     return sympy.Mul(sf.FloorDiv(divided, n), *(f for f in factors if f is not divided))

@@ -370,7 +370,7 @@ def test_views_where_the_example_has_copies_are_seen(
         torch.testing.assert_close(run(ours), fn(eagers), rtol=0, atol=0)
         assert torch.equal(ours, eagers)
     if breaks is not None:
-        with pytest.raises(InputError, match="s break a condition of the program|expected stride"):
+        with pytest.raises(InputError, match=r"s break a condition of the program|expected stride"):
             run(breaks)
 
 

@@ -258,9 +258,7 @@ def test_what_was_not_fused_is_equal_in_two_runs() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the debug folder
-FILES = (
-    "0_captured.py 0_given.json 1_graph.py 2_loops.txt 3_plan.txt 4_kernels.cpp 5_wrapper.txt 6_module.py"
-).split()
+FILES = ("0_captured.py 0_given.json 1_graph.py 2_loops.txt 3_plan.txt 4_kernels.cpp 5_wrapper.txt 6_module.py").split()
 
 
 def test_the_debug_folder_has_every_stage(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import RuntimeAssert, ShapeEnv, ShapeGuard, SLoc
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import RuntimeAssert, ShapeEnv
 from torch.utils._sympy import functions, numbers
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -73,7 +75,7 @@ def restored(facts: dict[str, Any]) -> FakeTensorMode:
         env.var_to_sources[s] = [ConstantSource(name)]
     for field in (*_PAIRS, "axioms"):
         getattr(env, field).update({read(k, names): read(v, names) for k, v in facts[field]})
-    env.guards += [ShapeGuard(read(e, names), SLoc(None, None), False) for e in facts["guards"]]
+    env.guards += [symbolic_shapes.ShapeGuard(read(e, names), SLoc(None, None), False) for e in facts["guards"]]  # type: ignore[attr-defined]
     env.divisible.update(read(e, names) for e in facts["divisible"])
     for name, found in facts["asserts"]:
         made = [RuntimeAssert(read(e, names), msg, None) for e, msg in found]  # type: ignore[arg-type]

@@ -158,10 +158,10 @@ def _group_norm_backward(
         scale = rstd.load(ops, at)
         along = m("mul", off, m("mul", m("mul", scale, scale), slope.load(ops, at)))
         across = m("sub", m("sub", weighted(ops, g, v[1]), level.load(ops, at)), along)
-        return ops.cast(m("mul", scale, across), x.dtype)
+        return ops.cast(m("mul", scale, across), ctx.out_dtype(0))
 
     return (
-        ctx.pointwise(x.shape, x.dtype, of_input, ctx.out_strides(0)) if output_mask[0] else None,
+        ctx.pointwise(x.shape, ctx.out_dtype(0), of_input, ctx.out_strides(0)) if output_mask[0] else None,
         over_batch(1, of_weight),
         over_batch(2, lambda ops, i, r: sums.load(ops, (*r, *i))),
     )

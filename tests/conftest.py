@@ -27,6 +27,8 @@ SAMPLED = {
     "test_frontend_cases.py::test_dynamic": 2,
     "test_frontend_cases.py::test_dynamic_training": 2,
     "test_frontend_cases.py::test_training": 2,
+    "test_indices_of_nothing.py::test_gradients": 2,
+    "test_indices_of_nothing.py::test_sizes_of_0": 2,
     "test_interruptions.py::test_no_memory_in_the_middle_of_a_compile": 2,
     "test_ladder.py::test_training_whose_graphs_are_left_to_eager": 2,
     "test_lower_b_pool.py::test_windows_beyond_the_input": 2,

@@ -16,8 +16,8 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import RuntimeAssert, ShapeEnv
 from torch.utils._sympy import functions, numbers
 from torch.utils._sympy.numbers import int_oo

@@ -108,6 +108,7 @@ class _Walk:
         self.constants: dict[str, View] = {}
         self.outputs: tuple[TensorArg | Scalar | Size, ...] = ()
         self.results: dict[torch.fx.Node, TensorArg] = {}
+        self.given: set[TensorArg] = set()  # the values of results
         self.moved: dict[tuple[View, str], View] = {}
         self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.found = Found(self.ctx)
@@ -460,6 +461,7 @@ class _Walk:
                 found = None if kept else self._in_root(value, a)
                 out = self._tensor_result(value, a, owners) if found is None else found
                 self.results[a] = self._distinct(a, out)
+                self.given.add(self.results[a])
             return self.results[a]
         if value is None:
             return Scalar("none")
@@ -583,7 +585,7 @@ class _Walk:
         b = self.ctx.buffers[out.buf]
         whole = TensorArg(b.name, b.shape, b.strides, 0)
         is_input = node.op != "placeholder" and b.name in self.input_storages and out == whole
-        if not is_input and out not in self.results.values():
+        if not is_input and out not in self.given:
             return out
         return self._aliased(b.name, out.dtype or b.dtype, out)
 

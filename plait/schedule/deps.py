@@ -275,7 +275,8 @@ def _integers(program: ir.LoopProgram) -> dict[int, frozenset[str]]:
     the last of its own symbols."""
     definer: dict[str, int] = {}  # the first: others write into what it made
     for k, op in enumerate(program.ops):
-        definer |= dict.fromkeys(defines(op) - definer.keys(), k)
+        for name in defines(op):
+            definer.setdefault(name, k)
     at: dict[str, int] = {}
     for k, op in enumerate(program.ops):
         if isinstance(op, ir.Item):

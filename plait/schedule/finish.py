@@ -120,14 +120,12 @@ def last_uses(program: LoopProgram, access: Sequence[Touched]) -> tuple[tuple[st
     kept = {*output_buffers(program), *program.constants}
     kept.update(i for i in program.inputs if isinstance(i, str) and i not in program.donated)
     last: dict[str, int] = {}
-    names: dict[str, list[str]] = {}
+    names: dict[str, dict[str, None]] = {}
     for k, (read, written) in enumerate(access):
         for name in (*read, *written):
             root = memory.get(name, name)
             last[root] = k
-            known = names.setdefault(root, [])
-            if name not in known:
-                known.append(name)
+            names.setdefault(root, {})[name] = None
     out: list[list[str]] = [[] for _ in access]
     for root, k in last.items():
         out[k] += (n for n in names[root] if n not in kept)

@@ -92,12 +92,13 @@ class _Fuser:
         self.bits = [1 << k for k in range(n)]
         self.before: list[int] = []
         self.preds = [set(p) for p in draft.preds]
+        self.users: list[list[int]] = [[] for _ in range(n)]
         for k in range(n):
             bits = 0
             for p in self.preds[k]:
                 bits |= self.before[p] | 1 << p
+                self.users[p].append(k)
             self.before.append(bits)
-        self.alive = list(range(n))
         self.readers: dict[str, list[int]] = {}
         self.writers: dict[str, list[int]] = {}
         self.nbytes = {n: buffer_nbytes(b, self.hints) for n, b in self.buffers.items()}
@@ -170,17 +171,19 @@ class _Fuser:
         """Fuses group k with the best of its candidates until none is left. sharing: also with those that only read the
         same."""
         tried: set[int] = set()
-        while True:
-            best = next((c for c in self._candidates(k, sharing) if c not in tried), None)
-            if best is None:
-                return
-            tried.add(best)
-            outcome = self._fuse(best, k)
-            if isinstance(outcome, Reason):
-                a, b = self.nodes[best].group.name, self.nodes[k].group.name
+        fused = True
+        while fused:
+            fused = False
+            for c in self._candidates(k, sharing):
+                if c in tried:
+                    continue
+                tried.add(c)
+                outcome = self._fuse(c, k)
+                if isinstance(outcome, Fused):  # it has other candidates now
+                    k, fused = self._find(k), True
+                    break
+                a, b = self.nodes[c].group.name, self.nodes[k].group.name
                 self.refusals.setdefault((a, b), Refusal(a, b, outcome))
-            else:
-                k = self._find(k)
 
     def _find(self, k: int) -> int:
         while self.leader[k] != k:
@@ -191,11 +194,11 @@ class _Fuser:
         """Groups before k worth fusing with it, best first."""
         node = self.nodes[k]
         gain: dict[int, int] = {}
-        passed = {k, *(self.waiting if k in self.waiting else ())}
+        waiting = self.waiting if k in self.waiting else frozenset[int]()
         for name in node.reads:
             for w in self.writers.get(name, ()):
                 c = self._find(w)
-                if c not in passed:
+                if c != k and c not in waiting:
                     gain[c] = gain.get(c, 0) + 2 * self.nbytes[name]
         if sharing:
             shared: dict[int, int] = {}
@@ -203,7 +206,7 @@ class _Fuser:
                 users = self.readers[name]
                 at = bisect_left(users, k)
                 near = (r for r in users[max(at - MAX_SHARERS, 0) : at] if k - r <= MAX_DISTANCE)
-                for c in {self._find(r) for r in near} - passed:
+                for c in {self._find(r) for r in near} - {k} - waiting:
                     shared[c] = shared.get(c, 0) + self.nbytes[name]
             for c, nbytes in shared.items():
                 if nbytes * 4 >= min(node.moved_nbytes, self.nodes[c].moved_nbytes):
@@ -404,11 +407,15 @@ class _Fuser:
         before = (self.before[keep] | self.before[gone]) & ~bits
         self.bits[keep], self.before[keep] = bits, before
         self.preds[keep] |= self.preds[gone]
-        self.alive.remove(gone)
+        self.users[keep] += self.users[gone]
         more = bits | before
-        for u in self.alive:
-            if self.before[u] & bits and u != keep:
+        todo = list(self.users[keep])
+        while todo:
+            u = self._find(todo.pop())
+            # What has all of it before it passed it on to its users, too.
+            if u != keep and self.before[u] | more != self.before[u]:
                 self.before[u] |= more
+                todo += self.users[u]
 
     def _rebase(self, node: _Node, env: Env, full: bool) -> None:
         """Moves a group's members to new variables. full: pointwise ones are at full level from now on."""

@@ -19,6 +19,7 @@ from plait.schedule.cost import Hints, buffer_nbytes, hint
 from plait.schedule.deps import extern_reads, memory_roots, output_buffers
 from plait.schedule.overwrite import overwritable
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Step
+from plait.schedule.spans import Timeline
 
 ALIGN = 64
 MAX_ENDS = 8  # expressions of which an offset is the largest
@@ -225,9 +226,12 @@ def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], S
 
     The sizes of the example decide which block lies above which. A block then starts where those below it end that live
     at one time with it: two such blocks never meet, whatever the sizes are."""
+    packed = _packed(all_blocks, hints)
+    if all(isinstance(x.nbytes, int) for x in packed):
+        return {x.block.names[0]: x.at for x in packed}, max((x.end for x in packed), default=0)
     offsets: dict[str, Size] = {}
     placed: list[_Placed] = []
-    for x in _packed(all_blocks, hints):
+    for x in packed:
         starts = _largest(e for o in _right_below(x, placed) for e in o.ends)
         offsets[x.block.names[0]] = reduce(smax, map(_aligned, starts))
         placed.append(replace(x, ends=tuple(add(s, x.nbytes) for s in starts)))
@@ -237,11 +241,13 @@ def place(all_blocks: Sequence[Block], hints: Hints) -> tuple[dict[str, Size], S
 def _packed(some: Sequence[Block], hints: Hints) -> list[_Placed]:
     """The blocks from the lowest to the highest: each in turn, the largest first, got the tightest gap that fits."""
     placed: list[_Placed] = []
+    busy = Timeline(max((b.end for b in some), default=0))
     largest = max((hint(b.nbytes, hints) for b in some), default=0)
     for b in sorted(some, key=lambda b: (-hint(b.nbytes, hints), b.start, b.names)):
         nbytes = _padded(b.nbytes, hints, largest // 64)
         size = max(hint(_aligned(nbytes), hints), ALIGN)
-        at = _best_gap(sorted((o.at, o.end) for o in placed if _meet(o.block, b)), size)
+        at = _best_gap(busy.taken(b.start, b.end), size)
+        busy.take(b.start, b.end, at, at + size)
         placed.append(_Placed(b, nbytes, at, at + size))
     return sorted(placed, key=lambda x: x.at)
 

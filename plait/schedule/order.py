@@ -45,39 +45,46 @@ def readers_first(all_units: Sequence[Unit]) -> list[Unit]:
     for k, made in enumerate(out):
         for name in made.writes if isinstance(made.item, Group) else ():
             maker.setdefault(name, k)
-    for u in all_units:
+    readers_of: dict[str, list[int]] = {}
+    for k, u in enumerate(out):
+        for name in u.reads:
+            readers_of.setdefault(name, []).append(k)
+    users = _users(out)
+    for at, u in enumerate(all_units):
         if not isinstance(u.item, Mutate) or u.item.source not in maker:
             continue
         w = maker[u.item.source]
-        readers = {k for k, r in enumerate(out) if u.item.target in r.reads} - {w}
-        readers -= {k for k, r in enumerate(out) if r.item is u.item}
-        if readers and not readers & _after(out, w):
+        readers = set(readers_of.get(u.item.target, ())) - {w, at}
+        if readers and not _reaches(users, w, readers):
             out[w] = replace(out[w], preds=out[w].preds | readers)
+            for r in readers:
+                users[r].append(w)
     return out
 
 
-def _after(all_units: Sequence[Unit], start: int) -> set[int]:
-    """The units that must run after one."""
-    users = _users(all_units)
+def _reaches(users: Sequence[Sequence[int]], start: int, ends: set[int]) -> bool:
+    """Whether one of `ends` must run after a unit."""
     seen: set[int] = set()
     todo = [start]
     while todo:
         for k in users[todo.pop()]:
+            if k in ends:
+                return True
             if k not in seen:
                 seen.add(k)
                 todo.append(k)
-    return seen
+    return False
 
 
 @dataclass(slots=True)
 class Traffic:
     """What running units does to memory. made, used: memory roots by unit; nbytes: of a root;
-    users: how many units touch it."""
+    users: the units that touch it."""
 
     made: list[list[str]]
     used: list[list[str]]
     nbytes: dict[str, int]
-    users: dict[str, int]
+    users: dict[str, list[int]]
     at_start: int
 
 
@@ -93,7 +100,7 @@ def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
     for name in program.donated:
         t.nbytes[name] = buffer_nbytes(program.buffers[name], program.hints)
         t.at_start += t.nbytes[name]
-    for u in all_units:
+    for k, u in enumerate(all_units):
         made, used = [], []
         for name in u.writes:
             root = memory.get(name, name)
@@ -104,7 +111,7 @@ def traffic(draft: Draft, all_units: Sequence[Unit]) -> Traffic:
             root = memory.get(name, name)
             if root not in kept and root in t.nbytes and root not in used:
                 used.append(root)
-                t.users[root] = t.users.get(root, 0) + 1
+                t.users.setdefault(root, []).append(k)
         t.made.append(made)
         t.used.append(used)
     return t
@@ -114,7 +121,7 @@ def peak_nbytes(draft: Draft, all_units: Sequence[Unit], sequence: Sequence[int]
     """The most bytes alive at once when units run in a sequence and memory is freed after its last use. Inputs count
     only if donated."""
     t = traffic(draft, all_units)
-    left = dict(t.users)
+    left = {n: len(users) for n, users in t.users.items()}
     best = now = t.at_start
     for k in sequence:
         now += sum(t.nbytes[n] for n in t.made[k])
@@ -130,27 +137,34 @@ def greedy_order(draft: Draft, all_units: Sequence[Unit]) -> list[int]:
     """A topological order that always takes the ready unit which leaves the least memory alive; the
     program's order decides ties."""
     t = traffic(draft, all_units)
-    left = dict(t.users)
+    left = {n: set(users) for n, users in t.users.items()}
     waiting = [len(u.preds) for u in all_units]
     users = _users(all_units)
-    ready = [k for k, n in enumerate(waiting) if n == 0]
-    out: list[int] = []
+    ready = [(_growth(t, left, k), k) for k, n in enumerate(waiting) if n == 0]
+    heapq.heapify(ready)
+    out: dict[int, None] = {}
     while ready:
-        k = min(ready, key=lambda u: (_growth(t, left, u), u))
-        ready.remove(k)
-        out.append(k)
+        _, k = heapq.heappop(ready)
+        if k in out:
+            continue
+        out[k] = None
+        changed = []
         for n in t.used[k]:
-            left[n] -= 1
+            left[n].remove(k)
+            if len(left[n]) == 1:  # its last user leaves less alive than was thought
+                changed += [u for u in left[n] if waiting[u] == 0]
         for user in users[k]:
             waiting[user] -= 1
             if waiting[user] == 0:
-                ready.append(user)
-    return out
+                changed.append(user)
+        for u in changed:
+            heapq.heappush(ready, (_growth(t, left, u), u))
+    return list(out)
 
 
-def _growth(t: Traffic, left: dict[str, int], k: int) -> int:
+def _growth(t: Traffic, left: dict[str, set[int]], k: int) -> int:
     """By how many bytes more are alive after a unit ran."""
-    return sum(t.nbytes[n] for n in t.made[k]) - sum(t.nbytes[n] for n in t.used[k] if left[n] == 1)
+    return sum(t.nbytes[n] for n in t.made[k]) - sum(t.nbytes[n] for n in t.used[k] if len(left[n]) == 1)
 
 
 def _users(all_units: Sequence[Unit]) -> list[list[int]]:

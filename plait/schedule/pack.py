@@ -61,17 +61,21 @@ class _Packer:
         self.kept = {memory.get(b, b) for b in output_buffers(program)}
         self.writers: dict[str, list[int]] = {}
         self.readers: dict[str, list[int]] = {}
-        self.roots: list[set[str]] = []
+        self.made: list[set[str]] = []
+        self.used: list[set[str]] = []
         for k, u in enumerate(self.units):
-            made = {memory.get(w, w) for w in u.writes} & self.nbytes.keys() - self.given
-            for root in sorted(made):
+            roots = {memory.get(w, w) for w in u.writes}
+            made = {r for r in roots if r in self.nbytes and r not in self.given}
+            for root in made:
                 self.writers.setdefault(root, []).append(k)
             for root in t.used[k]:
                 self.readers.setdefault(root, []).append(k)
-            self.roots.append(made.union(t.used[k]))
+            self.made.append(made)
+            self.used.append(set(t.used[k]))
+        self.lives = {root: self._life(root, (), 0) for root in self.nbytes}
         change = [0] * (n + 1)
         for root, nbytes in self.nbytes.items():
-            start, end = self._life(root, self.slot)
+            start, end = self.lives[root]
             change[start] += nbytes
             change[min(end, n - 1) + 1] -= nbytes
         self.alive: list[int] = []
@@ -86,11 +90,27 @@ class _Packer:
             for a, u in zip(self.alive, self.units, strict=True)
         ]
 
-    def _life(self, root: str, slot: Sequence[int]) -> Life:
-        """The slots in which memory is held."""
-        start = 0 if root in self.given else min(slot[k] for k in self.writers[root])
-        end = max((slot[k] for k in self.readers.get(root, ())), default=start)
-        return start, len(slot) if root in self.kept else end
+    def _life(self, root: str, moving: Sequence[int], to: int) -> Life:
+        """The slots in which memory is held once some units are in slot `to`."""
+
+        def slot(k: int) -> int:
+            return to if k in moving else self.slot[k]
+
+        start = 0 if root in self.given else min(map(slot, self.writers[root]))
+        end = max(map(slot, self.readers.get(root, ())), default=start)
+        return start, len(self.slot) if root in self.kept else end
+
+    def _new_life(self, root: str, moving: Sequence[int], to: int) -> Life:
+        """The same, where the units are all of one slot."""
+        start, end = self.lives[root]
+        if self.slot[moving[0]] in (start, end):
+            return self._life(root, moving, to)
+        # Others hold the memory for at least as long as they did.
+        if any(root in self.made[k] for k in moving):
+            start = min(start, to)
+        if any(root in self.used[k] for k in moving):
+            end = max(end, to)
+        return start, end
 
     # ---- one unit
     def may_pack(self, k: int) -> bool:
@@ -151,23 +171,22 @@ class _Packer:
     def _move(self, moving: list[int], to: int, i: int, k: int) -> Reason | None:
         """Moves units to a slot; a Reason, and nothing done, where memory is against it. Slots i to k are all that can
         change."""
-        slot = list(self.slot)
-        for m in moving:
-            slot[m] = to
         now = self.alive[i : k + 1]
-        for root in {r for m in moving for r in self.roots[m]}:
-            for sign, places in ((-1, self.slot), (1, slot)):
-                start, end = self._life(root, places)
+        roots = {r for m in moving for r in (*self.made[m], *self.used[m])}
+        new = {root: self._new_life(root, moving, to) for root in roots}
+        for root, life in new.items():
+            for sign, (start, end) in ((-1, self.lives[root]), (1, life)):
                 for s in range(max(start, i), min(end, k) + 1):
                     now[s - i] += sign * self.nbytes[root]
         for s, nbytes in enumerate(now, i):
             if nbytes > self.limit[s] and nbytes > self.alive[s]:
                 return Reason(f"{nbytes} bytes would be alive at once, {self.limit[s]} are now")
         self.alive[i : k + 1] = now
-        start = self.slot[moving[0]]
+        self.lives |= new
         self.members[to] = sorted((*self.members[to], *moving))
-        self.members[start] = []
-        self.slot = slot
+        self.members[self.slot[moving[0]]] = []
+        for m in moving:
+            self.slot[m] = to
         return None
 
     # ---- the outcome

@@ -128,6 +128,7 @@ class _Builder:
         self.inputs: list[ins.Input] = []
         self.body: list[ins.Instr] = []
         self.how: dict[str, str] = {}
+        self.offsets: dict[str, Size] = {}  # of places, in the arena
         self.pending = dict(plan.program.symbols)
         self.views: dict[TensorArg, str] = {}
         self.typed = _read_as_memory(plan)
@@ -306,20 +307,14 @@ class _Builder:
             self.body.append(ins.Reuse(b.name, old, b.dtype, b.shape, b.strides))
             self.how[b.name] = "alloc"
         elif origin == "place":
-            self.place(b, self.plan.memory.offsets[self.placed(old)])
+            self.place(b, self.offsets[old])
         elif origin is None:
             raise InternalError(f"{b.name} takes over {old}, which does not exist yet")
         else:  # memory that is not ours to hand on by itself: an input, an extern's result
             self.view(b, old, 0, True)
 
-    def placed(self, name: str) -> str:
-        """The buffer whose offset `name` has, through any chain of takeovers."""
-        memory = self.plan.memory
-        while name not in memory.offsets:
-            name = memory.in_place[name]
-        return name
-
     def place(self, b: Buffer, offset: Size) -> None:
+        self.offsets[b.name] = offset
         self.body.append(ins.Place(b.name, ARENA, offset, b.dtype, b.shape, b.strides))
         self.how[b.name] = "place"
 

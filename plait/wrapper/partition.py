@@ -149,12 +149,12 @@ def _leave_results(parts: list[_Part], n_results: int | None, nbytes: Mapping[st
         return parts
     returned = _returned(last.body, bases_of(last.body), n_results)
     cut, ops = len(last.body), []
-    while (at := _last_work(last.body[:cut])) >= 0:
+    while (at := _last_work(last.body, cut)) >= 0:
         i = last.body[at]
         if not isinstance(i, ins.CallExtern) or sum(nbytes.get(n, 0) for n in returned & {*defined(i)}) < COPIED_NBYTES:
             break
         ops.append(i.op)
-        cut = _last_work(last.body[:at]) + 1
+        cut = _last_work(last.body, at) + 1
         while isinstance(last.body[cut], _AFTER):
             cut += 1
     if not ops:
@@ -194,8 +194,8 @@ def _returned(body: Sequence[ins.Instr], bases: Mapping[str, str], n_results: in
     return {root(n, bases) for v in last.values[:n_results] for n in refs(v)}
 
 
-def _last_work(body: Sequence[ins.Instr]) -> int:
-    return max((k for k, i in enumerate(body) if isinstance(i, _WORK)), default=-1)
+def _last_work(body: Sequence[ins.Instr], end: int) -> int:
+    return next((k for k in reversed(range(end)) if isinstance(body[k], _WORK)), -1)
 
 
 class _Facts:
@@ -312,17 +312,17 @@ def _outputs_of_kernels(
     """Allocations that the caller gets and that nothing but kernels touches, with sizes known before anything runs."""
     bases = bases_of(rest)
     known = {i.name for i in (*program.inputs, *head) if isinstance(i, (ins.SymbolInput, ins.Symbol))}
-    returned = _returned(rest, bases, n_results)
     touched = {
         root(n, bases)
         for i in rest
         if not isinstance(i, (ins.Launch, ins.View, ins.Reuse, ins.Return, ins.AssertAlignment))
         for n in used(i)
     }
+    kept = _returned(rest, bases, n_results) - touched
     return {
         i.name
         for i in rest
-        if isinstance(i, ins.Alloc) and i.name in returned - touched and i.device != "cpu" and symbols(i) <= known
+        if isinstance(i, ins.Alloc) and i.name in kept and i.device != "cpu" and symbols(i) <= known
     }
 
 
@@ -366,7 +366,8 @@ def fixed_inputs(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
             recorded = i.recorded
         elif recorded and not isinstance(i, (ins.View, ins.Reuse, ins.Return)):
             (kernels if isinstance(i, ins.Launch) else others).update(root(n, bases) for n in used(i))
-    return [n for n in inputs if n in kernels - others], [n for n in inputs if n in others]
+    anywhere = kernels - others
+    return [n for n in inputs if n in anywhere], [n for n in inputs if n in others]
 
 
 def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]:
@@ -386,5 +387,5 @@ def recorded_results(program: ins.WrapperProgram) -> tuple[list[str], list[str]]
         elif recorded and isinstance(i, (ins.Alloc, ins.CallExtern)):
             copied.update(dict.fromkeys(n for n in defined(i) if n in returned))
         elif recorded and isinstance(i, ins.Launch):
-            direct.update(dict.fromkeys(n for o in i.outs if (n := root(o, bases)) in returned & made))
+            direct.update((n, None) for o in i.outs if (n := root(o, bases)) in returned and n in made)
     return list(direct), list(copied)

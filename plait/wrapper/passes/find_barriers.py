@@ -11,23 +11,27 @@ from dataclasses import dataclass, field, replace
 
 from plait.ir import sizes as sz
 from plait.ir.sizes import Size
+from plait.schedule.spans import Spans
 from plait.wrapper import instructions as ins
 from plait.wrapper.walk import bases_of, root, used
+
+Range = tuple[Size, Size]
 
 
 @dataclass
 class _Memory:
     """Which memory may be other memory. Allocations (`own`, until an operator may have kept them) and places are known;
-    inputs, constants and results of calls may share memory among each other."""
+    inputs, constants and results of calls may share memory among each other. places: their first byte, and one past
+    their last."""
 
     bases: Mapping[str, str]
-    places: dict[str, ins.Place] = field(default_factory=dict)
+    places: dict[str, Range] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
 
     def define(self, i: ins.Instr) -> None:
         match i:
             case ins.Place():
-                self.places[i.name] = i
+                self.places[i.name] = (i.offset, _end(i))
             case ins.Alloc():
                 self.own.add(i.name)
             case ins.CallExtern(may_keep=True) | ins.CallPython():
@@ -36,19 +40,50 @@ class _Memory:
             case _:
                 pass
 
-    def may_share(self, a: str, b: str) -> bool:
-        """Whether two roots may have a byte in common."""
-        if a == b:
-            return True
-        if a in self.places and b in self.places:
-            return not _apart(self.places[a], self.places[b])
-        known = self.own | self.places.keys()
-        return a not in known and b not in known
+
+@dataclass
+class _Touched:
+    """What the launches of a region have read, or written. roots: all of it; unknown: some is no memory that is known;
+    places: those that it holds, spans: those of them between numbers, symbolic: the others."""
+
+    memory: _Memory
+    roots: set[str] = field(default_factory=set)
+    unknown: bool = False
+    places: list[Range] = field(default_factory=list)
+    spans: Spans = field(default_factory=Spans)
+    symbolic: list[Range] = field(default_factory=list)
+
+    def add(self, roots: set[str]) -> None:
+        for name in roots - self.roots:
+            place = self.memory.places.get(name)
+            if place is None:
+                self.unknown = self.unknown or name not in self.memory.own
+                continue
+            self.places.append(place)
+            start, end = place
+            if isinstance(start, int) and isinstance(end, int):
+                self.spans.add(start, end)
+            else:
+                self.symbolic.append(place)
+        self.roots |= roots
+
+    def may_meet(self, roots: set[str]) -> bool:
+        """Whether one of roots may have a byte in common with it."""
+        return not self.roots.isdisjoint(roots) or any(map(self._may_hold, roots))
+
+    def _may_hold(self, name: str) -> bool:
+        place = self.memory.places.get(name)
+        if place is None:
+            return self.unknown and name not in self.memory.own
+        start, end = place
+        if isinstance(start, int) and isinstance(end, int):
+            return self.spans.meet(start, end) or not all(_apart(place, p) for p in self.symbolic)
+        return not all(_apart(place, p) for p in self.places)
 
 
-def _apart(a: ins.Place, b: ins.Place) -> bool:
+def _apart(a: Range, b: Range) -> bool:
     """Whether two places certainly do not overlap."""
-    return sz.known_le(_end(a), b.offset) or sz.known_le(_end(b), a.offset)
+    return sz.known_le(a[1], b[0]) or sz.known_le(b[1], a[0])
 
 
 def _end(p: ins.Place) -> Size:
@@ -60,22 +95,21 @@ def find_barriers(p: ins.WrapperProgram) -> ins.WrapperProgram:
     """The program where a launch waits only if it reads what an earlier one wrote, or writes what one reads or wrote,
     since the last barrier or other end of a parallel region."""
     memory = _Memory(bases_of(p.body))
-    read: set[str] = set()
-    written: set[str] = set()
+    read, written = _Touched(memory), _Touched(memory)
     out: list[ins.Instr] = []
     for i in p.body:
         memory.define(i)
         if isinstance(i, ins.Launch):
             outs = {root(n, memory.bases) for n in i.outs}
             args = {root(n, memory.bases) for n in i.args}
-            barrier = _meet(memory, args, written) or _meet(memory, outs, read)
+            barrier = written.may_meet(args) or read.may_meet(outs)
             if barrier:
-                read, written = set(), set()
-            read |= args
-            written |= outs
+                read, written = _Touched(memory), _Touched(memory)
+            read.add(args)
+            written.add(outs)
             i = replace(i, barrier=barrier)
         elif isinstance(i, _ENDS_A_REGION) or _reads_item(i):
-            read, written = set(), set()
+            read, written = _Touched(memory), _Touched(memory)
         out.append(i)
     return replace(p, body=tuple(out))
 
@@ -85,7 +119,3 @@ _ENDS_A_REGION = (ins.CallExtern, ins.CallPython, ins.Hook, ins.Copy, ins.Fill, 
 
 def _reads_item(i: ins.Instr) -> bool:
     return isinstance(i, ins.Symbol) and isinstance(i.value, ins.ItemOf)
-
-
-def _meet(memory: _Memory, a: set[str], b: set[str]) -> bool:
-    return bool(a & b) or any(memory.may_share(x, y) for x in a for y in b)

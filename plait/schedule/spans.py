@@ -1,0 +1,75 @@
+"""Sets of bytes as ranges in order: what is taken of an arena, what launches have touched.
+
+A range is added or looked up by bisection, so that thousands of buffers cost little more than one each. `Timeline`
+knows what is taken at which step. Numbers only: ranges with symbolic ends are compared one by one by whoever has them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from operator import itemgetter
+
+Range = tuple[int, int]
+_START, _END = itemgetter(0), itemgetter(1)
+
+
+class Spans:
+    """Bytes, as ranges from a first byte to one past the last, in order; those that touch are one."""
+
+    def __init__(self) -> None:
+        self.ranges: list[Range] = []
+
+    def add(self, start: int, end: int) -> None:
+        """Adds a range."""
+        a = bisect_left(self.ranges, start, key=_END)
+        b = bisect_right(self.ranges, end, key=_START)
+        if a < b:
+            start, end = min(start, self.ranges[a][0]), max(end, self.ranges[b - 1][1])
+        self.ranges[a:b] = [(start, end)]
+
+    def meet(self, start: int, end: int) -> bool:
+        """Whether a range has a byte in common with these."""
+        k = bisect_right(self.ranges, start, key=_END)
+        return k < len(self.ranges) and self.ranges[k][0] < end
+
+
+class Timeline:
+    """Which bytes are taken at which steps. A binary tree over the steps: node 1 is all of them, the halves of node k
+    are nodes 2k and 2k + 1."""
+
+    def __init__(self, n_steps: int) -> None:
+        self.leaves = 1 << n_steps.bit_length()
+        self.throughout: dict[int, Spans] = defaultdict(Spans)  # of a node: taken at all of its steps
+        self.anywhere: dict[int, Spans] = defaultdict(Spans)  # taken at some of its steps
+
+    def take(self, first: int, last: int, start: int, end: int) -> None:
+        """Takes bytes from a first step to a last."""
+        parts = set(self._parts(first, last))
+        for k in parts:
+            self.throughout[k].add(start, end)
+        for k in parts | self._above(first, last):
+            self.anywhere[k].add(start, end)
+
+    def taken(self, first: int, last: int) -> list[Range]:
+        """The bytes that are taken at any step from a first to a last, as ranges by their start, which may overlap."""
+        found = {r for k in self._parts(first, last) for r in self.anywhere[k].ranges}
+        return sorted(found.union(*(self.throughout[k].ranges for k in self._above(first, last))))
+
+    def _parts(self, first: int, last: int) -> Iterator[int]:
+        """The fewest nodes that together are these steps."""
+        a, b = self.leaves + first, self.leaves + last + 1
+        while a < b:
+            if a & 1:
+                yield a
+                a += 1
+            if b & 1:
+                b -= 1
+                yield b
+            a, b = a >> 1, b >> 1
+
+    def _above(self, first: int, last: int) -> set[int]:
+        """The nodes of a first and a last step, and all above them."""
+        leaves = (self.leaves + first, self.leaves + last)
+        return {k >> up for k in leaves for up in range(k.bit_length())}

@@ -100,6 +100,12 @@ def test_a_graph_that_one_folder_lacks(recorded: Path, tmp_path: Path) -> None:
     assert len(found) == 6 and all(files == {"": f"{tmp_path} lacks it"} for files in found.values())
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as left:
+        replay.main(["compare", str(tmp_path), str(tmp_path / "gone")])
+    assert left.value.code == 2
+
+
 def test_renames(tmp_path: Path) -> None:
     for folder, line in (("a", "old(x1, older)"), ("b", "new(x1, older)")):
         (tmp_path / folder / "g").mkdir(parents=True)

@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not program:
             parser.error("record needs a command")
         sys.exit(record(given.folder, program))
+    folders = (given.before, given.after) if given.command == "compare" else (given.folder,)
+    if absent := [str(f) for f in folders if not f.is_dir()]:
+        parser.error(f"there is no folder {absent[0]}")
     renames = read_renames(given.renames) if given.renames else {}
     if given.command == "compare":
         sys.exit(_print(given.before, given.after, renames, given.details))

@@ -374,6 +374,44 @@ def test_views_where_the_example_has_copies_are_seen(
             run(breaks)
 
 
+def shared_row(x: Tensor) -> Tensor:
+    row = torch.arange(8.0)[None]
+    if x.shape[0] != row.shape[0]:
+        row = row.expand(x.shape[0], -1)
+    return x + row * 2
+
+
+def asked_in_vain(x: Tensor) -> Tensor:
+    causal = x.shape[0] > 1 and x.dim() > 2
+    return F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=causal)
+
+
+def joined_if_several(x: Tensor) -> Tensor:
+    rows = [x.cos(), torch.ones(1, 8)]
+    return torch.cat(rows) if len(rows) > x.shape[0] else torch.cat(rows).contiguous()
+
+
+@pytest.mark.parametrize("fn", [shared_row, asked_in_vain, joined_if_several])
+def test_a_size_of_1_that_makes_no_difference_is_allowed(fn: Callable[[Tensor], Tensor]) -> None:
+    agrees(fn, (M,), (M[:1],), (M[:3],), dynamic_shapes=({0: Dim.DYNAMIC},))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.cos() if x.shape[0] > 1 else x.sin(),
+        lambda x: x.squeeze(0) if x.shape[0] == 1 else x,
+        lambda x: torch.cat([x, x]) if x.shape[0] != 1 else torch.cat([x, x * 1]),
+        lambda x: x + (torch.ones(8) if x.shape[0] == 1 else torch.zeros(8)),
+    ],
+)
+def test_a_size_of_1_that_makes_a_difference_is_not(fn: Callable[[Tensor], Any]) -> None:
+    run = plait.compile(fn, (M,), ({0: Dim.DYNAMIC},))
+    with pytest.raises(InputError, match=r"x.shape\[0\] (!= 1|> 1|>= 2)|at least 2"):
+        run(M[:1])
+    tree_equal(run(M[:2]), fn(M[:2]), "result")
+
+
 def test_threads_that_trace_leave_torch_as_it_was() -> None:
     """The one that begins first ends first."""
     before = torch.compiler.is_compiling(), torch.SymBool.__bool__, SymNode.bool_, SymNode.eq

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,11 @@ from plait.capture.found import mended_tracing, numbers_kept
 from plait.capture.kept import Change, Kept, same_program, settled
 from plait.capture.laid_out import NotingLayouts
 from plait.capture.least import with_least_sizes
+from plait.capture.ones import same_for_one
 from plait.capture.orders import has_orders, in_another_order, loose_keywords
 from plait.capture.plain import special_kind
 from plait.capture.writes import CheckWrites
-from plait.compat.export import ExportEnv, SizeFacts, export_graph, exporting, wants_values
+from plait.compat.export import ExportEnv, Question, SizeFacts, export_graph, exporting, wants_values
 from plait.errors import InputError, PlaitError, Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
@@ -153,9 +154,9 @@ def trace(
     fakes = tuple(x for x, value in zip(env.leaves, is_value, strict=True) if value)
     inputs = [*(env.fake_state(t) for t in state.values()), *fakes]
 
-    def export() -> tuple[GraphModule, tuple[int, ...], int]:
+    def export(turned: Collection[Question] = ()) -> tuple[GraphModule, tuple[int, ...], int]:
         with early_changes, numbers_kept, mended_tracing, CheckWrites():
-            made = export_graph(env, Flat(), inputs, who)
+            made = export_graph(env, Flat(), inputs, who, turned)
             if moved:  # of their new values: how results lie is right where nothing is made functional
                 with env.mode, exporting, torch.no_grad():
                     Flat()(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
@@ -185,6 +186,12 @@ def trace(
             raise
         found.add_note(note)
         raise found from error
+    for size, questions in env.told_from_one(fakes).items():
+        made = out_spec, out_leaves, views
+        again, alike = functools.partial(export, questions), functools.partial(same_for_one, size=size)
+        if _again(again, graph, mutated, alike) and (out_spec, out_leaves) == made[:2]:
+            env.ones[size] = questions
+        out_spec, out_leaves, views = made
     if left:
         before, made = left, (out_spec, out_leaves, views)
         told = ", ".join(dict.fromkeys(repr(change.name) for change in left))
@@ -220,14 +227,17 @@ _KEEP = (
 
 
 def _again(
-    export: Callable[[], tuple[GraphModule, tuple[int, ...], int]], graph: GraphModule, mutated: tuple[int, ...]
+    export: Callable[[], tuple[GraphModule, tuple[int, ...], int]],
+    graph: GraphModule,
+    mutated: tuple[int, ...],
+    alike: Callable[[GraphModule, GraphModule], bool] = same_program,
 ) -> bool:
     """Whether the same program is traced once more."""
     try:
         found = export()
     except Exception:  # noqa: BLE001  whatever comes of what is no tensor
         return False
-    return found[1] == mutated and same_program(found[0], graph)
+    return found[1] == mutated and alike(found[0], graph)
 
 
 def _raised_by_eager(

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -73,11 +73,34 @@ class SizeFacts:
     checks: tuple[Check, ...]
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a traced program asked about sizes. condition: what makes it of exprs. firm: plait asked."""
+
+    answer: bool
+    condition: Any
+    exprs: tuple[Any, ...]
+    firm: bool
+
+    def holds(self, now: Callable[[Any], Any]) -> Any:
+        """The condition that the answer stays what it was. now: an expression as it is put there."""
+        condition = self.condition(*map(now, self.exprs))
+        return condition if self.answer else sympy.Not(condition)
+
+    def turns(self, now: Callable[[Any], Any]) -> bool:
+        """Whether the answer is the other one."""
+        try:
+            return self.holds(now) is sympy.false
+        except ZeroDivisionError:
+            return False
+
+
 class ExportEnv:
     """Fake arguments for one export.
 
     leaves: the flattened arguments, tensors replaced by fake ones (on device, if there is one).
-    asked: what the traced program asked about sizes: the answer, what makes a condition, and of which expressions.
+    asked: what the traced program asked about sizes.
+    ones: sizes that may be 1 all the same, by symbol: the questions that have the other answer then.
     asks_offsets: the program asked where a tensor begins in its storage.
     """
 
@@ -105,7 +128,8 @@ class ExportEnv:
         self.device = device
         self._was_exported = isinstance(module, GraphModule)
         self.leaves = [self._moved(x) for x in pytree.tree_leaves((fake_args, fake_kwargs))]
-        self.asked: list[tuple[bool, Any, Sequence[Any]]] = []
+        self.asked: list[Question] = []
+        self.ones: dict[Any, set[Question]] = {}
         self.asks_offsets = False
         # Fake tensors are memoised by the tensors they stand for, which must live for that.
         self._alive: list[torch.Tensor] = []
@@ -122,6 +146,18 @@ class ExportEnv:
             return x
         with self.mode:
             return x.to(self.device)
+
+    def told_from_one(self, fakes: Sequence[torch.Tensor | torch.SymInt]) -> dict[Any, set[Question]]:
+        """The sizes that the program tells from 1, as symbols, and the questions that do."""
+        found: dict[Any, set[Question]] = {}
+        for _, dim, size in _symbolic_sizes(fakes):
+            if dim is None or not size.is_symbol:
+                continue
+            replace, one = self.mode.shape_env.replace, {size: 1}
+            at_one = {q for q in self.asked if q.turns(lambda e: replace(e).xreplace(one))}  # noqa: B023
+            if at_one and not any(q.firm for q in at_one):
+                found[size] = at_one
+        return found
 
     def size_facts(self, fakes: Sequence[torch.Tensor | torch.SymInt], graph: GraphModule) -> SizeFacts:
         """What the trace assumed. Raises UserError if that contradicts dynamic_shapes."""
@@ -162,8 +198,9 @@ class ExportEnv:
             return expr.xreplace(now).xreplace(plain)
 
         guards = [found(guard.expr) for guard in shape_env.guards]
-        for answer, condition, exprs in self.asked:
-            guards.append(condition(*map(found, exprs)) if answer else sympy.Not(condition(*map(found, exprs))))
+        for question in self.asked:
+            ones = [sympy.Eq(plain[s], 1) for s, allowed in self.ones.items() if question in allowed]
+            guards.append(sympy.Or(question.holds(found), *ones))
         own = {plain.get(s, s): place for s, place in where.items()}
         apart = {plain.get(s, s): token for s, token in strides.items()}
         ranges = {**dict.fromkeys(apart, (0, None)), **{plain.get(s, s): b for s, b in bounds.items()}}
@@ -371,9 +408,8 @@ class _Forwards(traceback.StackSummary):
 
 
 _ask = SymNode.bool_
-_OPERATORS = tuple(f"{Path(p).parent}/" for p in (torch.__file__, errors.__file__)) + (
-    contextlib.__file__, functools.__file__,
-)  # fmt: skip
+_OURS = f"{Path(errors.__file__).parent}/"
+_OPERATORS = (_OURS, f"{Path(torch.__file__).parent}/", contextlib.__file__, functools.__file__)
 
 
 def _asked(node: SymNode) -> bool:
@@ -384,7 +420,7 @@ def _asked(node: SymNode) -> bool:
     if asked is not None and _is_the_program(sys._getframe(1)):
         condition, exprs = getattr(node, "compares", (sympy.And, (node.expr,)))
         if not any(map(free_unbacked_symbols, exprs)):
-            asked.append((answer, condition, exprs))
+            asked.append(Question(answer, condition, exprs, _is_ours(sys._getframe(2))))
     return answer
 
 
@@ -395,9 +431,16 @@ def _comparing(name: str, condition: Any) -> Callable[[SymNode, SymNode], SymNod
     def compared(a: SymNode, b: SymNode) -> SymNode:
         node: Any = compare(a, b)
         node.compares = condition, (a.expr, b.expr)
+        turned = getattr(a.shape_env, "turned", {})
+        if node.compares in turned and not _is_ours(sys._getframe(2)) and _is_the_program(sys._getframe(1)):
+            return a.wrap_bool(turned[node.compares])
         return node  # type: ignore[no-any-return]
 
     return compared
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OURS)
 
 
 def _is_the_program(frame: FrameType | None) -> bool:
@@ -432,14 +475,19 @@ short, questions about sizes are noted, and of a graph no Python is made, which 
 
 
 def export_graph(
-    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor], who: str
+    env: ExportEnv, flat: torch.nn.Module, inputs: Sequence[torch.Tensor], who: str, turned: Collection[Question] = ()
 ) -> tuple[GraphModule, tuple[int, ...], int]:
     """Traces flat(*inputs) functionally and without autograd.
 
     Also gives the positions of mutated inputs, and a number of tokens. The graph's first inputs and outputs are that
     many tokens; then come the new values of mutated inputs.
+
+    turned: questions that get the other answer. Nothing is learnt of sizes then.
     """
-    env.mode.shape_env.asked = env.asked
+    shape_env = env.mode.shape_env
+    shape_env.asked = [] if turned else env.asked
+    shape_env.turned = {(q.condition, q.exprs): not q.answer for q in turned}
+    guards, equal = list(shape_env.guards), dict(shape_env.replacements)
     try:
         with env.mode, tracing(TracingContext(env.mode)), exporting:
             graph, signature = aot_export_module(flat, inputs, trace_joint=False, decompositions=decomposition_table())
@@ -449,7 +497,12 @@ def export_graph(
         what = f"{who} of a function that changes a tensor which is neither argument nor parameter nor buffer"
         raise Unsupported(what, hint="make it a buffer of a module, or an argument") from error
     finally:
-        del env.mode.shape_env.asked
+        del shape_env.asked, shape_env.turned
+        if turned:
+            shape_env.guards[:] = guards
+            shape_env.replacements.clear()
+            shape_env.replacements.update(equal)
+            shape_env._update_version_counter()
     assert isinstance(graph, GraphModule)
     positions = {name: i for i, name in enumerate(signature.user_inputs)}
     mutated = tuple(positions[name] for name in signature.user_inputs_to_mutate.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from plait.ir.sizes import Size
 from plait.schedule import schedule
 from plait.schedule.memory import Block, lives, peak_nbytes, place, storage_nbytes
 from plait.schedule.plan import Kernel, Plan
+from plait.schedule.spans import Spans, Timeline
 from plait.schedule.verify import verify_plan
 from tests.schedule_tools import Builder, Record, check, kernels
 
@@ -153,6 +155,25 @@ def test_softmax_writes_over_its_scores() -> None:
     p = softmax(b, y, 16, 32)
     b.output(b.map("exp", b.extern((16, 32), p, may_keep=False)))
     assert plan_of(b).memory.in_place[p] == y
+
+
+@pytest.mark.parametrize("last", [0, 1, 7, 8, 20])
+def test_bytes_taken_at_some_steps(last: int) -> None:
+    rng = random.Random(last)
+    timeline, spans = Timeline(last), Spans()
+    given: list[tuple[int, int, int, int]] = []
+    for _ in range(60):
+        first, end = sorted(rng.randint(0, last) for _ in range(2))
+        start = rng.randrange(100)
+        stop = start + rng.randint(1, 12)
+        whole = {k for *_, a, b in given for k in range(a, b)}
+        there = {k for f, e, a, b in given if f <= end and first <= e for k in range(a, b)}
+        assert {k for a, b in timeline.taken(first, end) for k in range(a, b)} == there
+        assert spans.meet(start, stop) == (not whole.isdisjoint(range(start, stop)))
+        timeline.take(first, end, start, stop)
+        spans.add(start, stop)
+        given.append((first, end, start, stop))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans.ranges))
 
 
 def test_running_statistics_are_updated_in_place() -> None:

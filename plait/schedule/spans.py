@@ -39,8 +39,8 @@ class Timeline:
     """Which bytes are taken at which steps. A binary tree over the steps: node 1 is all of them, the halves of node k
     are nodes 2k and 2k + 1."""
 
-    def __init__(self, n_steps: int) -> None:
-        self.leaves = 1 << n_steps.bit_length()
+    def __init__(self, last_step: int) -> None:
+        self.leaves = 1 << last_step.bit_length()
         self.throughout: dict[int, Spans] = defaultdict(Spans)  # of a node: taken at all of its steps
         self.anywhere: dict[int, Spans] = defaultdict(Spans)  # taken at some of its steps
 

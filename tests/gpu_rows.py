@@ -44,6 +44,16 @@ def spread(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
     return (Reduce("s", "sum", x), Reduce("q", "sum", node("mul", (off, off)))), _acc("q", d)
 
 
+def fourth_power(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
+    """x less the sum of ((x - a)^2 - b)^2: a comes of a sum of x, b of one of (x - a)^2."""
+    a, b = (node("mul", (_acc(n, d), const(0.01, d))) for n in "sq")
+    square = node("mul", (node("sub", (x, a)),) * 2)
+    off = node("sub", (square, b))
+    values = {"s": x, "q": square, "p": node("mul", (off, off))}
+    sums = tuple(Reduce(name, "sum", value) for name, value in values.items())
+    return sums, node("sub", (x, _acc("p", d)))
+
+
 def softmax(x: Node, d: DType) -> tuple[tuple[Stmt, ...], Node]:
     """exp(x - max x) / sum."""
     e = node("exp", (node("sub", (x, _acc("peak", d))),))
@@ -91,6 +101,7 @@ CASES = {
     "layer_norm_f64": (layer_norm, f64, f64),
     "layer_norm_bf16": (layer_norm, bf16, f32),
     "spread": (spread, f32, f32),
+    "fourth_power": (fourth_power, f32, f32),
     "softmax": (softmax, f32, f32),
     "softmax_bf16": (softmax, bf16, f32),
     "exp_sum": (exp_sum, f32, f32),

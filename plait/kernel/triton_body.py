@@ -20,7 +20,7 @@ from plait.ir.sizes import Atom, Expr, Size, add, bounds, free_symbols, known_no
 from plait.kernel.space import Space, atom_expr, coefficient, dependences, extent, offset_of, stmt_nodes
 from plait.kernel.stores import How, how_to_store
 from plait.kernel.triton_ops import TYPES, bitcast, cast, combiner, identity, literal, render
-from plait.kernel.triton_passes import center_of, peak_of, plan_passes, rescales, scale_of
+from plait.kernel.triton_passes import offset_from, peak_of, plan_passes, rescales, scale_of
 from plait.kernel.triton_tiles import Group, Tile, held_dtypes
 from plait.schedule.plan import PART, Reduce, Store
 
@@ -374,6 +374,9 @@ class Writer:
 
     def _step(self, s: Reduce, begun: dict[str, tuple[str, ...]]) -> None:
         """One block of a reduction inside the loop."""
+        if spread := self.passes.deviations(s):
+            self._deviate(s, spread, begun)
+            return
         names, block = begun[s.name], self._block(s)
         if s.running:
             fn = combiner(s.kind, s.value.dtype, running=True)
@@ -402,41 +405,38 @@ class Writer:
                 new = self._define(f"{fn}({names[0]}, tl.reduce(tl.reduce({block}, 3, {fn}), 1, {fn}))", True)
             for n in with_it:
                 self.loop_lines.append(f"{begun[n][0]} = p_exp_sum({begun[n][0]}, {names[0]}, {block}, {new})")
-            for n, first in self.passes.spread.items():
-                if first is s:
-                    self._deviate(self._reduction(n), s, begun[n][0], names[0])
             self.loop_lines.append(f"{names[0]} = {new}")
 
-    def _reduction(self, name: str) -> Reduce:
-        return next(s for s in self.space.stmts if isinstance(s, Reduce) and s.name == name)
-
-    def _deviate(self, s: Reduce, first: Reduce, squares: str, total: str) -> None:
-        """Adds a block to each lane's squared deviations from its own mean. total: the lanes' sums before it."""
-        d = s.value.dtype
+    def _deviate(
+        self, first: Reduce, spread: Sequence[Reduce], begun: dict[str, tuple[str, ...]]
+    ) -> None:  # fmt: skip
+        """Adds a block to each lane's mean, which its accumulator is, and to its squared deviations
+        from that: of equal numbers exactly."""
+        d, mean = first.value.dtype, begun[first.name][0]
+        x, _ = offset_from(spread[0])
+        off, mask = f"{self.value(x)} - {mean}", self.mask(frozenset(("r",)))
+        off = self._define(f"tl.where({mask[0]}, {off}, 0.0)" if mask else off, True)
         seen = self._define(f"{self.seen}.to({TYPES[d.name]})", True)
-        mean = f"{total} * {self._define(self._mean_factor(s, first, seen), True)}"
-        off = self._define(f"{self.value(s.value.args[0].args[0])} - {mean}", True)
-        weight = self._define(render("truediv", d, (seen, f"({seen} + 1)")), True)
-        added = f"{off} * ({off} * {weight})"  # the weight is 0 where the square may be too large
-        mask = self.mask(frozenset(("r",)))
-        self.loop_lines.append(f"{squares} = {squares} + " + (f"tl.where({mask[0]}, {added}, 0.0)" if mask else added))
+        share = self._define(render("truediv", d, (literal(1, d), f"({seen} + 1)")), True)
+        for s in spread:
+            if s.value.op == "mul":  # the weight is 0 where the square may be too large
+                squares, added = begun[s.name][0], f"{off} * ({off} * ({seen} * {share}))"
+                self.loop_lines.append(f"{squares} = {squares} + {added}")
+        self.loop_lines.append(f"{mean} = {mean} + {off} * {share}")
 
-    def _mean_factor(self, s: Reduce, first: Reduce, count: str) -> str:
-        """What turns a sum of `count` values into their mean."""
-        d, scale = s.value.dtype, scale_of(s, first)
-        whole = f"tl.maximum({count}, 1.0)" if scale is None else f"(tl.maximum({count}, 1.0) * {self.value(scale)})"
-        return render("truediv", d, (literal(1, d), whole))
+    def _lane_counts(self, d: DType) -> str:
+        """How many points of a row each lane has."""
+        r = self.tile.groups[-1]
+        return f"(({self._points(r)} - rbase + {r.block - 1}) // {r.block}).to({TYPES[d.name]})"
 
     def _gathered(self, s: Reduce, first: Reduce, squares: str) -> str:
-        """The sum of (x - c)^2 of a row out of its lanes'."""
-        d = s.value.dtype
-        r = next(g for g in self.tile.groups if g.name == "r")
-        count = self._define(f"(({self._points(r)} - rbase + {r.block - 1}) // {r.block}).to({TYPES[d.name]})", False)
-        center = center_of(s)
-        assert center is not None
-        mean = f"{self.lanes[first.name]} * {self._mean_factor(s, first, count)}"
-        off = self._define(f"{mean} - {self.value(center)}", False)
-        return f"tl.sum({squares} + {count} * {off} * {off}, 1)[:, None]"
+        """The sum of x - c, or of its square, of a row out of its lanes'."""
+        _, center = offset_from(s)
+        off = self._define(f"{self.lanes[first.name]} - {self.value(center)}", False)
+        lanes = f"{self._lane_counts(s.value.dtype)} * {off}"
+        if s.value.op == "mul":
+            lanes = f"{squares} + {lanes} * {off}"
+        return f"tl.sum({lanes}, 1)[:, None]"
 
     def _finish(self, s: Reduce, names: tuple[str, ...]) -> None:
         self.loop_lines = []
@@ -450,9 +450,14 @@ class Writer:
             text = self._gathered(s, self.passes.spread[s.name], names[0])
             self.accs[s.name] = self._define(text, False, "a")
         elif not s.running:
-            self.lanes[s.name] = names[0]
+            self.lanes[s.name] = lanes = names[0]
             position = names[1] if len(names) > 1 else ""
-            self.accs[s.name] = self._define(self._reduced(s, names[0], position, inner=False), False, "a")
+            if spread := self.passes.deviations(s):  # means: see _deviate
+                scale = scale_of(spread[0], s)
+                scaled = lanes if scale is None else f"{lanes} * {self.value(scale)}"
+                lanes = self._define(f"{scaled} * {self._lane_counts(s.value.dtype)}", False)
+            text = self._reduced(s, lanes, position, inner=False)
+            self.accs[s.name] = self._define(text, False, "a")
 
     # ------------------------------------------------------------------------------------------- stores
     def _store(self, s: Store, inner: bool) -> None:

@@ -18,9 +18,10 @@ from plait.schedule.plan import Reduce, Store
 
 @dataclass(frozen=True)
 class Passes:
-    """loops: the statements of each pass. last: stores after all of them. rescaled: sum of exp(x - max x) -> that
-    maximum, by which a lane rescales its sum as it grows. spread: sum of (x - c)^2, where c comes from the sum of x ->
-    that sum, beside which a lane keeps the squares of deviations from its own mean.
+    """loops: the statements of each pass. last: stores after all of them. rescaled: sum of
+    exp(x - max x) -> that maximum, by which a lane rescales its sum as it grows. spread: sum of
+    x - c or of (x - c)^2, where c comes from the sum of x -> that sum, in whose place a lane keeps
+    its mean, and beside it the squares of deviations from that.
 
     Milakov and Gimelshein, Online normalizer calculation for softmax, 2018. Chan, Golub and LeVeque, Algorithms for
     computing the sample variance, 1983.
@@ -30,6 +31,11 @@ class Passes:
     last: tuple[Store, ...]
     rescaled: Mapping[str, Reduce] = field(default_factory=dict)
     spread: Mapping[str, Reduce] = field(default_factory=dict)
+
+    def deviations(self, first: Reduce) -> list[Reduce]:
+        """The sums in `spread` that belong to `first`."""
+        reduces = (s for p in self.loops for s in p if isinstance(s, Reduce))
+        return [s for s in reduces if self.spread.get(s.name) is first]
 
 
 def without_picks(space: Space) -> Space:
@@ -82,17 +88,19 @@ def plan_passes(space: Space, looped: bool) -> Passes:
     loops = [list(p) for p in found]
     rescaled: dict[str, Reduce] = {}
     spread: dict[str, Reduce] = {}
+    means: dict[str, Node] = {}  # sum of x -> x
     for k, p in enumerate(found):
         for s in p:
             if not isinstance(s, Reduce) or s.kind != "sum" or s.running:
                 continue
             base, moved = peak_of(s), rescaled
-            if not base:
-                c = center_of(s)
-                names = frozenset() if c is None else deps(c)
+            if not base and _is_offset(s):
+                names = deps(offset_from(s)[1])
                 base, moved = next(map(str, names), "") if len(names) == 1 else "", spread
+            if base in spread:  # which lanes do not know
+                continue
             at, first = level.get(base, (k, s))
-            if at < k and (rescales(s, first) if moved is rescaled else _deviates(s, first)):
+            if at < k and (rescales(s, first) if moved is rescaled else _deviates(s, first, means)):
                 moved[s.name] = first
                 loops[k].remove(s)
                 loops[at].append(s)
@@ -112,21 +120,29 @@ def rescales(s: Reduce, first: Reduce) -> bool:
     return first.kind == "max" and s.value.args[0].args[0] is first.value
 
 
-def center_of(s: Reduce) -> Node | None:
-    """c of a sum of (x - c)^2."""
+def _is_offset(s: Reduce) -> bool:
+    """Whether it is a sum of x - c or of (x - c)^2."""
     n = s.value
-    square = n.op == "mul" and n.args[0] is n.args[1] and n.args[0].op == "sub" and n.dtype.is_float
-    return n.args[0].args[1] if square else None
+    if n.op == "mul" and n.args[0] is n.args[1]:
+        (n, _) = n.args
+    return n.op == "sub" and n.dtype.is_float
+
+
+def offset_from(s: Reduce) -> tuple[Node, Node]:
+    """x and c of such a sum."""
+    x, c = (s.value.args[0] if s.value.op == "mul" else s.value).args
+    return x, c
 
 
 def scale_of(s: Reduce, first: Reduce) -> Node | None:
     """The constant that the summands of `first` have besides x, or None if it is 1."""
-    x = s.value.args[0].args[0]
-    return None if first.value is x else first.value.args[1]
+    return None if first.value is offset_from(s)[0] else first.value.args[1]
 
 
-def _deviates(s: Reduce, first: Reduce) -> bool:
-    x, v = s.value.args[0].args[0], first.value
+def _deviates(s: Reduce, first: Reduce, means: dict[str, Node]) -> bool:
+    """Whether lanes that keep means in place of `first` know s as well. means: of what they are."""
+    (x, _), v = offset_from(s), first.value
     if first.kind != "sum" or v.dtype != x.dtype:
         return False
-    return v is x or (v.op == "mul" and v.args[0] is x and v.args[1].op == "const")
+    is_scaled = v.op == "mul" and v.args[0] is x and v.args[1].op == "const"
+    return (v is x or is_scaled) and means.setdefault(first.name, x) is x

@@ -91,7 +91,7 @@ def test_quotients_by_numbers(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quotients_by_numbers_that_sizes_make(dtype: torch.dtype) -> None:
-    """Dynamo makes a float32 tensor of such a number, which costs a last bit."""
+    """Dynamo makes a float32 tensor of such a number, whose reciprocal is rounded once more."""
 
     def fn(x: Tensor) -> Tensor:
         return x / (x.shape[0] * 0.37 + 1)
@@ -104,7 +104,7 @@ def test_quotients_by_numbers_that_sizes_make(dtype: torch.dtype) -> None:
     for n in (2, 3, 7):
         x = numbers_of(n)
         assert torch.equal(exact(x), fn(x))
-        torch.testing.assert_close(behind_dynamo(x), fn(x), rtol=torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(behind_dynamo(x), fn(x), rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 def test_quotients_of_integers_by_numbers() -> None:

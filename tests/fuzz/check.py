@@ -386,7 +386,8 @@ class _Run:
             global _nudge
             if not self.inexact and not self.road.grad:
                 return None
-            if _BITS.search(self.source) and (what == "argument" or self.road.grad):
+            lost = self.device != "cpu"  # an index beyond such other sizes takes the device from the process
+            if _BITS.search(self.source) and (what == "argument" or self.road.grad or lost):
                 return None
             _nudge = nudge
             try:

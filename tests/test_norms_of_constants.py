@@ -108,6 +108,24 @@ def test_gradients_round_once(name: str, dtype: torch.dtype) -> None:
         assert worst(got, truth) <= 1.02 * worst(want, truth), n
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_deviations_of_equal_numbers_are_zero(dtype: torch.dtype) -> None:
+    """Exactly, since gradients divide by them where they are not."""
+
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.std(1), torch.std_mean(x, 1, correction=0)[0], x.std(), x.t().contiguous().std(0)]
+
+    middles = torch.tensor([*MIDDLES, 7e-5, 6e4], dtype=torch.float64).to(dtype)
+    for n in (3, 7, 48, 1031, 20_000):
+        torch._dynamo.reset()
+        run = torch.compile(lambda x: fn(x)[:2] + fn(x)[3:], backend="plait", dynamic=False)
+        assert not any(map(torch.any, run(middles[:, None].repeat(1, n)))), n
+        x = torch.full((3, n), 0.3, dtype=dtype).requires_grad_()
+        found = torch.compile(fn, backend="plait", dynamic=False)(x)
+        (gradient,) = torch.autograd.grad(found, x, [torch.ones_like(y) for y in found])
+        assert not any(map(torch.any, (*found, gradient))), n
+
+
 def test_squares_that_overflow_are_no_nans() -> None:
     x = torch.tensor([[1e30, -3e30, 2e30] * 100, [3e38] * 299 + [2e38]])
     run = torch.compile(torch.native_layer_norm, backend="plait")

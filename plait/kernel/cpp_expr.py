@@ -36,7 +36,7 @@ SCALAR: dict[str, Row] = {
     **_MATH,
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("floordiv", "truncdiv", "mod", "rem", "shl", "shr")},
     **{op: f"s_{op}({{0}}, {{1}})" for op in ("min", "max", "fmin", "fmax", "copysign")},
-    "max_first": "s_max({1}, {0})",
+    "max_first": "s_max({0}, {1})",
     **{op: f"s_{op}({{0}})" for op in ("sqrt", "floor", "ceil", "trunc", "round", "sign", "isinf", "signbit")},
     "not": _bool_or("!{0}", "~{0}"),
     "neg": "-{0}",

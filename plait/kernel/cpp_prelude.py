@@ -23,9 +23,14 @@ typedef int i32; typedef unsigned u32; typedef long i64; typedef unsigned long u
 typedef float f32; typedef double f64;
 """
 
+_FIRST = """\
+template <class T> static inline T s_{0}(T a, T b) {{ // of equal ones (0. and -0.) the first
+  return b {1} a || b != b ? b : a;
+}}"""
+
 _SCALAR: dict[str, str] = {
-    "s_min": "template <class T> static inline T s_min(T a, T b) { T r = a < b ? a : b; return a != a ? a : r; }",
-    "s_max": "template <class T> static inline T s_max(T a, T b) { T r = a > b ? a : b; return a != a ? a : r; }",
+    "s_min": _FIRST.format("min", "<"),
+    "s_max": _FIRST.format("max", ">"),
     "s_fmin": "template <class T> static inline T s_fmin(T a, T b) { return a <= b || b != b ? a : b; }",
     "s_fmax": "template <class T> static inline T s_fmax(T a, T b) { return a >= b || b != b ? a : b; }",
     "s_abs": """\

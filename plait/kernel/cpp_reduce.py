@@ -119,16 +119,21 @@ class Accumulators:
         vector = self.is_vector(s)
         if not vector and v.rep > 0:
             return
+        acc = self.now[s.name, v.rep if vector else 0]
+        if vector and self._fuses(s):
+            parts = (*(v.vector(a) for a in s.value.args), acc)
+            for name, text in zip(acc, vector_op("fma", d, parts, d), strict=True):
+                v.line(f"{name} = {text};")
+            return
         value = v.vector(s.value) if vector else v.get(s.value)
         if s.kind in _ARG:
             self._update_position(s, value, vector)
             return
-        acc = self.now[s.name, v.rep if vector else 0]
         if s.running:
             v.depth_of[s.name] = len(v.chain) - 1
-        if not vector:
-            text = scalar_op(_OP[s.kind], d, (acc[0], value[0]), d)
-            v.line(f"{acc[0]} = {text};")
+        if not vector:  # of equal ones (0. and -0.) the first, but the last of a running extreme
+            both = (value[0], acc[0]) if s.running else (acc[0], value[0])
+            v.line(f"{acc[0]} = {scalar_op(_OP[s.kind], d, both, d)};")
             return
         if v.tail and v.nest.inner:
             rest = splat(literal(identity(s.kind, d), d), d)
@@ -138,9 +143,15 @@ class Accumulators:
             return
         # The value first: min and max test their first argument for NaNs, which then need not wait for the accumulator.
         # Of equal ones (0. and -0.) they give the second, which is the last one that a running minimum wants.
-        both = (acc, value) if s.running else (value, acc)
-        for name, text in zip(acc, vector_op(_OP[s.kind], d, both, d), strict=True):
+        pair = (acc, value) if s.running else (value, acc)
+        for name, text in zip(acc, vector_op(_OP[s.kind], d, pair, d), strict=True):
             v.line(f"{name} = {text};")
+
+    def _fuses(self, s: Reduce) -> bool:
+        """Whether products are added without being rounded. Those of a tail are masked first."""
+        v, n = self.v, s.value
+        is_sum = s.kind == "sum" and not s.running and n.op == "mul" and n.dtype.is_float
+        return is_sum and "fma" in v.isa.cpu and not (v.tail and v.nest.inner)
 
     def _scan(self, s: Reduce, carry: Parts, value: Parts) -> None:
         """Running results over the lanes; carry holds the last one in every lane, from vector to vector."""

@@ -412,33 +412,49 @@ def _rearranged(isa: Isa) -> dict[str, str]:
     return out
 
 
+_PAIRS = {
+    "sum": "{0} + {1}", "prod": "{0} * {1}", "any": "{0} | {1}", "all": "{0} & {1}",
+    "xor": "{0} ^ {1}", "max": "({0} > {1} ? {0} : {1})", "min": "({0} < {1} ? {0} : {1})",
+}  # fmt: skip
+
+
 def _horizontal(isa: Isa) -> dict[str, str]:
-    """swap<k>_<type>: blocks of k lanes change places in pairs. h_<kind>_<type>: all lanes of a register combined, as a
-    tree."""
+    """h_<kind>_<type>: all lanes of a register combined, as a tree."""
     out = {}
     for t in _NUMBERS:
-        n, v = _lanes(isa, t), f"v{t}"
-        steps = [n >> k for k in range(1, n.bit_length()) if n >> k]
-        for step in steps:
-            picks = ", ".join(str(k ^ step) for k in range(n))
-            loop = f"{v} r; for (int k = 0; k < {n}; ++k) r[k] = a[k ^ {step}]; return r;"
-            name = f"swap{step}_{t}"
-            out[name] = "\n".join((
-                "#if __has_builtin(__builtin_shufflevector)",
-                _fn(v, name, f"{v} a", f"return __builtin_shufflevector(a, a, {picks});"),
-                "#else", _fn(v, name, f"{v} a", loop), "#endif",
-            ))  # fmt: skip
-        for kind, how in _COMBINE.items():
+        n, size = _lanes(isa, t), DTYPES[t].nbytes
+        for kind, how in _PAIRS.items():
             if t in _FLOATS and kind in ("any", "all", "xor"):
                 continue
             first = ""
             if t in _FLOATS and kind in ("max", "min"):  # of NaNs once for all
                 nan = "__builtin_nan" + ("f" if t == "f32" else "")
                 first = f'if (any((vi32)(a != a))) return {nan}(""); '
-                how = {"max": "most_{t}({0}, {1})", "min": "least_{t}({0}, {1})"}[kind]
-            body = first + " ".join(f"a = {how.format('a', f'swap{step}_{t}(a)', t=t)};" for step in steps)
-            out[f"h_{kind}_{t}"] = _fn(t, f"h_{kind}_{t}", f"{v} a", f"{body} return a[0];")
+            loop = f"for (int n = {n // 2}; n > 0; n /= 2) for (int k = 0; k < n; ++k) "
+            loop += f"a[k] = {how.format('a[k]', 'a[k + n]')}; return a[0];"
+            name = f"h_{kind}_{t}"
+            out[name] = "\n".join((
+                "#if __has_builtin(__builtin_shufflevector)",
+                _fn(t, name, f"v{t} a", first + _halved(n, size, how)),
+                "#else", _fn(t, name, f"v{t} a", first + loop), "#endif",
+            ))  # fmt: skip
     return out
+
+
+def _halved(n: int, size: int, how: str) -> str:
+    """The steps of such a tree: halves, which are registers of their own down to 16 bytes, and then
+    lanes that change places."""
+    steps, x, width = [], "a", n
+    while n > 1:
+        n //= 2
+        is_cut = n * size >= 16
+        width = n if is_cut else width
+        picks = [range(width), [k + n if is_cut else k ^ n for k in range(width)]]
+        low, high = (f"__builtin_shufflevector({x}, {x}, {', '.join(map(str, p))})" for p in picks)
+        steps.append(f"const auto l{n} = {low}, h{n} = {high};")
+        x = f"x{n}"
+        steps.append(f"const auto {x} = {how.format(f'l{n}', f'h{n}')};")
+    return f"{' '.join(steps)} return {x}[0];"
 
 
 def _scans(isa: Isa) -> dict[str, str]:
@@ -466,7 +482,7 @@ def _scans(isa: Isa) -> dict[str, str]:
 
 
 def _scalar_combine(kind: str) -> str:
-    return {"sum": "r + a[k]", "prod": "r * a[k]"}.get(kind, f"s_{kind}(r, a[k])")
+    return {"sum": "r + a[k]", "prod": "r * a[k]"}.get(kind, f"s_{kind}(a[k], r)")
 
 
 def _tiles(isa: Isa) -> dict[str, str]:

@@ -1,5 +1,5 @@
 """The negative log likelihood: a gather along the classes and weighted sums, which fuse with the log_softmax before;
-and the gradient of smooth_l1_loss.
+and the gradients of smooth_l1_loss and soft_margin_loss.
 
 Targets are checked at run time as eager checks them, but for those that are ignored.
 """
@@ -111,5 +111,19 @@ def smooth_l1_loss_backward(ctx: Lowering, grad: View, x: View, target: View, re
         else:
             slope = m("max", m("min", m("truediv", off, beta), 1.0), -1.0)
         return m("mul", g, slope)
+
+    return elementwise(ctx, formula, (grad, x, target))
+
+
+@lower(aten.soft_margin_loss_backward.default)
+def soft_margin_loss_backward(
+    ctx: Lowering, grad: View, x: View, target: View, reduction: int
+) -> View:  # fmt: skip
+    """The gradient of x, of small ones too. Where exp overflows, eager's is NaN."""
+
+    def formula(m: Maths, g: Node, a: Node, t: Node) -> Node:
+        if reduction == _MEAN:
+            g = m("truediv", g, m.cast(m.ops.index(numel(ctx.out_shape())), g.dtype))
+        return m("truediv", m("neg", m("mul", t, g)), m("add", m("exp", m("mul", t, a)), 1.0))
 
     return elementwise(ctx, formula, (grad, x, target))

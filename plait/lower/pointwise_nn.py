@@ -97,3 +97,15 @@ def _elu_backward(
         return m("where", m("gt", a, 0.0), m("mul", g, float(scale)), low)
 
     return elementwise(ctx, formula, (grad, x))
+
+
+@lower(aten.logit_backward.default)
+def _logit_backward(ctx: Lowering, grad: View, x: View, eps: float | None = None) -> View:
+    low, outside = (0.0, math.nan) if eps is None else (eps, 0.0)
+
+    def formula(m: Maths, g: Node, a: Node) -> Node:
+        beyond = m("or", m("lt", a, low), m("gt", a, 1.0 - low))
+        slope = m("truediv", g, m("mul", a, m("sub", 1.0, a)))
+        return m("where", beyond, outside, slope)
+
+    return elementwise(ctx, formula, (grad, x))

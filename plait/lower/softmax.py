@@ -1,14 +1,15 @@
-"""softmax and log_softmax as reductions and pointwise loops over one range, which the scheduler fuses into a kernel."""
+"""softmax, its gradient and log_softmax as reductions and pointwise loops over one range, which the
+scheduler fuses into a kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
-from plait.ir.sizes import Expr
+from plait.ir.sizes import Expr, Size
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.pointwise import Maths
@@ -54,3 +55,28 @@ def _softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
 @lower(aten._log_softmax.default)
 def _log_softmax(ctx: Lowering, x: View, dim: int, half_to_float: bool) -> View:
     return _softmax_like(ctx, x, dim, lambda m, e, top, total: m("sub", m("sub", e, top), m("log", total)))
+
+
+@lower(aten._softmax_backward_data.default)
+def _softmax_backward(ctx: Lowering, grad: View, y: View, dim: int, dtype: torch.dtype) -> View:
+    """y * (grad - sum(grad * y)), where torch's own takes the difference of two products."""
+    if not y.shape:
+        grad, y = add_dim(grad, 0), add_dim(y, 0)
+    axes, compute = Axes(y, dim), compute_dtype(y.dtype)
+
+    def pair(ops: Recorder, at: Sequence[Size]) -> tuple[Node, Node]:
+        return ops.cast(y.load(ops, at), compute), ops.cast(grad.load(ops, at), compute)
+
+    def product(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
+        return ops.op("mul", *pair(ops, axes.at(i, r)))
+
+    total = ctx.reduce(axes.shape, axes.rshape, "sum", product)
+
+    def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
+        e, g = pair(ops, v)
+        value = ops.op("mul", e, ops.op("sub", g, total.load(ops, axes.kept_of(v))))
+        return ops.cast(value, ctx.out_dtype())
+
+    rank = ctx.out_meta().dim()
+    out = ctx.pointwise(y.shape, ctx.out_dtype(), body, ctx.out_strides() if rank else None)
+    return out if rank else drop_dims(out, {0})
